@@ -1,0 +1,60 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo donor test test-all lint bench wheel clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## Create .venv and install everything (about 2 minutes, once)
+
+# The stamp is touched last, so an interrupted installation is taken up again.
+$(STAMP): setup.cfg pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: $(PYTHON) not found; name an interpreter: make setup PYTHON=python3.11" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit( \
+	  "error: Python >= 3.10 is needed, $(PYTHON) is %d.%d; " % sys.version_info[:2] + \
+	  "name a newer one: make setup PYTHON=python3.11")'
+	@echo "installing into $(VENV), about 2 minutes"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@# The pip that comes with Python 3.10.0 cannot install a setup.cfg project in place.
+	@$(BIN)/python -m pip install -q --upgrade pip
+	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+demo: setup ## Train on real digits, elastic and not; results in runs/demo/
+	$(BIN)/pipetransformer demo
+
+donor: setup ## Reproduce the pretrained weights that the demo starts from
+	$(BIN)/python -m experiments.donor
+
+test: setup ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: setup ## Run all tests, with soak and fault tests
+	$(BIN)/python -m pytest -q
+
+lint: setup ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## Measure the overhead over a hand-written PyTorch loop
+	$(BIN)/python -m experiments.benchmarks.overhead
+
+wheel: setup ## Build the wheel into dist/
+	@# A leftover build/ would carry deleted modules into the wheel.
+	rm -rf build
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove .venv, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

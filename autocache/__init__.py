@@ -1,0 +1,21 @@
+"""Cache the frozen prefix's activations, shared by all processes of a node."""
+
+from __future__ import annotations
+
+from autocache.prefix import CacheStats, PrefixCache, RunLayers, rows_layout
+from autocache.stamp import PrefixStamps, chain_hash
+from autocache.store import RowField, RowLayout, RowRead, RowStore, StoreCounts
+
+__all__ = [
+    "CacheStats",
+    "PrefixCache",
+    "PrefixStamps",
+    "RowField",
+    "RowLayout",
+    "RowRead",
+    "RowStore",
+    "RunLayers",
+    "StoreCounts",
+    "chain_hash",
+    "rows_layout",
+]

@@ -1,0 +1,72 @@
+"""Yield the global batches: every dataset index once per epoch, whatever K and R are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class EpochSampler:
+    """Order an epoch's dataset indices as a pure function of (seed, epoch).
+
+    Args:
+        num_samples: length of the dataset.
+        seed: the run's seed.
+        shuffle: False keeps the dataset's order, as evaluation does.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True) -> None:
+        if num_samples < 1:
+            raise ValueError("the dataset is empty; give at least one sample")
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def global_batch(self, epoch: int, position: int, size: int) -> Tensor:
+        """Return the indices of one global batch; the last one of an epoch may be short.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            position: how many samples of the epoch came before.
+            size: samples of a global batch.
+        Returns:
+            (min(size, num_samples - position),) int64 on CPU.
+        """
+        if epoch != self._epoch:
+            self._order = self._permute(epoch)
+            self._epoch = epoch
+        return self._order[position:position + size]
+
+    def _permute(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
+    """Return part sizes that differ by at most one, the larger ones first.
+
+    A replica's slice of the global batch and a micro-batch's slice of the replica's are both cut so.
+    """
+    small, extra = divmod(num_samples, num_parts)
+    return tuple(small + (part < extra) for part in range(num_parts))
+
+
+def mix_seed(*numbers: int) -> int:
+    """Mix integers into one 63-bit seed (splitmix64 rounds), so that nearby inputs give unrelated streams.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+_MASK = (1 << 64) - 1

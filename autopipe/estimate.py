@@ -1,0 +1,153 @@
+"""Estimate a step's seconds and each stage's bytes, for a profile with some layers frozen.
+
+Units are the active sublayers, counted from 0; a split is the K + 1 boundaries between them.
+Stage 0 bears the frozen prefix besides its units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from operator import add
+
+from autopipe.partition import PartCost, per_part
+from autopipe.profile import Profile
+from autopipe.schedule import Schedule
+from autopipe.simulate import StageTimes, simulate
+
+
+class StepModel:
+    """Answer for any split, schedule and micro-batch sizes what a step costs.
+
+    Args:
+        profile: the measurements.
+        num_frozen: layers frozen at the bottom.
+        prefix_cached_s: seconds a sample to read the prefix's activations; None where they are
+            computed in each step.
+    Raises:
+        ValueError: nothing is left to train.
+    """
+
+    def __init__(self, profile: Profile, *, num_frozen: int,
+                 prefix_cached_s: float | None) -> None:
+        costs = profile.sublayers
+        self.first_active = sum(cost.layer < num_frozen for cost in costs)
+        self.num_units = len(costs) - self.first_active
+        if self.num_units == 0:
+            raise ValueError(f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
+                             f"train; freeze at most {max((c.layer for c in costs), default=0)}")
+        self._profile, self._prefix_cached_s = profile, prefix_cached_s
+        frozen, active = costs[:self.first_active], costs[self.first_active:]
+        self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
+        self._parameters = _cumulate(cost.parameter_bytes for cost in active)
+        self._buffers = _cumulate(cost.buffer_bytes for cost in active)
+        self._saved = _cumulate(cost.saved_bytes for cost in active)
+        below = frozen[-1].output_bytes if frozen else 0.0
+        self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
+        self._work: dict[int, tuple[list[float], list[float], float]] = {}
+
+    def work_s(self, sizes: tuple[int, ...]) -> PartCost:
+        """Return the function that says how many seconds a stage computes in a step.
+
+        Args:
+            sizes: samples of every micro-batch.
+        """
+        total, total_prefix = [0.0] * (self.num_units + 1), 0.0
+        for size, number in Counter(sizes).items():
+            forward, backward, prefix = self._cumulated_work(size)
+            total = [t + number * (f + b)
+                     for t, f, b in zip(total, forward, backward, strict=True)]
+            total_prefix += number * prefix
+
+        def cost(part: int, first: int, last: int) -> float:
+            return total[last] - total[first] + (total_prefix if part == 0 else 0.0)
+
+        return cost
+
+    def stage_bytes(self, sizes: tuple[int, ...], in_flight: tuple[int, ...]) -> PartCost:
+        """Return the function that says how many bytes a stage needs.
+
+        They are weights, gradients and optimizer state, and for every micro-batch in flight what
+        autograd saves and the activations at the stage's two ends.
+
+        Args:
+            sizes: samples of every micro-batch.
+            in_flight: each stage's most micro-batches between their forward and their backward.
+        """
+        num_samples = [max(sizes) * number for number in in_flight]
+        copies = 2 + self._profile.state_bytes_ratio
+
+        def cost(part: int, first: int, last: int) -> float:
+            held = copies * (self._parameters[last] - self._parameters[first])
+            held += self._buffers[last] - self._buffers[first]
+            held += self._prefix_bytes if part == 0 else 0
+            per_sample = (self._saved[last] - self._saved[first]
+                          + self._boundary_bytes[first] + self._boundary_bytes[last])
+            return math.ceil(held + num_samples[part] * per_sample)
+
+        return cost
+
+    def step_s(self, schedule: Schedule, sizes: tuple[int, ...], split: tuple[int, ...], *,
+               num_replicas: int) -> float:
+        """Predict the seconds of a step by executing its schedule."""
+        return (simulate(schedule, self._stage_times(sizes, split)).step_s
+                + self._outside_schedule_s(split, num_replicas))
+
+    def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...], *,
+                     num_replicas: int) -> float:
+        """Return seconds below which no schedule finishes a step; far cheaper than `step_s`.
+
+        A stage does all its work after the stages below have passed a first micro-batch up, and
+        before they pass its last gradient down.
+        """
+        forward, backward, prefix = self._cumulated_work(min(sizes))
+        below = [forward[unit] + backward[unit] + (prefix if unit else 0.0) for unit in split[:-1]]
+        return (max(map(add, per_part(self.work_s(sizes), split), below))
+                + self._outside_schedule_s(split, num_replicas))
+
+    def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
+        """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
+        trained_bytes = max(self._parameters[last] - self._parameters[first]
+                            for first, last in pairwise(split))
+        seconds = (self._profile.optimizer_s_per_byte * trained_bytes
+                   + self._profile.step_overhead_s)
+        if num_replicas > 1:
+            # A ring passes on each of R pieces R - 1 times to sum them, and again to spread them.
+            seconds += self._profile.all_reduce.seconds(
+                2 * (num_replicas - 1) / num_replicas * trained_bytes)
+        return seconds
+
+    def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
+        work = [self._cumulated_work(size) for size in sizes]
+        link = self._profile.link
+        return StageTimes(
+            forward_s=tuple(
+                tuple(forward[last] - forward[first] + (0.0 if first else prefix)
+                      for forward, _, prefix in work) for first, last in pairwise(split)),
+            backward_s=tuple(
+                tuple(backward[last] - backward[first] for _, backward, _ in work)
+                for first, last in pairwise(split)),
+            transfer_s=tuple(
+                tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
+                for unit in split[1:-1]))
+
+    def _cumulated_work(self, size: int) -> tuple[list[float], list[float], float]:
+        """Return forward and backward seconds of the units below each index; the prefix's."""
+        if size not in self._work:
+            profile = self._profile
+            active = range(self.first_active, len(profile.sublayers))
+            if self._prefix_cached_s is None:
+                prefix = sum(profile.frozen_s(index, size) for index in range(self.first_active))
+            else:
+                prefix = self._prefix_cached_s * size
+            self._work[size] = (
+                _cumulate(profile.forward_s(index, size) for index in active),
+                _cumulate(profile.backward_s(index, size) for index in active), prefix)
+        return self._work[size]
+
+
+def _cumulate(values: Iterable[float]) -> list[float]:
+    """Return the sums of the values before each index."""
+    return list(accumulate(values, initial=0.0))

@@ -1,0 +1,274 @@
+"""Choose a pipeline: its length, each stage's sublayers, the micro-batches, the schedule.
+
+A candidate's step is predicted by running its very schedule against the profile; the fastest that
+fits the memory wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any
+
+from autopipe.estimate import StepModel
+from autopipe.partition import PartCost, best_split, per_part
+from autopipe.profile import Profile
+from autopipe.schedule import SCHEDULES
+from autopipe.simulate import peak_in_flight
+
+_TIE = 1.01
+"""Predictions this close count as equal: the measurements behind them are no more exact."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """State a pipeline and what it is predicted to cost.
+
+    Args:
+        length: stages (K).
+        boundaries: K + 1 indices over all sublayers; stage j trains boundaries[j] up to, but not
+            with, boundaries[j + 1]; stage 0 also holds the frozen ones below boundaries[0].
+        num_micro_batches: micro-batches of a replica's step (M).
+        schedule: a name of `schedule.SCHEDULES`.
+        predicted_step_s: seconds of a step.
+        peak_bytes: modelled bytes of each stage.
+    """
+
+    length: int
+    boundaries: tuple[int, ...]
+    num_micro_batches: int
+    schedule: str
+    predicted_step_s: float
+    peak_bytes: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> PipelinePlan:
+        """Rebuild a plan from `to_json`."""
+        return PipelinePlan(**{**values, "boundaries": tuple(values["boundaries"]),
+                               "peak_bytes": tuple(values["peak_bytes"])})
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """State what is to be planned.
+
+    Args:
+        num_ranks: device slots that train.
+        slots_per_node: device slots of a node.
+        global_batch: samples of a step over all replicas.
+        num_frozen: layers frozen at the bottom.
+        memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
+        prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
+            are computed in each step.
+        lengths: pipeline lengths to consider; None for all that fit the cluster.
+        micro_batches: micro-batch counts to consider; None for a sensible selection.
+        schedules: schedules to consider; of two equally good ones the earlier is taken.
+    Raises:
+        ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
+            unknown.
+    """
+
+    num_ranks: int
+    slots_per_node: int
+    global_batch: int
+    num_frozen: int
+    memory_limit_bytes: int | None = None
+    prefix_cached_s: float | None = None
+    lengths: tuple[int, ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("num_ranks", self.num_ranks, 1),
+                                   ("slots_per_node", self.slots_per_node, 1),
+                                   ("global_batch", self.global_batch, 1),
+                                   ("num_frozen", self.num_frozen, 0),
+                                   ("micro_batches", min(self.micro_batches or (1,)), 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        fitting = _fitting_lengths(self.num_ranks, self.slots_per_node)
+        for length in self.lengths or ():
+            if length not in fitting:
+                raise ValueError(
+                    f"pipeline length {length} does not fit {self.num_ranks} ranks with "
+                    f"{self.slots_per_node} slots a node; choose from {list(fitting)}")
+        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
+            raise ValueError(f"schedules {list(self.schedules)} are not all known; choose from "
+                             f"{list(SCHEDULES)}")
+
+
+def _fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
+    """Return the K that divide the world, and divide a node's slots or are a multiple of them."""
+    return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
+                 and (slots_per_node % length == 0 or length % slots_per_node == 0))
+
+
+def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Cut samples into micro-batches that differ by at most one, the larger ones first."""
+    size, num_larger = divmod(num_samples, num_micro_batches)
+    return (size + 1,) * num_larger + (size,) * (num_micro_batches - num_larger)
+
+
+def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
+    """Choose the fastest plan that fits the memory.
+
+    Of plans within 1 % of it, the shortest pipeline is taken, then the fewest micro-batches.
+
+    Raises:
+        ValueError: no length or micro-batch count is possible, or nothing fits the memory.
+    """
+    model = _model(profile, request)
+    plans: list[PipelinePlan] = []
+    fastest_s = math.inf
+    for candidate in sorted(_fitting(model, request), key=lambda candidate: candidate.least_s):
+        if candidate.least_s > fastest_s * _TIE:
+            break
+        plans.append(_plan(model, request, candidate))
+        fastest_s = min(fastest_s, plans[-1].predicted_step_s)
+    if not plans:
+        raise ValueError(_nothing_fits(model, request))
+    return min((plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
+               key=lambda plan: (plan.length, plan.num_micro_batches,
+                                 request.schedules.index(plan.schedule)))
+
+
+def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
+    """Return every length's, micro-batch count's and schedule's plan that fits, fastest first.
+
+    Raises:
+        ValueError: no length or micro-batch count is possible.
+    """
+    model = _model(profile, request)
+    plans = [_plan(model, request, candidate) for candidate in _fitting(model, request)]
+    return sorted(plans, key=lambda plan: plan.predicted_step_s)
+
+
+def predict(profile: Profile, request: PlanRequest, *, boundaries: tuple[int, ...],
+            num_micro_batches: int, schedule: str) -> PipelinePlan:
+    """Predict one pipeline, whether it fits the memory or not.
+
+    Raises:
+        ValueError: the boundaries do not cover the active sublayers, or the cluster or the batch
+            does not allow their number or that of micro-batches.
+    """
+    model = _model(profile, request)
+    split = tuple(boundary - model.first_active for boundary in boundaries)
+    if (split[0], split[-1]) != (0, model.num_units) or any(a >= b for a, b in pairwise(split)):
+        raise ValueError(
+            f"boundaries {boundaries} must ascend from {model.first_active} to "
+            f"{len(profile.sublayers)}, over the sublayers that {request.num_frozen} frozen "
+            f"layers leave active")
+    only = replace(request, lengths=(len(split) - 1,), micro_batches=(num_micro_batches,),
+                   schedules=(schedule,))
+    (_, sizes), = _shapes(model, only)
+    return _plan(model, only, _Candidate(sizes, schedule, split, least_s=0.0))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Hold what makes a plan, and seconds that its step cannot undercut."""
+
+    sizes: tuple[int, ...]
+    schedule: str
+    split: tuple[int, ...]
+    least_s: float
+
+
+def _model(profile: Profile, request: PlanRequest) -> StepModel:
+    return StepModel(profile, num_frozen=request.num_frozen,
+                     prefix_cached_s=request.prefix_cached_s)
+
+
+def _shapes(model: StepModel, request: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
+    """List the possible lengths with the micro-batch sizes of the largest replica."""
+    wanted = request.lengths or _fitting_lengths(request.num_ranks, request.slots_per_node)
+    lengths = [length for length in wanted if length <= model.num_units
+               and request.num_ranks // length <= request.global_batch]
+    shapes = []
+    for length in lengths:
+        num_samples = math.ceil(request.global_batch / (request.num_ranks // length))
+        shapes += [(length, micro_batch_sizes(num_samples, count))
+                   for count in request.micro_batches or _micro_batch_counts(length)
+                   if count <= num_samples]
+    if not shapes:
+        raise ValueError(
+            f"no pipeline is possible: {model.num_units} active sublayers and a global batch of "
+            f"{request.global_batch} on {request.num_ranks} ranks allow {lengths} of the lengths "
+            f"{list(wanted)}, and micro-batches need a sample each; allow shorter pipelines or "
+            f"fewer micro-batches, or enlarge the global batch")
+    return shapes
+
+
+def _micro_batch_counts(length: int) -> list[int]:
+    """Return the powers of two and the multiples of K up to 6 K, but at least up to 8."""
+    most = max(6 * length, 8)
+    powers = (1 << exponent for exponent in range(most.bit_length()))
+    return sorted({*powers, *range(length, most + 1, length)})
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(schedule: str, length: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Return the stages' peaks; kept, because each decision asks for the same ones again."""
+    return tuple(map(peak_in_flight, SCHEDULES[schedule](length, num_micro_batches)))
+
+
+def _num_bytes(model: StepModel, length: int, sizes: tuple[int, ...], schedule: str) -> PartCost:
+    return model.stage_bytes(sizes, _in_flight(schedule, length, len(sizes)))
+
+
+def _fitting(model: StepModel, request: PlanRequest) -> Iterator[_Candidate]:
+    """Split every shape so that its slowest stage is fastest, among the splits that fit."""
+    limit = request.memory_limit_bytes
+    for length, sizes in _shapes(model, request):
+        work_s = model.work_s(sizes)
+        unlimited = best_split(model.num_units, length, work_s)
+        assert unlimited is not None, "without a limit every shape can be split"
+        for schedule in request.schedules:
+            split: tuple[int, ...] | None = unlimited
+            if limit is not None:
+                num_bytes = _num_bytes(model, length, sizes, schedule)
+                if max(per_part(num_bytes, unlimited)) > limit:
+                    split = best_split(model.num_units, length, work_s,
+                                       feasible=partial(_within, num_bytes, limit))
+            if split is not None:
+                least_s = model.least_step_s(sizes, split,
+                                             num_replicas=request.num_ranks // length)
+                yield _Candidate(sizes, schedule, split, least_s)
+
+
+def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -> bool:
+    return num_bytes(part, first, last) <= limit
+
+
+def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> PipelinePlan:
+    sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
+    length = len(split) - 1
+    step_s = model.step_s(SCHEDULES[name](length, len(sizes)), sizes, split,
+                          num_replicas=request.num_ranks // length)
+    peak_bytes = per_part(_num_bytes(model, length, sizes, name), split)
+    return PipelinePlan(length, tuple(model.first_active + unit for unit in split), len(sizes),
+                        name, step_s, tuple(map(int, peak_bytes)))
+
+
+def _nothing_fits(model: StepModel, request: PlanRequest) -> str:
+    """Say how much the pipeline that comes closest to fitting still needs, and where."""
+    smallest = (math.inf, "")
+    for length, sizes in _shapes(model, request):
+        for schedule in request.schedules:
+            num_bytes = _num_bytes(model, length, sizes, schedule)
+            split = best_split(model.num_units, length, num_bytes)
+            assert split is not None, "without a limit every shape can be split"
+            needs = per_part(num_bytes, split)
+            smallest = min(smallest, (
+                max(needs), f"{length} stages x {len(sizes)} micro-batches ({schedule}), needs "
+                            f"{int(max(needs))} bytes on stage {needs.index(max(needs))}"))
+    return (f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
+            f"{smallest[1]}; raise the limit, lower the global batch, add device slots or freeze "
+            f"more layers")

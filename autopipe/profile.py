@@ -1,0 +1,325 @@
+"""Measure what every sublayer costs, in seconds and bytes, at a few micro-batch sizes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class SublayerCost:
+    """State a sublayer's cost; times have one entry per `Profile.batch_sizes`.
+
+    Args:
+        name: unique name.
+        layer: the layer that it freezes with; the number of layers for the head.
+        forward_s: forward in train mode with gradients recorded.
+        backward_s: backward, with its parameters' gradients added to existing ones.
+        frozen_s: forward in eval mode without gradients.
+        parameter_bytes: parameters; one shared by several sublayers counts in the first.
+        buffer_bytes: buffers.
+        saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
+        output_bytes: a sample's output.
+    """
+
+    name: str
+    layer: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    frozen_s: tuple[float, ...]
+    parameter_bytes: int
+    buffer_bytes: int
+    saved_bytes: float
+    output_bytes: float
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """State what a message costs: a fixed time and a rate (math.inf where bytes cost nothing)."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bytes_per_s <= 0:
+            raise ValueError(f"a link needs a latency of at least 0 s and a positive rate, got "
+                             f"{self.latency_s} s and {self.bytes_per_s} bytes/s")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Profile:
+    """State what a training step is made of.
+
+    Args:
+        batch_sizes: measured micro-batch sizes, ascending.
+        sublayers: bottom first.
+        optimizer_s_per_byte: optimizer step, seconds per parameter byte.
+        state_bytes_ratio: optimizer state bytes per parameter byte (AdamW: 2).
+        step_overhead_s: a step's time outside of all else here.
+        link: a message between neighbouring stages.
+        all_reduce: ring all-reduce; its rate is that of one worker's traffic.
+    Raises:
+        ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
+    """
+
+    batch_sizes: tuple[int, ...]
+    sublayers: tuple[SublayerCost, ...]
+    optimizer_s_per_byte: float
+    state_bytes_ratio: float
+    step_overhead_s: float
+    link: LinkCost
+    all_reduce: LinkCost
+
+    def __post_init__(self) -> None:
+        sizes = self.batch_sizes
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
+        for cost in self.sublayers:
+            for seconds in (cost.forward_s, cost.backward_s, cost.frozen_s):
+                if len(seconds) != len(sizes):
+                    raise ValueError(f"sublayer {cost.name!r} has {len(seconds)} times for the "
+                                     f"{len(sizes)} micro-batch sizes {sizes}; give one for each")
+
+    def forward_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a sublayer's forward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].forward_s, batch)
+
+    def backward_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a sublayer's backward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].backward_s, batch)
+
+    def frozen_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a frozen sublayer's forward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Profile:
+        """Rebuild a profile from `to_json`."""
+        sublayers = [SublayerCost(**_with_tuples(cost)) for cost in values["sublayers"]]
+        return Profile(**_with_tuples({**values, "sublayers": sublayers,
+                                       "link": LinkCost(**values["link"]),
+                                       "all_reduce": LinkCost(**values["all_reduce"])}))
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo what JSON does to tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()}
+
+
+def merge(profiles: Sequence[Profile]) -> Profile:
+    """Combine the ranks' profiles of one model: the median of every measurement.
+
+    Raises:
+        ValueError: no profile is given, or they describe different models or sizes.
+    """
+    if not profiles:
+        raise ValueError("merge needs the profile of at least one rank, got none")
+    return Profile.from_json(_median([profile.to_json() for profile in profiles]))
+
+
+def _median(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if isinstance(first, dict):
+        return {key: _median([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple) and len({len(value) for value in values}) == 1:
+        return tuple(_median(entries) for entries in zip(*values, strict=True))
+    if any(isinstance(value, float) for value in values):
+        return statistics.median(values)
+    other = next(value for value in values if value != first)
+    raise ValueError(f"the ranks profiled different models or sizes: {first!r} on one, {other!r} "
+                     f"on another; profile the same on all")
+
+
+def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
+    """Interpolate; outside follow the outer segment, or the origin where one size was measured.
+
+    Outside, noise must not make more samples cheaper, or fewer cheaper than in proportion.
+    """
+    if len(sizes) == 1:
+        return seconds[0] * batch / sizes[0]
+    right = next((n for n in range(1, len(sizes)) if batch <= sizes[n]), len(sizes) - 1)
+    (x0, x1), (y0, y1) = sizes[right - 1:right + 1], seconds[right - 1:right + 1]
+    value = y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
+    if batch < x0:
+        return min(max(value, y0 * batch / x0), y0)
+    return max(value, y1) if batch > x1 else value
+
+
+@dataclass(frozen=True)
+class ProfiledSublayer:
+    """Name a sublayer to measure, and how it is called.
+
+    Args:
+        name: unique name.
+        layer: the layer that it freezes with.
+        module: holds its parameters and buffers.
+        call: takes the output of the sublayer below (None for the first) and the batch.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
+
+
+def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
+                      batches: Sequence[Mapping[str, Tensor]], *,
+                      repeats: int = 3) -> tuple[SublayerCost, ...]:
+    """Measure every sublayer on its real input; the modules are left as they were.
+
+    Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
+    before anything is frozen: a frozen parameter has no backward.
+
+    Args:
+        sublayers: bottom first; each one's output is the next one's input.
+        batches: one a micro-batch size, on the device to measure; (B, ...) tensors.
+        repeats: measured rounds, after one to warm up.
+    Raises:
+        TypeError: a sublayer returns something else than one tensor.
+    """
+    device = next(iter(batches[-1].values())).device
+    with _left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        sizes = _measure_bytes(sublayers, batches[-1])
+        rounds = [[_time_chain(sublayers, modules, batch, device) for batch in batches]
+                  for _ in range(repeats + 1)][1:]
+    costs = []
+    for index, sublayer in enumerate(sublayers):
+        forward_s, backward_s, frozen_s = (
+            tuple(statistics.median(one[size][index][kind] for one in rounds)
+                  for size in range(len(batches)))
+            for kind in range(3))
+        costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, backward_s, frozen_s,
+                                  **sizes[index]))
+    return tuple(costs)
+
+
+@contextmanager
+def _left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterator[nn.ModuleList]:
+    """Lend the modules for measuring; restore flags, buffers, gradients and random state."""
+    everything = nn.ModuleList(modules)
+    training = [(module, module.training) for module in everything.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in everything.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in everything.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with (torch.random.fork_rng([device] if device.type == "cuda" else []),
+              torch.enable_grad()):
+            yield everything
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _measure_bytes(sublayers: Sequence[ProfiledSublayer],
+                   batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Count each sublayer's bytes, activations per sample."""
+    num_samples = len(next(iter(batch.values())))
+    counted: set[int] = set()
+    hidden, sizes = None, []
+    for sublayer in sublayers:
+        own = {id(p): p.nbytes for p in sublayer.module.parameters() if id(p) not in counted}
+        counted.update(own)
+        output, saved_bytes = _forward_counting(sublayer, _as_input(hidden), batch)
+        hidden = output.detach()
+        sizes.append({"parameter_bytes": sum(own.values()),
+                      "buffer_bytes": sum(b.nbytes for b in sublayer.module.buffers()),
+                      "saved_bytes": saved_bytes / num_samples,
+                      "output_bytes": output.nbytes / num_samples})
+    return sizes
+
+
+def _forward_counting(sublayer: ProfiledSublayer, hidden: Tensor | None,
+                      batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Run a forward; also return the bytes that its graph keeps, each storage once."""
+    held = {tensor.untyped_storage().data_ptr()
+            for tensor in (*sublayer.module.parameters(), *sublayer.module.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = sublayer.call(hidden, batch)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it must "
+                        f"return one tensor: move side values into the batch")
+    return output, sum(saved.values())
+
+
+def _as_input(hidden: Tensor | None) -> Tensor | None:
+    """Hand an activation over as a stage does, with a gradient to compute."""
+    if hidden is None:
+        return None
+    # A leaf that needs a gradient forbids layers that work in place.
+    return hidden.requires_grad_(hidden.is_floating_point()).clone()
+
+
+def _time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+                batch: Mapping[str, Tensor], device: torch.device) -> list[tuple[float, ...]]:
+    """Time (forward, backward, frozen forward) of each sublayer, in seconds."""
+    trained, frozen = [], []
+    hidden: Tensor | None = None
+    modules.train()
+    for sublayer in sublayers:
+        hidden = _as_input(hidden)
+        start = _mark(device)
+        output = sublayer.call(hidden, batch)
+        end = _mark(device)
+        gradient = torch.ones_like(output)
+        resume = _mark(device)
+        if output.requires_grad:
+            output.backward(gradient)
+        trained.append((start, end, resume, _mark(device)))
+        hidden = output.detach()
+    hidden = None
+    modules.eval()
+    with torch.no_grad():
+        for sublayer in sublayers:
+            start = _mark(device)
+            hidden = sublayer.call(hidden, batch)
+            frozen.append((start, _mark(device)))
+    return [(_seconds(*marks[:2]), _seconds(*marks[2:]), _seconds(*frozen_marks))
+            for marks, frozen_marks in zip(trained, frozen, strict=True)]
+
+
+def _mark(device: torch.device) -> Any:
+    """Note the moment, on the device's own clock where it runs behind the host's."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+    return time.perf_counter()
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000.0

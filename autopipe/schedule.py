@@ -1,0 +1,117 @@
+"""Write pipeline schedules as data: for each stage, the list of instructions it executes.
+
+Legend of the grids: one row a stage, one column a clock tick, `Fi`/`Bi` the forward/backward of micro-batch i.
+
+GPipe (3 stages, 3 micro-batches): all forwards, then all backwards from the last micro-batch to the first.
+
+    stage 0  F0 F1 F2 .. .. .. .. B2 B1 B0
+    stage 1  .. F0 F1 F2 .. .. B2 B1 B0 ..
+    stage 2  .. .. F0 F1 F2 B2 B1 B0 .. ..
+
+1F1B (PipeDream-flush): after a warm-up, every stage alternates, so stage j keeps at most K - j micro-batches.
+
+    stage 0  F0 F1 F2 .. .. B0 .. B1 .. B2
+    stage 1  .. F0 F1 .. B0 F2 B1 .. B2 ..
+    stage 2  .. .. F0 B0 F1 B1 F2 B2 .. ..
+
+Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); torchgpipe section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Op(Enum):
+    """Name what one instruction does."""
+
+    RECV_ACTIVATION = "recv_activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send_activation"
+    RECV_GRADIENT = "recv_gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send_gradient"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Do one operation on one micro-batch."""
+
+    op: Op
+    micro_batch: int
+
+
+StageProgram = tuple[Instruction, ...]
+Schedule = tuple[StageProgram, ...]
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Run all forwards, then all backwards in the order M-1..0."""
+    forwards = [("F", i) for i in range(num_micro_batches)]
+    backwards = [("B", i) for i in reversed(range(num_micro_batches))]
+    return tuple(_with_links(forwards + backwards, j, num_stages) for j in range(num_stages))
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Alternate forward and backward after a warm-up of K - j - 1 forwards on stage j."""
+    programs = []
+    for stage in range(num_stages):
+        warm_up = min(num_stages - stage - 1, num_micro_batches)
+        tasks = [("F", i) for i in range(warm_up)]
+        for i in range(num_micro_batches - warm_up):
+            tasks += [("F", warm_up + i), ("B", i)]
+        tasks += [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+        programs.append(_with_links(tasks, stage, num_stages))
+    return tuple(programs)
+
+
+def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Run the forwards alone, as evaluation does."""
+    forwards = [("F", i) for i in range(num_micro_batches)]
+    return tuple(_with_links(forwards, j, num_stages) for j in range(num_stages))
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def _with_links(tasks: list[tuple[str, int]], stage: int, num_stages: int) -> StageProgram:
+    """Put each task between the receive it waits for and the send it feeds."""
+    first, last = stage == 0, stage == num_stages - 1
+    program: list[Instruction] = []
+    for kind, i in tasks:
+        if kind == "F":
+            receive, work, send = Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION
+            receives, sends = not first, not last
+        else:
+            receive, work, send = Op.RECV_GRADIENT, Op.BACKWARD, Op.SEND_GRADIENT
+            receives, sends = not last, not first
+        program += [Instruction(receive, i)] if receives else []
+        program += [Instruction(work, i)]
+        program += [Instruction(send, i)] if sends else []
+    return tuple(program)
+
+
+def draw(schedule: Schedule) -> str:
+    """Draw a schedule as the grid of the module's docstring, each task one tick long."""
+    finished: dict[tuple[str, int, int], int] = {}
+    tasks = [[(("F" if ins.op is Op.FORWARD else "B"), ins.micro_batch) for ins in program
+              if ins.op in (Op.FORWARD, Op.BACKWARD)] for program in schedule]
+    position, clock, last = [0] * len(tasks), 0, len(tasks) - 1
+    rows: list[list[str]] = [[] for _ in tasks]
+    while any(position[j] < len(tasks[j]) for j in range(len(tasks))):
+        for j, row in enumerate(rows):
+            cell = ".."
+            if position[j] < len(tasks[j]):
+                kind, i = tasks[j][position[j]]
+                neighbour = j - 1 if kind == "F" else j + 1
+                at_end = neighbour < 0 or neighbour > last
+                if at_end or finished.get((kind, neighbour, i), clock + 1) <= clock:
+                    cell, finished[kind, j, i] = f"{kind}{i}", clock + 1
+                    position[j] += 1
+            row.append(cell)
+        clock += 1
+        if clock > 2 * len(tasks) * sum(map(len, tasks)) + 2:
+            raise ValueError("the schedule cannot be executed: its stages wait for each other")
+    return "\n".join(f"stage {j}  {' '.join(row)}" for j, row in enumerate(rows))

@@ -1,0 +1,238 @@
+"""Define what a freeze policy sees, what it answers, and how its answer is checked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, final
+
+KNOWN_SIGNALS = frozenset({"gradient_norm"})
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Describe one layer that can freeze.
+
+    Attributes:
+        name: the layer's name in the model.
+        index: 0..L-1 from the bottom; the embedding is part of layer 0, the head is no layer.
+        num_parameters: number of values in the layer's parameters.
+        gradient_norm: root of the mean, over the steps since the last decision, of the squared
+            norm of the layer's gradient; None if the layer is frozen, the policy did not ask for
+            it, or no step since the last decision had finite gradients.
+    """
+
+    name: str
+    index: int
+    num_parameters: int
+    gradient_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeContext:
+    """Hold everything a policy may look at; nothing in it can be changed.
+
+    Attributes:
+        step, epoch: completed optimizer steps, and the epoch of the next one, both from 0.
+        max_steps, steps_per_epoch: lengths of the whole training and of one epoch, in steps.
+        learning_rate, peak_learning_rate: at the next step, and the largest of the training.
+        layers: one entry per layer, ordered by index.
+        num_frozen: layers 0..num_frozen-1 are frozen now.
+        frozen_since: for each frozen layer, the step at which it froze.
+        metrics: results of the last evaluation by name; empty before the first.
+        predict: maps a number of frozen layers to the predicted seconds of one step.
+    Raises:
+        ValueError: the layers are out of order, or `num_frozen` contradicts them.
+    """
+
+    step: int
+    epoch: int
+    max_steps: int
+    steps_per_epoch: int
+    learning_rate: float
+    peak_learning_rate: float
+    layers: tuple[LayerStats, ...]
+    num_frozen: int
+    frozen_since: tuple[int, ...]
+    metrics: Mapping[str, float]
+    predict: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        indices = [layer.index for layer in self.layers]
+        if indices != list(range(self.num_layers)):
+            raise ValueError(
+                f"layers have the indices {indices}; give each of the {self.num_layers} layers "
+                f"once, ordered 0..{self.num_layers - 1}"
+            )
+        if not 0 <= self.num_frozen <= self.num_layers:
+            raise ValueError(
+                f"num_frozen is {self.num_frozen}, but there are {self.num_layers} layers; "
+                f"give 0..{self.num_layers}"
+            )
+        if len(self.frozen_since) != self.num_frozen:
+            raise ValueError(
+                f"frozen_since has {len(self.frozen_since)} entries for {self.num_frozen} frozen "
+                "layers; give the step at which each of them froze"
+            )
+        # A copy: the caller's dict must not change under a policy, nor a policy change it.
+        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+
+    @property
+    def num_layers(self) -> int:
+        """Return L, the number of layers that can freeze."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class FreezeDecision:
+    """Say how many bottom layers are frozen from now on, and why, in one line for the records.
+
+    Raises:
+        TypeError: `num_frozen` is not an int.
+    """
+
+    num_frozen: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_frozen, int) or isinstance(self.num_frozen, bool):
+            raise TypeError(
+                f"a freeze decision must be an int, got {self.num_frozen!r} "
+                f"({type(self.num_frozen).__name__}); return the number of frozen layers, "
+                "rounded, e.g. int(math.ceil(x)), or None to keep it"
+            )
+
+
+class FreezePolicy(ABC):
+    """Decide, from a context alone, how many bottom layers are frozen.
+
+    A policy runs on rank 0 only. It must not read clocks or random numbers: a resumed training
+    asks again and must hear the same answer. What it remembers between calls belongs in
+    `state_dict`.
+
+    Attributes:
+        signals: what must be measured for it, a subset of {"gradient_norm"}; others cost nothing.
+        depends_on_time: True if it uses `FreezeContext.predict`, whose answers come from measured
+            times, so that two equal trainings may freeze differently.
+    """
+
+    signals: frozenset[str] = frozenset()
+    depends_on_time: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name that records and errors use."""
+        return type(self).__name__
+
+    @abstractmethod
+    def decide(self, context: FreezeContext) -> FreezeDecision | None:
+        """Return the decision at this step; None keeps what is frozen."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the policy remembers, serialisable as JSON; a stateless policy has {}."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`.
+
+        Raises:
+            ValueError: the state is not one of this policy.
+        """
+        if state:
+            raise ValueError(
+                f"{self.name} keeps no state, but was given {sorted(state)}; resume with the "
+                "policy that wrote the checkpoint"
+            )
+
+
+@final
+class Never(FreezePolicy):
+    """Freeze nothing more than what is frozen."""
+
+    def decide(self, context: FreezeContext) -> None:
+        """Return None."""
+
+
+PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
+
+
+@final
+class _FunctionPolicy(FreezePolicy):
+    """Present a plain function as a policy; it is measured every signal and has no state."""
+
+    signals = KNOWN_SIGNALS
+
+    def __init__(self, function: PolicyFunction) -> None:
+        self._function = function
+
+    @property
+    def name(self) -> str:
+        """Return the function's own name."""
+        return getattr(self._function, "__name__", repr(self._function))
+
+    def decide(self, context: FreezeContext) -> FreezeDecision | None:
+        """Call the function; a plain number becomes a decision."""
+        answer = self._function(context)
+        if answer is None or isinstance(answer, FreezeDecision):
+            return answer
+        return FreezeDecision(answer, f"{self.name} returned {answer}")
+
+
+def as_policy(policy_or_function: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
+    """Present what the user passed as a policy.
+
+    None becomes `Never`, a policy stays itself, and a function of the context, returning a
+    `FreezeDecision`, the number of frozen layers, or None to keep it, is wrapped. A function is
+    asked again after a resume and so must not remember anything; subclass `FreezePolicy` for that.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the policy asks for a signal that is not measured.
+    """
+    if policy_or_function is None:
+        return Never()
+    if isinstance(policy_or_function, FreezePolicy):
+        unknown = policy_or_function.signals - KNOWN_SIGNALS
+        if unknown:
+            raise ValueError(
+                f"{policy_or_function.name} asks for the signals {sorted(unknown)}, which are not "
+                f"measured; use a subset of {sorted(KNOWN_SIGNALS)}"
+            )
+        return policy_or_function
+    if isinstance(policy_or_function, type) or not callable(policy_or_function):
+        raise TypeError(
+            f"freeze is {policy_or_function!r}, which is no freeze policy; pass an instance of a "
+            "FreezePolicy such as PaperRule(1 / 3), a function of a FreezeContext, or None"
+        )
+    return _FunctionPolicy(policy_or_function)
+
+
+def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:
+    """Ask the policy and return a decision that can be executed.
+
+    None, or the number of layers that are frozen already, becomes a decision that keeps it, with
+    a reason that starts with "keep".
+
+    Raises:
+        TypeError: the policy returned something else than a decision or None.
+        ValueError: the decision is not within 0..L.
+    """
+    decision = policy.decide(context)
+    if decision is None:
+        return FreezeDecision(context.num_frozen, "keep")
+    if not isinstance(decision, FreezeDecision):
+        raise TypeError(
+            f"{policy.name}.decide returned {decision!r} ({type(decision).__name__}); "
+            "return a FreezeDecision, or None to keep what is frozen"
+        )
+    if not 0 <= decision.num_frozen <= context.num_layers:
+        raise ValueError(
+            f"{policy.name} decided to freeze {decision.num_frozen} layers at step "
+            f"{context.step}, but {context.num_layers} layers can freeze; "
+            f"return 0..{context.num_layers}"
+        )
+    if decision.num_frozen == context.num_frozen:
+        return FreezeDecision(decision.num_frozen, f"keep: {decision.reason}")
+    return decision

@@ -1,0 +1,163 @@
+"""Measure gradient norms while training, without waiting for the device.
+
+The gradient norm of a layer over an interval is the root of the mean, over the interval's steps
+with finite gradients, of the squared norm of that step's gradient. Squares of disjoint parameters
+add, so a layer's norm follows from its sublayers', wherever those live.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+
+@final
+class GradientSignals:
+    """Accumulate the squared gradient norm of each sublayer over the steps of an interval.
+
+    Call `squared_norm` once per step on the reduced, unscaled, unclipped gradients. The norm of
+    one tensor is computed in float64 on CPU, where a float32 sum over a large embedding is off by
+    0.2 %, and for float64 parameters; elsewhere in float32, also of 16-bit gradients, whose
+    squares would overflow. All sums over tensors and steps are float64.
+
+    Args:
+        parameters: each sublayer's parameters by the sublayer's name. A tied parameter counts in
+            the first sublayer that lists it, so that the total is the norm of the whole gradient.
+    Raises:
+        ValueError: the parameters are on several devices.
+    """
+
+    def __init__(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        self._names = tuple(parameters)
+        self._parameters = _without_repeats(parameters)
+        flat = [parameter for own in self._parameters for parameter in own]
+        devices = {parameter.device for parameter in flat} or {torch.device("cpu")}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on the devices {sorted(map(str, devices))}; "
+                "measure the sublayers of each device by a GradientSignals of its own"
+            )
+        (device,) = devices
+        exact = device.type == "cpu" or any(p.dtype == torch.float64 for p in flat)
+        self._norm_dtype = torch.float64 if exact else torch.float32
+        self._one = torch.ones((), dtype=self._norm_dtype, device=device)
+        # (sublayers + 1): the squared norms' sums, then the number of steps in them. One tensor,
+        # so that one copy to the host reads all of it.
+        self._sums = torch.zeros(len(self._names) + 1, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return this step's squared gradient norm, and accumulate it by sublayer if finite.
+
+        Nothing here waits for the device. A parameter without gradient counts 0.
+
+        Args:
+            reduce: adds the stages' totals up (an all-reduce over the pipeline). With it a step
+                that is not finite on one stage is left out on all of them, so that the signals
+                do not depend on where the model is cut. None: this process holds all of it.
+        Returns:
+            0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
+            infinite if any gradient is.
+        """
+        step = self._step_squares()
+        total = step[:-1].sum()
+        if reduce is not None:
+            total = reduce(total)
+        self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
+        return total
+
+    def _step_squares(self) -> Tensor:
+        """Return (sublayers + 1,) float64: this step's squared norms, then a 1 to count it."""
+        gradients = [[p.grad for p in own if p.grad is not None] for own in self._parameters]
+        flat = [gradient for own in gradients for gradient in own]
+        norms = torch._foreach_norm(flat, 2, self._norm_dtype) if flat else ()
+        squares = torch.stack([*norms, self._one]).double().square()
+        parts = squares.split([*map(len, gradients), 1])
+        return torch.stack([part.sum() for part in parts])
+
+    def collect(self) -> dict[str, float]:
+        """Return the mean squared norm of each sublayer since the last `reset`; waits once.
+
+        {} if no step had finite gradients: there is nothing to take the mean of.
+        """
+        *sums, num_steps = self._sums.tolist()
+        if not num_steps:
+            return {}
+        return {name: total / num_steps for name, total in zip(self._names, sums, strict=True)}
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self._sums.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """Return the unfinished interval, serialisable as JSON; waits once.
+
+        The number of steps is the same on all stages, so the states of a pipeline's stages merge
+        into one by joining their `squared_sums`.
+        """
+        *sums, num_steps = self._sums.tolist()
+        squared_sums = dict(zip(self._names, sums, strict=True))
+        return {"num_steps": int(num_steps), "squared_sums": squared_sums}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue the interval of a `state`, which may hold other stages' sublayers as well.
+
+        Raises:
+            ValueError: a sublayer measured here is not in the state.
+        """
+        squared_sums = state["squared_sums"]
+        missing = [name for name in self._names if name not in squared_sums]
+        if missing:
+            raise ValueError(
+                f"the saved gradient signals lack the sublayers {missing}; they have "
+                f"{sorted(squared_sums)}. Load the merged state of all stages, or call reset()"
+            )
+        values = [*(squared_sums[name] for name in self._names), state["num_steps"]]
+        self._sums.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+def layer_norms(
+    per_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
+) -> tuple[float | None, ...]:
+    """Combine the sublayers' mean squared norms into the norm of each layer.
+
+    Args:
+        per_sublayer: mean squared norms by sublayer, as `GradientSignals.collect` returns them,
+            of all stages together.
+        layer_of: each sublayer's layer, 0..num_layers; num_layers is the head, which is ignored.
+        num_layers: number of layers that can freeze.
+    Returns:
+        One norm per layer 0..num_layers-1; None for a layer of which no sublayer is given.
+    Raises:
+        ValueError: a sublayer has no layer, or one out of range.
+    """
+    squares: list[list[float]] = [[] for _ in range(num_layers + 1)]
+    for name, square in per_sublayer.items():
+        layer = layer_of.get(name)
+        if layer is None or not 0 <= layer <= num_layers:
+            raise ValueError(
+                f"sublayer {name!r} belongs to layer {layer}; give every sublayer a layer in "
+                f"0..{num_layers}, where {num_layers} is the head"
+            )
+        squares[layer].append(square)
+    # fsum is exact whatever the order, which is that of the stages' answers.
+    return tuple(math.sqrt(math.fsum(own)) if own else None for own in squares[:-1])
+
+
+def _without_repeats(
+    parameters: Mapping[str, Sequence[nn.Parameter]],
+) -> list[list[nn.Parameter]]:
+    """List each sublayer's parameters, each parameter only where it comes first."""
+    seen: set[int] = set()
+    distinct: list[list[nn.Parameter]] = []
+    for own in parameters.values():
+        distinct.append([])
+        for parameter in own:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                distinct[-1].append(parameter)
+    return distinct

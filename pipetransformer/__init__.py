@@ -1,0 +1,29 @@
+"""Elastic, freeze-aware pipeline training of Transformers.
+
+The whole public API is here; a user never needs another import.
+"""
+
+from autopipe import PipelinePlan, Profile
+from freeze import (
+    ClosedForm,
+    FreezeContext,
+    FreezeDecision,
+    FreezePolicy,
+    FreezeSchedule,
+    LayerStats,
+    Never,
+    PaperRule,
+)
+from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
+from pipetransformer.config import TrainConfig, cosine_with_warmup
+from pipetransformer.launch import WorkerFailedError, launch
+from pipetransformer.optimizer_state import adamw
+from pipetransformer.planning import PlanSituation, fastest_plan
+from pipetransformer.trainer import FitReport, Trainer
+
+__all__ = [
+    "ClosedForm", "FitReport", "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule",
+    "LayerStats", "LayeredModel", "Never", "PaperRule", "PipelinePlan", "PlanSituation", "Profile",
+    "Sublayer", "TrainConfig", "Trainer", "WorkerFailedError", "adamw", "cosine_with_warmup",
+    "fastest_plan", "launch", "register_adapter",
+]

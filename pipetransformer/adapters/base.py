@@ -1,0 +1,287 @@
+"""Present a model as a sequence of sublayers that share its very parameters.
+
+A model is a chain in which one tensor, the hidden state, goes from each sublayer to the next::
+
+    batch[inputs] -> embedding -> attention -> MLP -> ... -> head -> output
+    layer                0            0         0             num_layers
+
+Sublayers are modules of the model or thin wrappers around them. They own no tensor of their own: a
+tensor is known by its name in the model, so checkpoints, optimizers and moves between ranks all
+speak the original model's `state_dict` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+LossValue = Tensor | tuple[Tensor, Tensor | int]
+# (output, target) -> a 0-dim mean over the samples, or (sum, count). The target is a Tensor where
+# the model has one target name, else a dict[str, Tensor]; Any, as a loss takes one of the two.
+LossFunction = Callable[[Tensor, Any], LossValue]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """Name one unit that is owned, moved and partitioned.
+
+    Args:
+        name: unique in the model, such as "blocks.3.attention".
+        layer: the layer it freezes with; never falls from one sublayer to the next. The
+            embedding's is 0, the head's (the last sublayer's) is the number of layers.
+        module: takes the hidden state (the first one: the model's inputs) and returns one Tensor.
+        sides: batch entries its forward also takes, as keywords, if the batch has them.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    sides: tuple[str, ...] = ()
+
+
+@final
+class LayeredModel:
+    """Run, empty and refill a model sublayer by sublayer.
+
+    Forward hooks of the modules inside a sublayer fire as ever; those of a module that spans
+    several (a whole block, the model) do not, as its own forward is not called. From here on put
+    other tensor objects into the model by `replace` only: wrappers may hold the same ones.
+
+    Args:
+        model: keeps working as it is, and keeps its `state_dict` names.
+        sublayers: in forward order; together they hold every parameter and buffer of the model.
+        inputs: batch entries of the first sublayer: the first is required and goes in by
+            position, the others by keyword if the batch has them.
+        targets: batch entries of the loss.
+        loss_fn: the loss to take where the user gives none.
+        unused: names of parameters and buffers that no forward reads (a pooler nobody asks).
+    Raises:
+        ValueError: a tensor is in no sublayer, in several (tied), or not the model's; a name is
+            used twice; layers fall, skip a number, or leave the head no layer of its own.
+    """
+
+    def __init__(self, model: nn.Module, sublayers: Sequence[Sublayer], *, inputs: Sequence[str],
+                 targets: Sequence[str], loss_fn: LossFunction | None = None,
+                 unused: Sequence[str] = ()) -> None:
+        self.model = model
+        self.sublayers = tuple(sublayers)
+        self.inputs = tuple(inputs)
+        self.targets = tuple(targets)
+        self.loss_fn = loss_fn
+        self.unused = tuple(unused)
+        _check_order(self.sublayers)
+        if not self.inputs:
+            raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
+        self._names = _assign_names(model, self.sublayers, self.unused)
+        self._slots = _find_slots(model, self.sublayers)
+        self._guards: dict[int, list[RemovableHandle]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Count the layers that can freeze; the head's layer has this number."""
+        return self.sublayers[-1].layer
+
+    def first_active(self, num_frozen: int) -> int:
+        """Find the first sublayer above frozen layers 0..num_frozen-1; the head at the latest."""
+        if not 0 <= num_frozen <= self.num_layers:
+            raise ValueError(f"num_frozen is {num_frozen}, but the model has {self.num_layers} "
+                             f"layers that can freeze; give 0 to {self.num_layers}")
+        return next(i for i, sub in enumerate(self.sublayers) if sub.layer >= num_frozen)
+
+    def sides_of(self, first: int, last: int) -> tuple[str, ...]:
+        """Name the batch entries that sublayers first..last-1 take beside the hidden state."""
+        return tuple(dict.fromkeys(chain(*(sub.sides for sub in self.sublayers[first:last]))))
+
+    def call(self, index: int, value: Tensor | Mapping[str, Tensor], *,
+             sides: Mapping[str, Tensor]) -> Tensor:
+        """Run one sublayer.
+
+        Args:
+            index: position of the sublayer.
+            value: the batch for sublayer 0, else the hidden state its predecessor returned.
+            sides: at least those entries of the batch that the sublayer names; the batch will do.
+        Raises:
+            TypeError: a batch where a hidden state is due or the reverse, or the sublayer returned
+                something else than one Tensor.
+            ValueError: the batch lacks the model's input.
+            RuntimeError: the sublayer was released.
+        """
+        sublayer = self.sublayers[index]
+        keywords = {name: sides[name] for name in sublayer.sides if name in sides}
+        if isinstance(value, Tensor) == (index == 0):
+            due = "the batch (a mapping)" if index == 0 else "the hidden state (a Tensor)"
+            raise TypeError(f"sublayer {index} ({sublayer.name!r}) got a {type(value).__name__}; "
+                            f"give it {due}")
+        if not isinstance(value, Tensor):
+            keywords.update((name, value[name]) for name in self.inputs[1:] if name in value)
+            value = self._required_input(value)
+        output = sublayer.module(value, **keywords)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; one "
+                            "Tensor goes from sublayer to sublayer: wrap its module")
+        return output
+
+    def run(self, batch: Mapping[str, Tensor], *, first: int = 0, last: int | None = None,
+            hidden: Tensor | None = None) -> Tensor:
+        """Run sublayers first..last-1 one after the other; all of them by default.
+
+        Args:
+            batch: the model's inputs (read where first is 0) and the sublayers' sides.
+            first: where to begin.
+            last: where to stop, exclusive; None is the end.
+            hidden: what sublayer first-1 returned; None exactly if first is 0.
+        Returns:
+            What sublayer last-1 returned: the hidden state or, at the end, the model's output.
+        Raises:
+            ValueError: an empty or impossible range, or hidden does not fit first.
+        """
+        last = len(self.sublayers) if last is None else last
+        if not 0 <= first < last <= len(self.sublayers):
+            raise ValueError(f"run of sublayers {first}..{last}, exclusive, of "
+                             f"{len(self.sublayers)}; give 0 <= first < last")
+        if (hidden is None) != (first == 0):
+            given = "no hidden state" if hidden is None else "a hidden state"
+            raise ValueError(f"run from sublayer {first} with {given}; sublayer 0 starts from the "
+                             "batch, every other from hidden")
+        value: Tensor | Mapping[str, Tensor] = batch if hidden is None else hidden
+        for index in range(first, last):
+            value = self.call(index, value, sides=batch)
+        assert isinstance(value, Tensor)
+        return value
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Collect a sublayer's parameters and buffers, persistent or not, by their model names."""
+        return {name: _read(self._slots[name][0]) for name in self._names[index]}
+
+    def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
+        """Put other tensors in the place of a sublayer's, wherever the model holds them.
+
+        A parameter stays a parameter and keeps `requires_grad`, but is another object, without a
+        gradient: an optimizer or DDP that knew the old one must be built anew. None stands for a
+        meta tensor; until it is replaced in turn, calling a module that holds it is an error.
+
+        Raises:
+            ValueError: a name is not of this sublayer, or shape or dtype differ.
+        """
+        for name, tensor in tensors.items():
+            self._check_fit(index, name, tensor)
+        for name, tensor in tensors.items():
+            # `param.data = ` would keep the object, but torch refuses to set it to a meta tensor.
+            old = _read(self._slots[name][0])
+            fresh = torch.empty_like(old, device="meta") if tensor is None else tensor.detach()
+            if isinstance(old, nn.Parameter):
+                fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
+            for module, attribute in self._slots[name]:
+                setattr(module, attribute, fresh)
+        self._guard(index)
+
+    def release(self, index: int) -> None:
+        """Free a sublayer's memory: its tensors become meta tensors, and its forward an error."""
+        self.replace(index, dict.fromkeys(self._names[index]))
+
+    def materialize(self, index: int, device: torch.device | str) -> None:
+        """Give a sublayer's released tensors memory on a device; uninitialised, so fill it."""
+        absent = {name: t for name, t in self.tensors(index).items() if t.is_meta}
+        self.replace(index, {n: torch.empty_like(t, device=device) for n, t in absent.items()})
+
+    def _required_input(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if self.inputs[0] not in batch:
+            raise ValueError(f"the batch has entries {list(batch)}, but the model takes "
+                             f"{self.inputs[0]!r}; name the dataset's entry so")
+        return batch[self.inputs[0]]
+
+    def _check_fit(self, index: int, name: str, tensor: Tensor | None) -> None:
+        if name not in self._names[index]:
+            raise ValueError(f"{name!r} is no tensor of sublayer {self.sublayers[index].name!r}, "
+                             f"which has {list(self._names[index])}")
+        old = _read(self._slots[name][0])
+        if tensor is not None and (tensor.shape != old.shape or tensor.dtype != old.dtype):
+            raise ValueError(f"{name!r} is {tuple(old.shape)} {old.dtype}, and cannot be replaced "
+                             f"by {tuple(tensor.shape)} {tensor.dtype}")
+
+    def _guard(self, index: int) -> None:
+        """Make calls of modules that hold a released tensor fail.
+
+        torch itself does not see to it: a convolution or an embedding with meta weights returns
+        a tensor of garbage or of nothing (torch 2.15), and the error comes far away or never.
+        """
+        for handle in self._guards.pop(index, ()):
+            handle.remove()
+        absent = [name for name, tensor in self.tensors(index).items() if tensor.is_meta]
+        holders = {module: name for name in absent for module, _ in self._slots[name]}
+        if absent:
+            holders.setdefault(self.sublayers[index].module, absent[0])
+        self._guards[index] = [module.register_forward_pre_hook(partial(_refuse_forward, name))
+                               for module, name in holders.items()]
+
+
+def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
+    names = [sub.name for sub in sublayers]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"sublayer names {sorted(twice)} are used twice; make them unique")
+    layers = [sub.layer for sub in sublayers]
+    steps = [after - before for before, after in pairwise(layers)]
+    if len(layers) < 2 or layers[0] != 0 or not set(steps) <= {0, 1} or steps[-1] != 1:
+        raise ValueError(f"layers of the sublayers are {layers}; they begin at 0, rise by 0 or 1 "
+                         "from one to the next, and the last (the head) is alone in its layer")
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _assign_names(model: nn.Module, sublayers: tuple[Sublayer, ...],
+                  unused: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List each sublayer's tensors by their model names, proving that each has one sublayer."""
+    name_of = {id(tensor): name for name, tensor in _named_tensors(model)}
+    owner: dict[str, str] = {}
+    for sub in sublayers:
+        for local_name, tensor in _named_tensors(sub.module):
+            name = name_of.get(id(tensor))
+            if name is None:
+                raise ValueError(f"{local_name!r} of sublayer {sub.name!r} is not of the model; "
+                                 "a sublayer must share the model's own tensors")
+            if name in owner:
+                raise ValueError(f"{name!r} is tied: sublayers {owner[name]!r} and {sub.name!r} "
+                                 "share it, but may train on different devices; untie it, giving "
+                                 "one of them nn.Parameter(tensor.detach().clone())")
+            owner[name] = sub.name
+    free = set(name_of.values()) - set(owner)
+    if free != set(unused):
+        raise ValueError(f"in no sublayer: {sorted(free - set(unused))}, declared unused but not "
+                         f"so: {sorted(set(unused) - free)}; put each parameter and buffer into "
+                         "one sublayer, or its name into unused if no forward reads it")
+    return [tuple(name for name in owner if owner[name] == sub.name) for sub in sublayers]
+
+
+def _find_slots(model: nn.Module,
+                sublayers: tuple[Sublayer, ...]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Find, for each name, every (module, attribute) that holds the tensor, wrappers included."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    roots = [model, *(sub.module for sub in sublayers)]
+    for module in dict.fromkeys(chain(*(root.modules() for root in roots))):
+        for attribute, tensor in chain(
+                module.named_parameters(recurse=False, remove_duplicate=False),
+                module.named_buffers(recurse=False, remove_duplicate=False)):
+            slots.setdefault(id(tensor), []).append((module, attribute))
+    return {name: slots[id(tensor)] for name, tensor in _named_tensors(model)}
+
+
+def _read(slot: tuple[nn.Module, str]) -> Tensor:
+    module, attribute = slot
+    tensor = getattr(module, attribute)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _refuse_forward(name: str, module: nn.Module, _args: Any) -> None:
+    raise RuntimeError(f"{name!r} of this {type(module).__name__} is released: this rank does not "
+                       "hold it; run the layers it holds, or materialize() and fill it")

@@ -1,0 +1,107 @@
+"""Share what the adapters of Transformer models have in common: the cut, a wrapper, the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipetransformer.adapters.base import LossFunction, LossValue, Sublayer
+
+
+@final
+class Residual(nn.Module):
+    """Add to the hidden state what a chain of the model's modules makes of it."""
+
+    def __init__(self, *branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*branch)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.branch(hidden)
+
+
+def transformer_sublayers(embedding: nn.Module, blocks: Sequence[tuple[nn.Module, nn.Module]],
+                          head: nn.Module, *,
+                          attention_sides: tuple[str, ...] = ()) -> tuple[Sublayer, ...]:
+    """Name the sublayers of a Transformer: an embedding, (attention, MLP) of each block, a head.
+
+    The cut falls between residual sums only, so no skip connection crosses it.
+    Source: PipeTransformer, the unit of its partition (AutoPipe); the embedding freezes with
+    block 0, the head never.
+    """
+    sublayers = [Sublayer("embedding", 0, embedding)]
+    for layer, (attention, mlp) in enumerate(blocks):
+        sublayers += [Sublayer(f"blocks.{layer}.attention", layer, attention, attention_sides),
+                      Sublayer(f"blocks.{layer}.mlp", layer, mlp)]
+    return (*sublayers, Sublayer("head", len(blocks), head))
+
+
+def qualified_name(kind: type[Any]) -> str:
+    """Spell a class as "module.Class".
+
+    Adapters know a library's classes by this name, since importing timm or transformers only to
+    ask isinstance would cost every program that uses neither of them seconds.
+    """
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def require_class(module: nn.Module, name: str) -> None:
+    """Refuse a module that is not exactly of the class "module.Class".
+
+    A subclass may have another forward than the one its wrappers stand for.
+
+    Raises:
+        TypeError: it is of another class.
+    """
+    if qualified_name(type(module)) != name:
+        raise TypeError(f"the model holds a {qualified_name(type(module))} where its adapter can "
+                        f"take apart a {name} only; build a LayeredModel for this model yourself")
+
+
+def refuse_checkpointing(model: nn.Module) -> None:
+    """Refuse a model that is set to recompute activations: its blocks' own forward is not called.
+
+    Raises:
+        ValueError: a module of it has timm's or transformers' flag set.
+    """
+    flags = ("grad_checkpointing", "gradient_checkpointing")
+    if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
+        raise ValueError(f"gradient checkpointing of this {type(model).__name__} is on, but would "
+                         "have no effect here, as sublayers are called one by one; switch it off")
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> LossValue:
+    """Sum the cross entropy of (N, C) logits; count the (N,) class indices that are not -100.
+
+    For (N, C) class probabilities, as mixup makes them, it is the plain mean over the samples.
+    """
+    if target.is_floating_point():
+        return F.cross_entropy(output, target)
+    return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def classification_loss(config: Any) -> LossFunction:
+    """Build the loss of a transformers classifier from its configuration.
+
+    The problem is `problem_type` or, where that is None, what the model itself would guess:
+    "regression" for one label, "single_label_classification" for integer targets, else
+    "multi_label_classification".
+
+    Source: BertForSequenceClassification.forward of transformers; ours returns the cross entropy
+    as (sum, count), so that targets of -100 stay exact when a batch is split.
+    """
+
+    def loss(output: Tensor, target: Tensor) -> LossValue:
+        problem = config.problem_type
+        if problem == "regression" or (problem is None and config.num_labels == 1):
+            return F.mse_loss(output, target.reshape(output.shape))
+        integer = target.dtype in (torch.int64, torch.int32)
+        if problem == "single_label_classification" or (problem is None and integer):
+            return cross_entropy(output, target.reshape(-1))
+        return F.binary_cross_entropy_with_logits(output, target)
+
+    return loss

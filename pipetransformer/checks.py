@@ -1,0 +1,66 @@
+"""Refuse what cannot be trained, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from autodp import allowed_lengths
+from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.config import TrainConfig
+
+
+def choose_loss(model: LayeredModel, loss_fn: LossFunction | None) -> LossFunction:
+    """Return the given loss, or the model's own.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    chosen = loss_fn or model.loss_fn
+    if chosen is None:
+        raise ValueError(f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
+                         "torch.nn.CrossEntropyLoss()")
+    return chosen
+
+
+def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> None:
+    """Refuse a run that cannot be split over the ranks; for launchers, before they start any.
+
+    Raises:
+        ValueError: the length does not fit the ranks, or the global batch is smaller than the replicas.
+    """
+    allowed = allowed_lengths(num_ranks, slots_per_node)
+    if config.length is not None and config.length not in allowed:
+        raise ValueError(f"pipeline length {config.length} does not fit {num_ranks} processes with "
+                         f"{slots_per_node} slots a node; choose one of {list(allowed)} or start more")
+    replicas = num_ranks // (config.length or 1)
+    if config.batch_size < replicas:
+        raise ValueError(f"batch_size {config.batch_size} is smaller than the {replicas} replicas that may "
+                         f"train; give at least {replicas}, so that each has a sample")
+
+
+def refuse_batch_norm(model: nn.Module) -> None:
+    """Refuse batch normalisation, whose statistics would depend on how a batch is split.
+
+    Raises:
+        ValueError: a module normalises over the batch.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
+                             "micro-batches and replicas; use LayerNorm or GroupNorm")
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Refuse to start a new run over another one's checkpoints and journal.
+
+    Raises:
+        ValueError: the folder holds a run, and resume is not asked for.
+    """
+    if config.folder is None or config.resume:
+        return
+    found = [name for name in ("checkpoints", "journal.jsonl") if (Path(config.folder) / name).exists()]
+    if found:
+        raise ValueError(f"folder {str(config.folder)!r} already holds a run ({', '.join(found)}); continue it "
+                         "with resume=True, or give another folder")

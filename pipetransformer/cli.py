@@ -1,0 +1,33 @@
+"""Offer the framework on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from pipetransformer.demo import DemoSettings, run_demo
+from pipetransformer.launch import WorkerFailedError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the process's exit status."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="fine-tune a ViT elastically and compare with the baseline")
+    demo.add_argument("--folder", default=DemoSettings.folder, help="where results go")
+    demo.add_argument("--epochs", type=int, default=DemoSettings.epochs)
+    demo.add_argument("--seed", type=int, default=DemoSettings.seed)
+    options = parser.parse_args(arguments)
+    try:
+        run_demo(DemoSettings(folder=options.folder, epochs=options.epochs, seed=options.seed))
+    except (ValueError, WorkerFailedError) as error:
+        print(f"pipetransformer: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Name every setting of a run in one frozen dataclass, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pipetransformer.planning import Planner, fastest_plan
+
+LearningRateSchedule = Callable[[float, int], float]
+Metric = Callable[[Tensor, Any], tuple[float, float]]
+
+
+def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
+    """Return a schedule that rises linearly, then falls along a half cosine to zero.
+
+    Args:
+        warmup_fraction: share of the run that warms up, in [0, 1).
+    Returns:
+        a function of (step, max_steps) that gives the factor on every group's learning rate, in [0, 1].
+    """
+    if not 0 <= warmup_fraction < 1:
+        raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
+
+    def factor(step: float, max_steps: int) -> float:
+        warmup = warmup_fraction * max_steps
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(max_steps - warmup, 1)))
+
+    return factor
+
+
+def constant(step: float, max_steps: int) -> float:
+    """Keep the learning rate as the optimizer was built with."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Hold the settings of a run.
+
+    Args:
+        epochs: passes over the training set.
+        batch_size: samples of a global batch, over all replicas.
+        seed: of the sample order, of dataset reads and of dropout.
+        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own learning rate.
+        clip_norm: largest norm of the whole model's gradient; None does not clip.
+        on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip the step everywhere.
+        length: pipeline length K; None lets the planner choose at every decision.
+        micro_batches: micro-batches M of a step; None lets the planner choose.
+        schedule: "gpipe" or "1f1b"; None lets the planner choose.
+        planner: chooses the pipeline at every decision, see `PlanSituation`.
+        memory_limit_bytes: modelled bytes a device slot may use; None is no limit.
+        freeze_interval_steps: steps between two decisions; None decides at the start of every epoch.
+        scale_batch: let the global batch grow with the replicas, batch_size each pipeline, as the published
+            system did; the learning rate is scaled with it.
+        cache: keep the frozen prefix's activations, where reading them is faster than computing them.
+        cache_folder: where the cache's file lives; RAM by default.
+        cache_limit_bytes: most bytes of the cache on a node; None holds the whole training set.
+        prefix_chunk: samples the frozen prefix runs at a time, cached or not.
+        folder: where records and checkpoints go; None writes nothing.
+        checkpoint_every_epochs: 0 saves none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        resume: continue from the newest checkpoint in the folder, if there is one.
+        evaluate_every_epochs: 0 evaluates only when asked.
+        metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated examples; None is
+            the accuracy where the output is (N, classes) and the targets are class indices.
+        device: "auto" takes a GPU for each slot where there are enough, else the CPU.
+        step_timeout_s: longest wait for a neighbour within a step.
+        setup_timeout_s: longest wait while groups are built and state moves.
+        progress: show a progress bar on rank 0.
+        label: names the run beside the bar.
+    """
+
+    epochs: int = 1
+    batch_size: int = 32
+    seed: int = 0
+    learning_rate_schedule: LearningRateSchedule = constant
+    clip_norm: float | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    length: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    planner: Planner = fastest_plan
+    memory_limit_bytes: int | None = None
+    freeze_interval_steps: int | None = None
+    scale_batch: bool = False
+    cache: bool = True
+    cache_folder: str = "/dev/shm"
+    cache_limit_bytes: int | None = None
+    prefix_chunk: int = 8
+    folder: str | Path | None = None
+    checkpoint_every_epochs: int = 0
+    keep_checkpoints: int = 2
+    resume: bool = False
+    evaluate_every_epochs: int = 1
+    metrics: Mapping[str, Metric] | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    step_timeout_s: float = 120.0
+    setup_timeout_s: float = 300.0
+    progress: bool = True
+    label: str = "train"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in ("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
+                     "cache_limit_bytes"):
+            value = getattr(self, name)
+            _require(self, name, value is None or value >= 1, "None or at least 1")
+        for name in ("checkpoint_every_epochs", "evaluate_every_epochs"):
+            _require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("step_timeout_s", "setup_timeout_s"):
+            _require(self, name, getattr(self, name) > 0, "more than 0 seconds")
+        _require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "None or above 0")
+        _require(self, "on_nonfinite", self.on_nonfinite in ("raise", "skip"), "'raise' or 'skip'")
+        _require(self, "schedule", self.schedule in (None, "gpipe", "1f1b"),
+                 "None, 'gpipe' or '1f1b'")
+        _require(self, "device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
+        if self.folder is None and (self.checkpoint_every_epochs or self.resume):
+            raise ValueError("checkpoint_every_epochs and resume need a folder to save to; give folder=...")
+        if self.resume and not self.checkpoint_every_epochs:
+            raise ValueError("resume=True without checkpoint_every_epochs would never save again; "
+                             "give checkpoint_every_epochs=1")
+
+
+def make_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """Build a configuration from keyword settings.
+
+    Raises:
+        ValueError: a key is unknown or a value is not allowed.
+    """
+    known = {field.name for field in fields(TrainConfig)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(f"unknown setting(s) {', '.join(map(repr, unknown))}; "
+                         f"known are {', '.join(sorted(known))}")
+    return TrainConfig(**settings)
+
+
+def _require(config: TrainConfig, name: str, condition: bool, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {getattr(config, name)!r}; choose {allowed}")

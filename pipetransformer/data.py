@@ -1,0 +1,93 @@
+"""Read samples of a dataset so that a sample's content depends on nothing but (seed, epoch, index)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from autodp import mix_seed
+
+Batch = dict[str, Tensor]
+
+
+class SizedDataset(Protocol):
+    """A dataset with a length and items by index: a tuple, or a mapping of named entries."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """Refuse what cannot be sampled by index.
+
+    Raises:
+        TypeError: the dataset has no length or no item access.
+        ValueError: it is empty.
+    """
+    if getattr(type(dataset), "__len__", None) is None:
+        raise TypeError(f"{name} ({type(dataset).__name__}) has no length; an epoch that covers every sample "
+                        "exactly once needs one: give a dataset with __len__ and __getitem__, "
+                        "for instance list(dataset)")
+    if getattr(type(dataset), "__getitem__", None) is None:
+        raise TypeError(f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style dataset")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty; give at least one sample")
+
+
+def read_samples(dataset: SizedDataset, ids: Tensor, *, names: Sequence[str],
+                 required: Sequence[str], seed: int, epoch: int) -> Batch:
+    """Read and collate samples.
+
+    Args:
+        dataset: items are mappings, or tuples in the order of `required`.
+        ids: (B,) int64 dataset indices.
+        names: entries the model knows; others in a mapping are left out.
+        required: entries that must be there.
+        seed, epoch: with the index, the seed of torch's, numpy's and random's generators before each read.
+    Returns:
+        tensors by entry name, (B, ...) on the CPU.
+    Raises:
+        ValueError: an item lacks a required entry, or samples have unequal shapes.
+    """
+    items = []
+    for index in ids.tolist():
+        sample_seed = mix_seed(seed, epoch, index)
+        torch.default_generator.manual_seed(sample_seed)
+        np.random.seed(sample_seed & 0xFFFFFFFF)
+        random.seed(sample_seed)
+        items.append(_named(dataset[index], names, required))
+    try:
+        return default_collate(items)
+    except RuntimeError as error:
+        raise ValueError(f"the samples {ids.tolist()[:4]}... cannot be stacked into a batch ({error}); "
+                         "pad them to one length") from error
+
+
+def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str, Any]:
+    if isinstance(item, Mapping):
+        entries = {name: item[name] for name in names if name in item}
+    elif isinstance(item, (tuple, list)) and len(item) == len(required):
+        entries = dict(zip(required, item))
+    else:
+        raise ValueError(f"a dataset item is a {type(item).__name__}; give a mapping with the entries "
+                         f"{list(required)}, or a tuple of {len(required)} in that order")
+    missing = [name for name in required if name not in entries]
+    if missing:
+        raise ValueError(f"a dataset item lacks {missing}; the model needs {list(required)}")
+    return entries
+
+
+def varies_between_reads(dataset: SizedDataset, *, names: Sequence[str],
+                         required: Sequence[str], probes: int = 4) -> bool:
+    """Tell whether a sample changes from epoch to epoch, by reading a few under two seeds."""
+    ids = torch.linspace(0, len(dataset) - 1, min(probes, len(dataset))).long()
+    first, second = (read_samples(dataset, ids, names=names, required=required, seed=seed,
+                                  epoch=seed) for seed in (1, 2))
+    return any(not torch.equal(first[name], second[name]) for name in first)

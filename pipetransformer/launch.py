@@ -1,0 +1,142 @@
+"""Start one process per device slot on this machine, and end them together.
+
+For several nodes, and for restarts, start the same script with torchrun instead. Processes meet through a file, so
+that nothing listens for strangers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from pipetransformer.world import STORE_VARIABLE
+
+_GRACE_S = 2.0
+
+
+class WorkerFailedError(RuntimeError):
+    """Name the rank that ended a run, and how it ended."""
+
+
+def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slots: int,
+           cores_per_slot: int = 1) -> None:
+    """Run a function in `num_slots` processes and return when all have ended.
+
+    Args:
+        entry: an importable function; it finds its place through the environment, as under torchrun.
+        arguments: passed to it.
+        num_slots: processes to start.
+        cores_per_slot: CPU threads of each.
+    Raises:
+        WorkerFailedError: a process failed or was killed; the others have been ended.
+    """
+    if num_slots < 1 or cores_per_slot < 1:
+        raise ValueError(f"num_slots is {num_slots} and cores_per_slot {cores_per_slot}; both must be at least 1")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
+        processes: list[BaseProcess] = []
+        try:
+            for rank in range(num_slots):
+                environment = _environment(rank, num_slots, cores_per_slot, Path(folder))
+                processes.append(context.Process(
+                    target=_enter, args=(entry, tuple(arguments), environment), name=f"rank{rank}"))
+                # The thread count must be in the environment before the child imports torch.
+                _start_with(environment, processes[-1])
+            _watch(processes)
+        finally:
+            _end(processes)
+
+
+def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[str, str]:
+    environment = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_slots),
+        "LOCAL_WORLD_SIZE": str(num_slots), "OMP_NUM_THREADS": str(cores),
+        "MKL_NUM_THREADS": str(cores), STORE_VARIABLE: str(folder / "store")}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+def _start_with(environment: dict[str, str], process: BaseProcess) -> None:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _enter(entry: Callable[..., None], arguments: tuple[Any, ...],
+           environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    try:
+        entry(*arguments)
+    except Exception:
+        print(f"[rank {environment['RANK']}]", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Other ranks' waits may never end, and so may this one's clean-up: leave at once.
+        os._exit(1)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent has gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _watch(processes: Sequence[BaseProcess]) -> None:
+    """Wait until all have ended well, or one has not."""
+    running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
+    while running:
+        for sentinel in wait(list(running)):
+            rank, process = running.pop(sentinel)  # type: ignore[index]
+            process.join()
+            if process.exitcode:
+                raise WorkerFailedError(_describe(_first_cause(processes, rank), processes))
+
+
+def _first_cause(processes: Sequence[BaseProcess], rank: int) -> int:
+    """Prefer a killed rank over one that failed because its neighbour was gone."""
+    time.sleep(0.2)
+    killed = [r for r, process in enumerate(processes) if (process.exitcode or 0) < 0]
+    return killed[0] if killed else rank
+
+
+def _describe(rank: int, processes: Sequence[BaseProcess]) -> str:
+    code, pid = processes[rank].exitcode, processes[rank].pid
+    assert code is not None
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+        f"failed (exit status {code}; its traceback is above)"
+    return (f"rank {rank} of {len(processes)} (process {pid}) {how}; the other ranks have been ended. "
+            "A run with checkpoints continues with resume=True")
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in alive:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

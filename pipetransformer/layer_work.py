@@ -1,0 +1,214 @@
+"""Say what one stage computes on a micro-batch, in training and in evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autodp import mix_seed
+from autopipe import StageWork
+from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.config import Metric
+from pipetransformer.data import Batch
+from pipetransformer.side_inputs import SideReceiver, SideSender
+
+Rows = Callable[[Tensor], Batch]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Name what a stage runs.
+
+    Args:
+        model: the layered model.
+        indices: the sublayers this stage runs.
+        device: where they live.
+        side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
+        side_in: on those stages, where these arrive.
+    """
+
+    model: LayeredModel
+    indices: range
+    device: torch.device
+    side_out: tuple[SideSender, ...] = ()
+    side_in: SideReceiver | None = None
+
+
+@dataclass
+class LossSums:
+    """Add up losses and metrics as (sum, count) pairs."""
+
+    totals: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add one micro-batch's contribution."""
+        entry = self.totals.setdefault(name, [0.0, 0.0])
+        entry[0] += total
+        entry[1] += count
+
+
+class LayerWork(StageWork):
+    """Run a stage's sublayers, with the entries each of them takes.
+
+    Args:
+        layers: what the stage runs.
+        ids: this replica's samples, in order.
+        sizes: samples of every micro-batch.
+        rows: gives stage 0 the entries of samples, or their activations behind the frozen prefix as "hidden".
+    """
+
+    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows) -> None:
+        self.layers = layers
+        self._parts = torch.split(ids, list(sizes))
+        self._rows = rows
+        self._entries: dict[int, Batch] = {}
+        self.data_s = 0.0
+        if layers.side_in is not None:
+            layers.side_in.begin(sizes)
+
+    def first_input(self, micro_batch: int) -> Tensor:
+        start = time.perf_counter()
+        batch = self._rows(self._parts[micro_batch])
+        for sender in self.layers.side_out:
+            sender.send(batch)
+        batch = {name: tensor.to(self.layers.device) for name, tensor in batch.items()}
+        self._entries[micro_batch] = batch
+        self.data_s += time.perf_counter() - start
+        return batch["hidden"] if "hidden" in batch else batch[self.layers.model.inputs[0]]
+
+    def forward(self, micro_batch: int, hidden: Tensor) -> Tensor:
+        entries = self._entries_of(micro_batch)
+        value: Tensor | Mapping[str, Tensor] = hidden
+        if self.layers.indices.start == 0:
+            value = entries
+        for index in self.layers.indices:
+            self.seed(micro_batch, index)
+            value = self.layers.model.call(index, value, sides=entries)
+        assert isinstance(value, Tensor)
+        size = len(self._parts[micro_batch])
+        if value.ndim == 0 or len(value) != size:
+            raise ValueError(f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
+                             "layer must keep the sample as its first dimension")
+        return value
+
+    def finish_step(self) -> None:
+        """Wait until the side inputs have left."""
+        for sender in self.layers.side_out:
+            sender.finish_step()
+
+    def seed(self, micro_batch: int, index: int) -> None:
+        """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
+
+    def target(self, micro_batch: int) -> Any:
+        """Return the targets of a micro-batch: a tensor, or a mapping where the model has several."""
+        names = self.layers.model.targets
+        entries = self._entries_of(micro_batch)
+        return entries[names[0]] if len(names) == 1 else {name: entries[name] for name in names}
+
+    def _entries_of(self, micro_batch: int) -> Batch:
+        if micro_batch not in self._entries:
+            side_in = self.layers.side_in
+            entries = {} if side_in is None else side_in.receive(micro_batch)
+            self._entries[micro_batch] = {
+                name: tensor.to(self.layers.device) for name, tensor in entries.items()}
+        return self._entries[micro_batch]
+
+
+@dataclass(frozen=True)
+class TrainMoment:
+    """Say when in the run a step happens.
+
+    Args:
+        step, epoch: from 0.
+        seed: the run's.
+        first_sample: position of this replica's first sample in the global batch.
+        global_batch: samples of the whole step.
+    """
+
+    step: int
+    epoch: int
+    seed: int
+    first_sample: int
+    global_batch: int
+
+
+class TrainWork(LayerWork):
+    """Compute losses, each micro-batch's scaled so that the replicas' gradients add up to the mean's."""
+
+    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows, *,
+                 loss_fn: LossFunction, moment: TrainMoment) -> None:
+        super().__init__(layers, ids, sizes, rows)
+        self._loss_fn = loss_fn
+        self._moment = moment
+        self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
+        self.losses: list[tuple[Tensor, Any]] = []
+
+    def seed(self, micro_batch: int, index: int) -> None:
+        # Dropout depends on the step, the layer and the samples, not on who computes them.
+        seed = mix_seed(self._moment.seed, self._moment.step, index, self._offsets[micro_batch])
+        torch.default_generator.manual_seed(seed)
+        if self.layers.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def finish(self, micro_batch: int, output: Tensor) -> Tensor:
+        """Return the micro-batch's part of the step's mean loss.
+
+        A loss given as (sum, count) is divided by the samples of the global batch for now; the gradients are
+        corrected once the counts of all replicas are known.
+        """
+        loss = self._loss_fn(output, self.target(micro_batch))
+        num_samples = len(output)
+        if isinstance(loss, tuple):
+            total, count = loss
+            self.losses.append((total.detach(), count))
+            return total / self._moment.global_batch
+        if loss.ndim != 0:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)")
+        self.losses.append((loss.detach() * num_samples, num_samples))
+        return loss * (num_samples / self._moment.global_batch)
+
+    def loss_sums(self) -> list[float]:
+        """Return [sum of the losses, count] of this replica's samples; [0, 0] on other than the last stage."""
+        return [float(sum(total for total, _ in self.losses)),
+                float(sum(count for _, count in self.losses))]
+
+
+class EvaluationWork(LayerWork):
+    """Add up losses and metrics, and keep nothing."""
+
+    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows, *,
+                 loss_fn: LossFunction, metrics: Mapping[str, Metric] | None,
+                 sums: LossSums) -> None:
+        super().__init__(layers, ids, sizes, rows)
+        self._loss_fn = loss_fn
+        self._metrics = metrics
+        self._sums = sums
+
+    def finish(self, micro_batch: int, output: Tensor) -> None:
+        target = self.target(micro_batch)
+        loss = self._loss_fn(output, target)
+        total, count = loss if isinstance(loss, tuple) else (loss * len(output), len(output))
+        self._sums.add("loss", float(total), float(count))
+        for name, metric in default_metrics(output, target, self._metrics).items():
+            self._sums.add(name, *metric(output, target))
+
+
+def default_metrics(output: Tensor, target: Any,
+                    metrics: Mapping[str, Metric] | None) -> Mapping[str, Metric]:
+    """Return the given metrics, or the accuracy where output and targets are those of a classifier."""
+    if metrics is not None:
+        return metrics
+    if isinstance(target, Tensor) and output.ndim == 2 and target.ndim == 1 \
+            and not target.is_floating_point():
+        return {"accuracy": accuracy}
+    return {}
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, float]:
+    """Count right answers: output (N, classes), target (N,) class indices -> (right, N)."""
+    return float((output.argmax(dim=1) == target).sum()), float(len(target))

@@ -1,0 +1,271 @@
+"""Report: one picture and two tables of what a run did and where its time went.
+
+    +--------------------+---------------------------+
+    | loss               | samples per second        |
+    | accuracy           |                           |
+    +--------------------+---------------------------+
+    | frozen layers      | seconds of each epoch by  |
+    | K and R            | category, baseline beside |
+    +--------------------+---------------------------+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pipetransformer.records import BREAKDOWN_CATEGORIES, Record
+
+ELASTIC_COLOR = "#0b6fb8"
+BASELINE_COLOR = "#8a8f98"
+SECOND_COLOR = "#e6842a"
+MARK_COLOR = "#c44e52"
+CATEGORY_COLORS = {
+    "compute": "#0b6fb8",
+    "bubble": "#9ecae1",
+    "transfer": "#e6842a",
+    "all_reduce": "#f5c77e",
+    "data": "#59a14f",
+    "cache": "#a9d18e",
+    "transition": "#c44e52",
+    "other": "#c7cbd1",
+}
+SUMMARY_KEYS = (
+    "speedup",
+    "ideal_speedup",
+    "baseline_seconds",
+    "elastic_seconds",
+    "baseline_accuracy",
+    "elastic_accuracy",
+    "baseline_samples_per_s",
+    "elastic_samples_per_s",
+    "cache_hit_rate",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold what the panels need of a run: its records, and how it is drawn."""
+
+    records: list[Record]
+    label: str
+    color: str
+
+
+def draw_report(elastic: list[Record], baseline: list[Record] | None, path: Path) -> None:
+    """Draw a run as a PNG: learning, freezing and topology, throughput, time by category.
+
+    Args:
+        elastic: the records of the run.
+        baseline: the records of the run without freezing, drawn beside it; None leaves it out.
+        path: the picture to write, 1320 x 880 pixels.
+    Raises:
+        ValueError: there is no epoch in `elastic`.
+    """
+    if not _of_kind(elastic, "epoch"):
+        raise ValueError(
+            f"the {len(elastic)} records given hold no epoch; train at least one whole epoch "
+            "before drawing the report"
+        )
+    runs = [Run(elastic, "elastic", ELASTIC_COLOR)]
+    if baseline is not None:
+        runs.insert(0, Run(baseline, "without freezing", BASELINE_COLOR))
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(12, 8), dpi=110, layout=layout)
+    FigureCanvasAgg(figure)
+    panels = figure.subplot_mosaic(
+        [["loss", "speed"], ["accuracy", "speed"], ["frozen", "parts"], ["shape", "parts"]]
+    )
+    for axes in panels.values():
+        _tidy(axes)
+    _draw_learning(panels["loss"], panels["accuracy"], runs)
+    _draw_topology(panels["frozen"], panels["shape"], elastic)
+    _draw_throughput(panels["speed"], runs)
+    _draw_breakdown(panels["parts"], elastic, baseline)
+    figure.savefig(path)
+
+
+def total_breakdown(records: list[Record]) -> dict[str, float]:
+    """Sum the seconds of each category over a run; the last record of a repeated epoch counts."""
+    parts = [epoch["breakdown"] for epoch in _epochs(records)]
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in BREAKDOWN_CATEGORIES}
+
+
+def summary_table(summary: Mapping[str, float]) -> str:
+    """Write the outcome of an elastic run beside its baseline as plain text.
+
+    Args:
+        summary: at least the keys of SUMMARY_KEYS; accuracies and the hit rate as fractions.
+    Raises:
+        ValueError: a key is missing.
+    """
+    missing = [key for key in SUMMARY_KEYS if key not in summary]
+    if missing:
+        raise ValueError(f"the summary lacks {', '.join(missing)}; it needs all of SUMMARY_KEYS")
+
+    def both(key: str, style: str) -> list[str]:
+        return [format(summary[f"{run}_{key}"], style) for run in ("baseline", "elastic")]
+
+    share = summary["speedup"] / summary["ideal_speedup"]
+    return _table(
+        [
+            ["", "without freezing", "elastic"],
+            ["time (s)", *both("seconds", ".1f")],
+            ["samples/s", *both("samples_per_s", ".1f")],
+            ["test accuracy", *both("accuracy", ".2%")],
+            ["cache hits", "", f"{summary['cache_hit_rate']:.1%}"],
+            ["speed-up", "", f"{summary['speedup']:.2f} x"],
+            ["ideal speed-up", "", f"{summary['ideal_speedup']:.2f} x"],
+            ["share of the ideal", "", f"{share:.0%}"],
+        ]
+    )
+
+
+def breakdown_table(elastic: list[Record], baseline: list[Record]) -> str:
+    """Write the seconds of both runs by category as plain text, with their sums."""
+    columns = [total_breakdown(baseline), total_breakdown(elastic)]
+    rows = [["seconds", "without freezing", "elastic"]]
+    for name in BREAKDOWN_CATEGORIES:
+        rows.append([_spoken(name), *(f"{column[name]:.1f}" for column in columns)])
+    rows.append(["sum", *(f"{sum(column.values()):.1f}" for column in columns)])
+    return _table(rows)
+
+
+def _draw_learning(loss: Axes, accuracy: Axes, runs: Sequence[Run]) -> None:
+    """Draw training loss above test accuracy."""
+    for run in runs:
+        steps = _of_kind(run.records, "step")
+        _line(loss, steps, "loss", color=run.color, alpha=0.25, linewidth=0.8)
+        _line(loss, _epochs(run.records), "loss", color=run.color, label=run.label)
+        evaluations = _of_kind(run.records, "evaluation")
+        _line(accuracy, evaluations, "accuracy", color=run.color, marker=".")
+    _title(loss, "Learning")
+    loss.set_ylabel("training loss")
+    loss.set_ylim(bottom=0)
+    loss.legend(frameon=False)
+    accuracy.set_ylabel("test accuracy")
+    accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    _share_time(loss, accuracy)
+
+
+def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
+    """Draw frozen layers above K and R, with a mark at every transition."""
+    steps = _of_kind(records, "step")
+    steady = {"drawstyle": "steps-post", "linewidth": 2.0}
+    _line(frozen, steps, "frozen", color=ELASTIC_COLOR, **steady)
+    _line(shape, steps, "length", color=ELASTIC_COLOR, label="stages (K)", **steady)
+    dashed = {"linestyle": "--", **steady}
+    _line(shape, steps, "replicas", color=SECOND_COLOR, label="replicas (R)", **dashed)
+    for axes in (frozen, shape):
+        axes.margins(y=0.15)
+        axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        marks = [event["elapsed_s"] for event in _of_kind(records, "transition")]
+        for index, mark in enumerate(marks):
+            label = "transition" if index == 0 else None
+            axes.axvline(mark, color=MARK_COLOR, linestyle=":", linewidth=1.2, label=label)
+    _title(frozen, "Freezing and topology")
+    frozen.set_ylabel("frozen layers")
+    shape.set_ylabel("K and R")
+    shape.legend(ncols=3, loc="lower left", edgecolor="none", framealpha=0.9)
+    _share_time(frozen, shape)
+
+
+def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
+    """Draw samples per second, each epoch as a point."""
+    for run in runs:
+        epochs = _epochs(run.records)
+        _line(axes, epochs, "samples_per_s", color=run.color, label=run.label, marker=".")
+    _title(axes, "Throughput")
+    axes.set_ylabel("samples per second, mean of each epoch")
+    axes.set_xlabel("seconds since the start")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def _draw_breakdown(axes: Axes, elastic: list[Record], baseline: list[Record] | None) -> None:
+    """Stack the seconds of each epoch by category; the baseline's mean epoch stands beside."""
+    epochs = _epochs(elastic)
+    places = [float(epoch["epoch"]) for epoch in epochs]
+    bars = [epoch["breakdown"] for epoch in epochs]
+    if baseline is not None and (num_epochs := len(_epochs(baseline))):
+        mean = {part: total / num_epochs for part, total in total_breakdown(baseline).items()}
+        places.append(max(places) + 2.0)
+        bars.append(mean)
+        top = (places[-1], sum(mean.values()))
+        axes.annotate("mean without\nfreezing", top, ha="center", va="bottom", fontsize="small")
+    bottoms = [0.0] * len(bars)
+    for name in BREAKDOWN_CATEGORIES:
+        heights = [bar.get(name, 0.0) for bar in bars]
+        axes.bar(places, heights, 0.8, bottoms, color=CATEGORY_COLORS[name], label=_spoken(name))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    _title(axes, "Where each epoch's time went")
+    # Headroom for the note above the baseline's bar.
+    axes.margins(y=0.15)
+    axes.set_ylabel("seconds")
+    axes.set_xlabel("epoch")
+    axes.set_xticks(places[: len(epochs) : max(1, len(epochs) // 8)])
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
+
+
+def _of_kind(records: list[Record], kind: str) -> list[Record]:
+    """Select the records of one kind."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def _epochs(records: list[Record]) -> list[Record]:
+    """Select the epochs; of an epoch repeated after a resume only the last record."""
+    return list({record["epoch"]: record for record in _of_kind(records, "epoch")}.values())
+
+
+def _line(axes: Axes, records: list[Record], field: str, **style: Any) -> None:
+    """Plot a field over the seconds since the start; a null leaves a gap."""
+    seconds = [record["elapsed_s"] for record in records]
+    values = [math.nan if record[field] is None else record[field] for record in records]
+    axes.plot(seconds, values, **style)
+
+
+def _share_time(upper: Axes, lower: Axes) -> None:
+    """Put two panels on one time axis, labelled below the lower."""
+    upper.sharex(lower)
+    upper.tick_params(labelbottom=False)
+    lower.set_xlabel("seconds since the start")
+    lower.set_xlim(left=0)
+
+
+def _tidy(axes: Axes) -> None:
+    """Leave only what carries information: two spines and a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea")
+    axes.set_axisbelow(True)
+
+
+def _title(axes: Axes, text: str) -> None:
+    """Write a panel's title."""
+    axes.set_title(text, loc="left", fontweight="bold")
+
+
+def _spoken(name: str) -> str:
+    """Write a category as a reader would say it."""
+    return name.replace("all_reduce", "all-reduce")
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Align rows of cells: the first column to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Bring attention masks and targets from stage 0, which reads the data, to the stages that need them.
+
+A micro-batch's entries travel as one message: each sample's bytes side by side. A header once a step names the
+entries, their dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from autopipe import Receiver, Sender, TensorSpec
+
+
+class SideSender:
+    """Send the entries one other stage needs."""
+
+    def __init__(self, sender: Sender, names: Sequence[str]) -> None:
+        self._sender = sender
+        self._names = names
+        self._announced = False
+
+    def send(self, batch: Mapping[str, Tensor]) -> None:
+        """Send a micro-batch's entries; those the dataset does not give are left out."""
+        entries = {name: batch[name] for name in self._names if name in batch}
+        if not self._announced:
+            self._sender.send_header({name: TensorSpec.of(t) for name, t in entries.items()})
+            self._announced = True
+        if entries:
+            self._sender.send(torch.cat([_as_bytes(t) for t in entries.values()], dim=1))
+
+    def finish_step(self) -> None:
+        """Wait until all has left; the next step announces itself anew."""
+        self._sender.flush()
+        self._announced = False
+
+
+class SideReceiver:
+    """Receive the entries this stage needs, in the order of the forwards."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._specs: dict[str, TensorSpec] | None = None
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Prepare a step of micro-batches of the given sizes."""
+        self._receiver.begin(range(len(sizes)), sizes)
+        self._specs = None
+
+    def receive(self, micro_batch: int) -> dict[str, Tensor]:
+        """Return a micro-batch's entries."""
+        if self._specs is None:
+            self._specs = self._receiver.receive_header()
+            width = sum(_row_bytes(spec) for spec in self._specs.values())
+            self._receiver.spec = TensorSpec((width,), "uint8")
+        if not self._specs:
+            return {}
+        rows, entries, offset = self._receiver.receive(micro_batch), {}, 0
+        for name, spec in self._specs.items():
+            width = _row_bytes(spec)
+            part = rows[:, offset:offset + width].contiguous()
+            entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)
+            offset += width
+        return entries
+
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds waited so far, over all steps."""
+        return self._receiver.waited_s
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    rows = tensor.detach().contiguous().view(len(tensor), -1)
+    return rows.view(torch.uint8)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize

@@ -1,0 +1,287 @@
+"""Train one stage of one replica: what a rank does between two transitions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autodp import GradientReducer, Topology, build_groups, split_evenly
+from autopipe import (SCHEDULES, Peer, PipelinePlan, Receiver, Sender, StageLinks, StageReport,
+                      forward_only, run_program)
+from freeze import GradientSignals
+from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.config import TrainConfig
+from pipetransformer.layer_work import (EvaluationWork, LossSums, Rows, StageLayers, TrainMoment,
+                                        TrainWork)
+from pipetransformer.optimizer_state import OptimizerFactory
+from pipetransformer.side_inputs import SideReceiver, SideSender
+from pipetransformer.world import World
+
+_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold what is trained; the same on every rank.
+
+    Args:
+        model: the layered model.
+        loss_fn: (output, targets) -> mean, or (sum, count).
+        optimizer: builds an optimizer over named parameters.
+        config: the run's settings.
+        trainable: names of the parameters that the user left trainable.
+    """
+
+    model: LayeredModel
+    loss_fn: LossFunction
+    optimizer: OptimizerFactory
+    config: TrainConfig
+    trainable: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Report a training step.
+
+    Args:
+        loss: mean over the global batch.
+        gradient_norm: of the whole model, before clipping.
+        skipped: whether a non-finite number made every rank leave its weights as they were.
+        seconds: this rank's time, in all and by what it was spent on.
+    """
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    seconds: float
+    breakdown: Mapping[str, float]
+
+
+class NonFiniteError(FloatingPointError):
+    """Say at which step a loss or a gradient stopped being a number."""
+
+
+class Stage:
+    """Hold a rank's links, optimizer and reducer for one plan.
+
+    Built and closed by every rank of the world at the same point, as it creates and destroys groups.
+    """
+
+    def __init__(self, task: Task, world: World, plan: PipelinePlan, topology: Topology) -> None:
+        self.plan = plan
+        self.topology = topology
+        self._task = task
+        self._world = world
+        self._index = topology.stage_of(world.rank)
+        self._replica = topology.replica_of(world.rank)
+        self._groups = build_groups(topology, world.rank, on_cuda=world.device.type == "cuda",
+                                    timeout_s=task.config.step_timeout_s)
+        self._trained = range(plan.boundaries[self._index], plan.boundaries[self._index + 1])
+        self._layers = self._stage_layers(self._trained)
+        self._links = self._stage_links()
+        self.parameters = trained_parameters(task, self._trained)
+        self.optimizer = self._build_optimizer()
+        self.signals = GradientSignals(
+            {task.model.sublayers[i].name: list(trained_parameters(task, range(i, i + 1)).values())
+             for i in self._trained})
+        self._reducer = None
+        if self._groups.stage is not None and self.parameters:
+            self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
+
+    @property
+    def index(self) -> int:
+        """Return which stage of its pipeline this rank is."""
+        return self._index
+
+    def close(self) -> None:
+        """Remove hooks and destroy the plan's groups."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._groups.destroy()
+
+    def train_step(self, ids: Tensor, rows: Rows, *, step: int, epoch: int,
+                   learning_rate_factor: float) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            ids: (B,) int64, the whole global batch; this replica takes its slice.
+            rows: gives stage 0 its micro-batches.
+            step, epoch: position in the run.
+            learning_rate_factor: on every group's own learning rate.
+        Raises:
+            NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
+        """
+        start = time.perf_counter()
+        slices = split_evenly(len(ids), self.topology.replicas)
+        first, size = sum(slices[:self._replica]), slices[self._replica]
+        moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
+        sizes = split_evenly(size, min(size, self.plan.num_micro_batches)) if size else ()
+        work = TrainWork(self._layers, ids[first:first + size], sizes, rows,
+                         loss_fn=self._task.loss_fn, moment=moment)
+        report = self._run(work, sizes)
+        reduce_start = time.perf_counter()
+        sums = self._sum_over_world(work.loss_sums())
+        if self._reducer is not None:
+            self._reducer.finish()
+        reduce_s = time.perf_counter() - reduce_start
+        loss, norm = self._finish_gradients(sums, len(ids))
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if skipped and self._task.config.on_nonfinite == "raise":
+            raise NonFiniteError(f"step {step}: the loss is {loss}, the gradient's norm {norm}; lower the "
+                                 "learning rate, clip with clip_norm, or leave such steps out with "
+                                 "on_nonfinite='skip'")
+        self._update(learning_rate_factor, skipped)
+        total = time.perf_counter() - start
+        return StepResult(loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total))
+
+    def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
+        """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
+        model, config = self._task.model, self._task.config
+        begin = 0 if self._index == 0 else self._trained.start
+        layers = self._stage_layers(range(begin, self._trained.stop))
+        shares = split_evenly(num_samples, self.topology.replicas)
+        first = sum(shares[:self._replica])
+        per_step = max(1, config.batch_size // self.topology.replicas)
+        set_training(model, layers.indices, num_frozen=model.num_layers + 1)
+        with torch.no_grad():
+            for ids in torch.arange(first, first + shares[self._replica]).split(per_step):
+                num_micro_batches = min(len(ids), self.plan.num_micro_batches)
+                sizes = split_evenly(len(ids), num_micro_batches)
+                work = EvaluationWork(layers, ids, sizes, rows, loss_fn=self._task.loss_fn,
+                                      metrics=config.metrics, sums=sums)
+                program = forward_only(self.topology.length, num_micro_batches)[self._index]
+                run_program(program, work, self._links, sizes)
+                work.finish_step()
+        set_training(model, layers.indices, num_frozen=self._first_active_layer())
+
+    def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
+        """Run the schedule; a replica left without samples has none, and only takes part in the sums."""
+        if not sizes:
+            return StageReport(0.0, 0.0, 0)
+        program = SCHEDULES[self.plan.schedule](self.topology.length, len(sizes))[self._index]
+        arm = self._reducer.arm if self._reducer is not None else lambda: None
+        report = run_program(program, work, self._links, sizes, before_last_backward=arm)
+        work.finish_step()
+        return report
+
+    def _finish_gradients(self, sums: list[float], num_samples: int) -> tuple[float, float]:
+        """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
+        loss_sum, count = sums
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if count not in (0, num_samples) and gradients:
+            torch._foreach_mul_(gradients, num_samples / count)
+        squared = self.signals.squared_norm(self._sum_over_pipeline)
+        norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
+        limit = self._task.config.clip_norm
+        if limit is not None and norm > limit and gradients:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return loss_sum / max(count, 1), norm
+
+    def _update(self, learning_rate_factor: float, skipped: bool) -> None:
+        if self.optimizer is None:
+            return
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * learning_rate_factor
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _sum_over_world(self, values: list[float]) -> list[float]:
+        if self._world.group is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._world.group)
+        return total.tolist()
+
+    def _sum_over_pipeline(self, value: Tensor) -> Tensor:
+        """Add up the stages' values; replicas hold equal gradients, so the first one speaks for all."""
+        if self._world.group is None:
+            return value
+        own = value.to("cpu") if self._replica == 0 else torch.zeros((), dtype=value.dtype)
+        dist.all_reduce(own, group=self._world.group)
+        return own.to(value.device)
+
+    def _breakdown(self, work: TrainWork, report: StageReport, reduce_s: float,
+                   total_s: float) -> dict[str, float]:
+        parts = {"compute": report.compute_s, "bubble": report.wait_s, "all_reduce": reduce_s,
+                 "data": work.data_s}
+        return {**parts, "other": total_s - sum(parts.values())}
+
+    def _build_optimizer(self) -> Optimizer | None:
+        if not self.parameters:
+            return None
+        optimizer = self._task.optimizer(list(self.parameters.items()))
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return optimizer
+
+    def _first_active_layer(self) -> int:
+        return self._task.model.sublayers[self.plan.boundaries[0]].layer
+
+    def _stage_layers(self, indices: range) -> StageLayers:
+        """Describe the stage's layers and how side inputs and targets reach it."""
+        side_out = tuple(
+            SideSender(Sender(self._peer(stage, _SIDE_TAG, "side inputs")), self._sides_of(stage))
+            for stage in range(1, self.topology.length) if self._sides_of(stage)
+        ) if self._index == 0 else ()
+        side_in = None
+        if self._index > 0 and self._sides_of(self._index):
+            side_in = SideReceiver(Receiver(self._peer(0, _SIDE_TAG, "side inputs"),
+                                            torch.device("cpu")))
+        return StageLayers(self._task.model, indices, self._world.device, side_out, side_in)
+
+    def _sides_of(self, stage: int) -> tuple[str, ...]:
+        names = self._task.model.sides_of(self.plan.boundaries[stage], self.plan.boundaries[stage + 1])
+        is_last = stage == self.topology.length - 1
+        return (*names, *(self._task.model.targets if is_last else ()))
+
+    def _stage_links(self) -> StageLinks:
+        previous, following = self._index - 1, self._index + 1
+        links = StageLinks()
+        if previous >= 0:
+            links.activation_in = Receiver(self._peer(previous, _HIDDEN_TAG, "activations"),
+                                           self._world.device)
+            links.gradient_out = Sender(self._peer(previous, _GRADIENT_TAG, "gradients"))
+        if following < self.topology.length:
+            links.activation_out = Sender(self._peer(following, _HIDDEN_TAG, "activations"))
+            links.gradient_in = Receiver(self._peer(following, _GRADIENT_TAG, "gradients"),
+                                         self._world.device)
+        return links
+
+    def _peer(self, stage: int, tag: int, name: str) -> Peer:
+        rank = self.topology.pipeline_ranks(self._replica)[stage]
+        group = self._groups.backward if tag == _GRADIENT_TAG else self._groups.forward
+        assert group is not None
+        return Peer(rank, group, tag, name, self._task.config.step_timeout_s)
+
+
+def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of sublayers by their names in the user's model."""
+    return {name: tensor for index in indices for name, tensor in task.model.tensors(index).items()
+            if isinstance(tensor, nn.Parameter) and name in task.trainable}
+
+
+def set_training(model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int) -> None:
+    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
+    for index in indices:
+        sublayer = model.sublayers[index]
+        sublayer.module.train(sublayer.layer >= num_frozen)
+
+
+def set_frozen(task: Task, num_frozen: int) -> None:
+    """Make frozen layers' parameters need no gradient and hold none, and the others as the user left them."""
+    for index, sublayer in enumerate(task.model.sublayers):
+        for name, tensor in task.model.tensors(index).items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(name in task.trainable and sublayer.layer >= num_frozen)
+                tensor.grad = None
+
+
+RowsOfEpoch = Callable[[int], Rows]

@@ -1,0 +1,320 @@
+"""Claims about the prefix cache: what it computes, what it reads, and that no one can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autocache.prefix import PrefixCache, rows_layout
+from autocache.stamp import PrefixStamps
+from autocache.store import RowStore
+
+NUM_SAMPLES, NUM_TOKENS, WIDTH, NUM_LAYERS, CHUNK_SIZE = 24, 9, 16, 4, 4
+KEEP = ("mask", "y")
+CPU = torch.device("cpu")
+
+
+class Prefix(nn.Module):
+    """A frozen prefix of transformer blocks that counts the calls it gets."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(NUM_LAYERS)
+        )
+        self.to(dtype).eval()
+        self.calls: list[tuple[int, int]] = []
+
+    def run_layers(self, batch: dict[str, Tensor], first: int, last: int) -> Tensor:
+        assert not torch.is_grad_enabled()
+        assert {len(entry) for entry in batch.values()} == {CHUNK_SIZE}
+        assert ("pixels" in batch, "hidden" in batch) == (first == 0, first > 0)
+        self.calls.append((first, last))
+        hidden = self.embed(batch["pixels"]) if first == 0 else batch["hidden"]
+        for block in self.blocks[first:last]:
+            hidden = block(hidden, src_key_padding_mask=batch["mask"])
+        return hidden
+
+    def stamps(self, depth: int) -> PrefixStamps:
+        stamps = PrefixStamps(mode="eval")
+        for block in self.blocks[:depth]:
+            stamps.extend(block.state_dict().items())
+        return stamps
+
+
+class Samples:
+    """A dataset held in memory that remembers what was asked of it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(1)
+        pixels = torch.randn(NUM_SAMPLES, NUM_TOKENS, 3, generator=generator).to(dtype)
+        lengths = torch.arange(NUM_SAMPLES) % NUM_TOKENS + 1
+        self.entries = {
+            "pixels": pixels,
+            "mask": torch.arange(NUM_TOKENS) >= lengths[:, None],
+            "y": torch.arange(NUM_SAMPLES) * 3,
+        }
+        self.asked: list[int] = []
+
+    def load(self, ids: Tensor) -> dict[str, Tensor]:
+        self.asked += ids.tolist()
+        return {name: entry[ids] for name, entry in self.entries.items()}
+
+
+def make_cache(
+    prefix: Prefix, stamps: PrefixStamps, store: RowStore | None, device: torch.device = CPU
+) -> PrefixCache:
+    return PrefixCache(
+        prefix.run_layers,
+        chunk_size=CHUNK_SIZE,
+        store=store,
+        stamps=stamps,
+        device=device,
+        keep=KEEP,
+    )
+
+
+@contextmanager
+def make_store(folder: Path, samples: Samples, num_rows: int = NUM_SAMPLES) -> Iterator[RowStore]:
+    hidden = torch.empty(1, NUM_TOKENS, WIDTH, dtype=samples.entries["pixels"].dtype)
+    one = {name: entry[:1] for name, entry in samples.entries.items()}
+    with RowStore.create(folder / "rows", rows_layout(one, hidden, KEEP), num_rows) as store:
+        yield store
+
+
+def compute_uncached(
+    prefix: Prefix, ids: Tensor, depth: int, samples: Samples
+) -> dict[str, Tensor]:
+    return make_cache(prefix, prefix.stamps(depth), None).fetch(ids, samples.load, depth=depth)
+
+
+def assert_bitwise_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() == {"hidden", *KEEP}
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def random_batches(seed: int, num_batches: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 12, (num_batches,), generator=generator).tolist()
+    return [torch.randperm(NUM_SAMPLES, generator=generator)[:size] for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_equals_uncached_bitwise_for_random_mixes_of_hits_upgrades_and_misses(
+    tmp_path: Path, seed: int, dtype: torch.dtype
+) -> None:
+    prefix, samples = Prefix(seed, dtype), Samples(dtype)
+    with make_store(tmp_path, samples, num_rows=NUM_SAMPLES - 5) as store:
+        cache = make_cache(prefix, prefix.stamps(NUM_LAYERS), store)
+        kinds = set()
+        for step, ids in enumerate(random_batches(seed, 20)):
+            depth = 1 + step * NUM_LAYERS // 20
+            found = cache.fetch(ids, samples.load, depth=depth)
+            assert_bitwise_equal(found, compute_uncached(prefix, ids, depth, samples))
+            stats = cache.take_stats()
+            kinds.add((stats.hits > 0, stats.upgrades > 0, stats.misses > 0))
+    assert (True, True, True) in kinds, "no batch mixed all three"
+
+
+def test_uncached_equals_running_every_sample_in_one_chunk_of_itself() -> None:
+    prefix, samples = Prefix(), Samples()
+    found = compute_uncached(prefix, torch.arange(NUM_SAMPLES), 2, samples)
+    for index in range(NUM_SAMPLES):
+        one = compute_uncached(prefix, torch.tensor([index]), 2, samples)
+        assert_bitwise_equal({k: v[index : index + 1] for k, v in found.items()}, one)
+
+
+def test_hits_ask_neither_the_dataset_nor_the_layers(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(2), store)
+        first = cache.fetch(torch.arange(10), samples.load, depth=2)
+        assert samples.asked == list(range(10))
+        assert prefix.calls == [(0, 2)] * 3
+        again = cache.fetch(torch.arange(10), samples.load, depth=2)
+        assert_bitwise_equal(again, first)
+        cache.fetch(torch.tensor([12, 3, 11]), samples.load, depth=2)
+    assert samples.asked == [*range(10), 11, 12]
+    assert prefix.calls == [(0, 2)] * 4
+
+
+def test_an_older_row_runs_only_the_new_layers_and_is_upgraded_in_place(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.tensor([5, 2, 9])
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(NUM_LAYERS), store)
+        cache.fetch(ids, samples.load, depth=1)
+        size = store.path.stat().st_size
+        found = cache.fetch(ids, samples.load, depth=3)
+        assert prefix.calls == [(0, 1), (1, 3)]
+        assert_bitwise_equal(cache.fetch(ids, samples.load, depth=3), found)
+        assert prefix.calls == [(0, 1), (1, 3)]
+        assert store.path.stat().st_size == size
+        assert samples.asked == sorted(ids.tolist())
+        stats = cache.take_stats()
+    assert (stats.hits, stats.upgrades, stats.misses) == (3, 3, 3)
+    assert_bitwise_equal(found, compute_uncached(prefix, ids, 3, samples))
+
+
+def test_a_row_from_before_a_thaw_never_hits(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.arange(6)
+    with make_store(tmp_path, samples) as store:
+        make_cache(prefix, prefix.stamps(3), store).fetch(ids, samples.load, depth=3)
+        with torch.no_grad():
+            next(prefix.blocks[1].parameters())[0] += 1.0
+        cache = make_cache(prefix, prefix.stamps(3), store)
+        found = cache.fetch(ids, samples.load, depth=3)
+        stats = cache.take_stats()
+    assert (stats.hits, stats.upgrades, stats.misses) == (0, 0, 6)
+    assert_bitwise_equal(found, compute_uncached(prefix, ids, 3, samples))
+
+
+def test_a_thaw_without_training_makes_deeper_rows_miss_and_recomputes_them(
+    tmp_path: Path,
+) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.arange(6)
+    with make_store(tmp_path, samples) as store:
+        stamps = prefix.stamps(3)
+        cache = make_cache(prefix, stamps, store)
+        cache.fetch(ids, samples.load, depth=3)
+        stamps.truncate(1)
+        found = cache.fetch(ids, samples.load, depth=1)
+        stats = cache.take_stats()
+    assert (stats.hits, stats.misses) == (0, 12)
+    assert_bitwise_equal(found, compute_uncached(prefix, ids, 1, samples))
+
+
+def test_a_damaged_row_is_recomputed_and_stored_again(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.arange(6)
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(2), store)
+        wanted = cache.fetch(ids, samples.load, depth=2)
+        at = store.path.read_bytes().index(wanted["hidden"][4].numpy().tobytes()) + 77
+        with open(store.path, "rb+") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 16]))
+        cache.take_stats()
+        assert_bitwise_equal(cache.fetch(ids, samples.load, depth=2), wanted)
+        assert cache.take_stats().misses == 1
+        assert store.counts.corrupt_rows == 1
+        assert_bitwise_equal(cache.fetch(ids, samples.load, depth=2), wanted)
+        assert cache.take_stats().hits == 6
+
+
+def test_samples_beyond_the_capacity_are_recomputed_every_time(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.arange(8)
+    with make_store(tmp_path, samples, num_rows=5) as store:
+        cache = make_cache(prefix, prefix.stamps(2), store)
+        wanted = cache.fetch(ids, samples.load, depth=2)
+        samples.asked.clear()
+        assert_bitwise_equal(cache.fetch(ids, samples.load, depth=2), wanted)
+    assert samples.asked == [5, 6, 7]
+
+
+@pytest.mark.parametrize("cached_depth", [0, 1, 3])
+def test_duplicate_ids_are_loaded_and_run_once_and_returned_at_every_position(
+    tmp_path: Path, cached_depth: int
+) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.tensor([7, 1, 7, 3, 1, 7])
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(3), store)
+        if cached_depth:
+            cache.fetch(torch.tensor([7]), samples.load, depth=cached_depth)
+        found = cache.fetch(ids, samples.load, depth=3)
+    assert sorted(samples.asked) == [1, 3, 7]
+    single = [compute_uncached(prefix, ids[i : i + 1], 3, samples) for i in range(len(ids))]
+    assert_bitwise_equal(found, {k: torch.cat([one[k] for one in single]) for k in found})
+
+
+def test_without_a_store_every_sample_is_computed_and_counted_as_a_miss() -> None:
+    prefix, samples = Prefix(), Samples()
+    cache = make_cache(prefix, prefix.stamps(2), None)
+    for _ in range(2):
+        cache.fetch(torch.arange(5), samples.load, depth=2)
+    stats = cache.take_stats()
+    assert (stats.hits, stats.upgrades, stats.misses) == (0, 0, 10)
+    assert stats.run_s > 0.0 == stats.read_s == stats.write_s
+    assert cache.take_stats().misses == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_cached_equals_uncached_bitwise(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    prefix, samples = Prefix().to(device), Samples()
+    with make_store(tmp_path, samples, num_rows=NUM_SAMPLES - 5) as store:
+        cache = make_cache(prefix, prefix.stamps(NUM_LAYERS), store, device)
+        uncached = make_cache(prefix, prefix.stamps(NUM_LAYERS), None, device)
+        for step, ids in enumerate(random_batches(0, 20)):
+            depth = 1 + step * NUM_LAYERS // 20
+            found = cache.fetch(ids, samples.load, depth=depth)
+            assert {entry.device.type for entry in found.values()} == {"cuda"}
+            assert_bitwise_equal(found, uncached.fetch(ids, samples.load, depth=depth))
+
+
+def _drop_target(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: entry for name, entry in entries.items() if name != "y"}
+
+
+def _drop_last_sample(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: entry[:-1] for name, entry in entries.items()}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(_drop_target, "keep only names"), (_drop_last_sample, "one row per id")],
+)
+def test_a_loaded_batch_that_lacks_entries_or_samples_is_refused(
+    spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    samples = Samples()
+    cache = make_cache(Prefix(), PrefixStamps(mode="eval"), None)
+    with pytest.raises(ValueError, match=message):
+        cache.fetch(torch.arange(5), lambda ids: spoil(samples.load(ids)), depth=2)
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    stamps = prefix.stamps(2)
+
+    def build(chunk_size: int, keep: tuple[str, ...], store: RowStore | None) -> PrefixCache:
+        return PrefixCache(
+            prefix.run_layers,
+            chunk_size=chunk_size,
+            store=store,
+            stamps=stamps,
+            device=CPU,
+            keep=keep,
+        )
+
+    with make_store(tmp_path, samples) as store:
+        with pytest.raises(ValueError, match="at least one sample per chunk"):
+            build(0, KEEP, None)
+        with pytest.raises(ValueError, match="name each entry once"):
+            build(4, ("hidden",), None)
+        with pytest.raises(ValueError, match="the cache needs"):
+            build(4, ("y",), store)
+        cache = build(4, KEEP, store)
+        with pytest.raises(ValueError, match="depth >= 1"):
+            cache.fetch(torch.arange(3), samples.load, depth=0)
+        with pytest.raises(ValueError, match="at least one id"):
+            cache.fetch(torch.arange(0), samples.load, depth=1)
+        with pytest.raises(ValueError, match="has no stamp"):
+            cache.fetch(torch.arange(3), samples.load, depth=3)

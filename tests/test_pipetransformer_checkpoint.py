@@ -1,0 +1,396 @@
+"""Prove that checkpoints read back exactly or not at all, and that a kill costs only the save."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipetransformer.checkpoint import (
+    Checkpoint,
+    CorruptCheckpointError,
+    ShardRecord,
+    checkpoint_folder,
+    open_checkpoint,
+    open_latest,
+    publish,
+    write_shards,
+)
+
+Shards = dict[str, dict[str, Tensor]]
+
+
+class Killed(BaseException):
+    """Stand for SIGKILL: no handler of ordinary errors sees it."""
+
+
+def state_at(step: int) -> list[Shards]:
+    """Make the shards of two ranks, different at every step."""
+    return [
+        {
+            f"blocks.{rank}/weights": {"w": torch.full((3, 2), step + rank + 0.5)},
+            f"blocks.{rank}/optimizer": {
+                "w.exp_avg": torch.arange(4.0) * (step + rank),
+                "w.step": torch.tensor(step),
+            },
+        }
+        for rank in range(2)
+    ]
+
+
+def save(directory: Path, step: int, *, keep: int = 2) -> Path:
+    """Save as a run does: rank 0 makes the folder, every rank writes, rank 0 publishes."""
+    folder = checkpoint_folder(directory, step)
+    records: dict[str, ShardRecord] = {}
+    for shards in state_at(step):
+        records |= write_shards(folder, shards)
+    return publish(directory, step, records, {"step_scalar": step / 3}, keep=keep)
+
+
+def write_and_read(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Save one shard and read it back."""
+    records = write_shards(checkpoint_folder(directory, 0), {"s": tensors})
+    return open_checkpoint(publish(directory, 0, records, {}, keep=1)).read("s")
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare names, dtypes, shapes and every bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        cpu = tensor.detach().cpu()
+        assert found[name].dtype == cpu.dtype and found[name].shape == cpu.shape, name
+        assert torch.equal(found[name], cpu), name
+
+
+def assert_holds_step(checkpoint: Checkpoint | None, step: int) -> None:
+    """Compare everything a checkpoint holds with what `save` wrote at this step."""
+    assert checkpoint is not None and checkpoint.step == step
+    assert checkpoint.scalars == {"step_scalar": step / 3}
+    expected = {name: tensors for shards in state_at(step) for name, tensors in shards.items()}
+    assert set(checkpoint.shard_names) == set(expected)
+    for name, tensors in expected.items():
+        assert_same(checkpoint.read(name), tensors)
+
+
+def save_killed(directory: Path, step: int, fatal_call: int) -> bool:
+    """Save, killed at the n-th change of the disk; return whether the save had fewer changes.
+
+    A kill at an fsync also loses half of the file, as a power cut may.
+    """
+    calls = itertools.count()
+
+    def dying(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) != fatal_call:
+                return real(*args, **kwargs)
+            if name == "fsync" and stat.S_ISREG(os.fstat(args[0]).st_mode):
+                os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)
+            raise Killed
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, dying(name))
+        try:
+            save(directory, step)
+        except Killed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool],
+)
+def test_every_kind_of_tensor_reads_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = torch.arange(24).reshape(4, 6).to(dtype)
+    tensors = {
+        "plain": base.clone(),
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": base[:1].expand(5, 6),
+        "shared": base[1:],
+        "scalar": base[2, 3],
+        "empty": base[:0],
+    }
+    found = write_and_read(tmp_path, tensors)
+    assert_same(found, tensors)
+    found["plain"].zero_()
+    assert torch.equal(found["shared"], tensors["shared"])
+
+
+def test_parameters_special_values_and_empty_shards_read_back_bitwise(tmp_path: Path) -> None:
+    values = torch.tensor([math.nan, -0.0, math.inf, 5e-324], dtype=torch.float64)
+    found = write_and_read(tmp_path, {"w": torch.nn.Parameter(values)})
+    assert torch.equal(found["w"].view(torch.int64), values.view(torch.int64))
+    assert not found["w"].requires_grad
+    assert write_and_read(tmp_path, {}) == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_read_back_on_cpu(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 6, device="cuda").t(), "n": torch.tensor(3, device="cuda")}
+    assert_same(write_and_read(tmp_path, tensors), tensors)
+
+
+def test_any_shard_name_gets_a_safe_file_of_its_own(tmp_path: Path) -> None:
+    names = ["", ".", "..", "../up", "/root", "a/b", "a_b", "a.b", "A/b", "ä", "x" * 300]
+    names += ["x" * 301, "new\nline", "nul\0", "latest", "manifest.json", "-rf", "a b", "%2F"]
+    folder = checkpoint_folder(tmp_path, 0)
+    records = write_shards(folder, {n: {"t": torch.tensor(i)} for i, n in enumerate(names)})
+    files = {record.file for record in records.values()}
+    assert len({file.lower() for file in files}) == len(names)
+    assert set(os.listdir(folder)) == files
+    assert os.listdir(tmp_path) == [folder.name]
+    publish(tmp_path, 0, records, {}, keep=1)
+    checkpoint = open_checkpoint(folder)
+    assert [checkpoint.read(name)["t"].item() for name in names] == list(range(len(names)))
+
+
+def _write_rank(folder: Path, rank: int) -> dict[str, ShardRecord]:
+    return write_shards(folder, state_at(7)[rank])
+
+
+def test_processes_write_into_one_folder(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 7)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        other = pool.apply_async(_write_rank, (folder, 1))
+        records = _write_rank(folder, 0) | other.get(timeout=60)
+    records = {n: ShardRecord(**json.loads(json.dumps(asdict(r)))) for n, r in records.items()}
+    published = publish(tmp_path, 7, records, {"step_scalar": 7 / 3}, keep=1)
+    assert published == folder == tmp_path / "step-00000007"
+    assert_holds_step(open_checkpoint(folder), 7)
+
+
+def test_shard_of_a_rank_that_is_not_its_only_owner_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 0)
+    write_shards(folder, {"head/weights": {"w": torch.ones(1)}})
+    with pytest.raises(FileExistsError, match="head_weights"):
+        write_shards(folder, {"head/weights": {"w": torch.ones(1)}})
+    with pytest.raises(ValueError, match="norm/weights: w is a meta tensor"):
+        write_shards(folder, {"norm/weights": {"w": torch.empty(2, device="meta")}})
+    with pytest.raises(FileNotFoundError, match="directory that all nodes share"):
+        write_shards(tmp_path / "step-00000001", {})
+
+
+def test_scalars_read_back_exactly_with_tuples_as_lists(tmp_path: Path) -> None:
+    scalars = {
+        "floats": [0.1, 1 / 3, 5e-324, -0.0, math.inf, -math.inf, math.nan],
+        "plain": [2**200, 'ä"\n', None, True],
+        "tuple": (1, (2.5,)),
+        "order": {"z": 1, "a": 2},
+    }
+    checkpoint_folder(tmp_path, 0)
+    found = open_checkpoint(publish(tmp_path, 0, {}, scalars, keep=1)).scalars
+    # repr shows every bit of a float, equal NaNs, and the order of keys.
+    assert repr(found) == repr({**scalars, "tuple": [1, [2.5]]})
+
+
+@pytest.mark.parametrize("scalar", [torch.ones(1), {1: 2}, {3}, b"x"])
+def test_scalar_that_json_would_lose_is_refused_before_anything_changes(
+    tmp_path: Path, scalar: object
+) -> None:
+    save(tmp_path, 10)
+    checkpoint_folder(tmp_path, 20)
+    with pytest.raises(TypeError, match=r"\['scalars'\]\['x'\]"):
+        publish(tmp_path, 20, {}, {"x": scalar}, keep=1)
+    assert_holds_step(open_latest(tmp_path), 10)
+
+
+@pytest.mark.parametrize("earlier", [(), (10, 20)])
+def test_kill_at_any_change_of_the_disk_leaves_the_previous_or_the_new_checkpoint(
+    tmp_path: Path, earlier: tuple[int, ...]
+) -> None:
+    done, found_steps = False, list[int]()
+    while not done:
+        directory = tmp_path / str(len(found_steps))
+        for step in earlier:
+            save(directory, step)
+        done = save_killed(directory, 30, len(found_steps))
+        found = open_latest(directory)
+        found_steps.append(found.step if found else 0)
+        if found:
+            assert_holds_step(found, found.step)
+        save(directory, 30)
+        assert_holds_step(open_latest(directory), 30)
+        left = sorted(int(folder.name[5:13]) for folder in directory.glob("step-*"))
+        assert left == [*earlier[-1:], 30], "the folder of the killed save remains"
+    # At least 4 shards, the manifest and its renaming come before the new checkpoint is whole.
+    assert found_steps.count(max(earlier, default=0)) >= 6
+    assert found_steps == sorted(found_steps) and found_steps[-1] == 30
+
+
+def test_directory_without_a_complete_save_has_no_checkpoint(tmp_path: Path) -> None:
+    assert open_latest(tmp_path / "absent") is None
+    assert open_latest(tmp_path) is None
+    write_shards(checkpoint_folder(tmp_path, 10), state_at(10)[0])
+    assert open_latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip"])
+def test_damage_to_any_file_of_the_newest_falls_back_and_names_file_and_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    save(tmp_path, 10)
+    newest = save(tmp_path, 20)
+    causes = {
+        "delete": "cannot be read: .*No such file",
+        "truncate": "has size in bytes [0-9]+; expected|is not what was written",
+        "flip": "has SHA-256 [0-9a-f]+; expected|is not what was written",
+    }
+    for file in sorted(newest.iterdir()):
+        data = bytearray(file.read_bytes())
+        flipped = bytes([*data[:-9], data[-9] ^ 4, *data[-8:]])
+        file.unlink()
+        if damage != "delete":
+            file.write_bytes(data[:-1] if damage == "truncate" else flipped)
+        caplog.clear()
+        assert_holds_step(open_latest(tmp_path), 10)
+        warning = f"step-00000020 cannot be used, trying an older: {file} ({causes[damage]})"
+        assert re.search(warning, caplog.text)
+        file.write_bytes(data)
+    assert_holds_step(open_latest(tmp_path), 20)
+
+
+@pytest.mark.parametrize("name", ["step-00000020/manifest.json", "latest"])
+def test_flipped_bit_in_a_json_file_never_gives_another_state(tmp_path: Path, name: str) -> None:
+    written = [open_checkpoint(save(tmp_path, step)) for step in (10, 20)]
+    usable = written if name != "latest" else written[1:]
+    data = (tmp_path / name).read_bytes()
+    for offset in range(len(data)):
+        flipped = data[offset] ^ (1 << offset % 8)
+        (tmp_path / name).write_bytes(data[:offset] + bytes([flipped]) + data[offset + 1 :])
+        assert open_latest(tmp_path, verify=False) in usable
+
+
+def test_flip_is_found_anywhere_in_a_shard_of_several_megabytes(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 0)
+    records = write_shards(folder, {"s": {"w": torch.zeros(700_000)}})
+    checkpoint = open_checkpoint(publish(tmp_path, 0, records, {}, keep=1))
+    checkpoint.verify()
+    file = folder / records["s"].file
+    data = bytearray(file.read_bytes())
+    for offset in (0, 1 << 20, len(data) - 1):
+        data[offset] ^= 1
+        file.write_bytes(data)
+        for check in (checkpoint.verify, lambda: checkpoint.read("s")):
+            with pytest.raises(CorruptCheckpointError, match=f"{file.name} has SHA-256"):
+                check()
+        data[offset] ^= 1
+
+
+def test_failed_read_names_file_and_hashes_or_the_known_shards(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, 10))
+    record = checkpoint.records["blocks.0/weights"]
+    file = checkpoint.folder / record.file
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    message = f"^{file} has SHA-256 {found}; expected {record.sha256}$"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        checkpoint.read("blocks.0/weights")
+    assert_same(checkpoint.read("blocks.1/weights"), state_at(10)[1]["blocks.1/weights"])
+    with pytest.raises(ValueError, match="no shard 'head/weights'; it has blocks.0/weights"):
+        checkpoint.read("head/weights")
+
+
+def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    for folder in (save(tmp_path, 10), save(tmp_path, 20)):
+        (folder / "manifest.json").unlink()
+    message = r"is usable \(step-00000020, step-00000010\)"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        open_latest(tmp_path)
+    (tmp_path / "latest").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match="latest is not what was written"):
+        open_latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"null", b"\xff", b'{"content": {}, "sha256": ""}', b"step-00000010"]
+)
+def test_damaged_pointer_is_reported_and_the_highest_complete_step_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    write_shards(checkpoint_folder(tmp_path, 30), state_at(30)[0])
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_bytes(content)
+    assert_holds_step(open_latest(tmp_path), 20)
+    assert f"{tmp_path / 'latest'} " in caplog.text
+
+
+def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    monkeypatch.setattr("pipetransformer.checkpoint.FORMAT_VERSION", 2)
+    with pytest.raises(ValueError, match="latest has format 1, and only 2 can be read here"):
+        open_latest(tmp_path)
+
+
+def test_only_the_newest_complete_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "step-notes.txt").write_text("mine")
+    write_shards(checkpoint_folder(tmp_path, 5), state_at(5)[0])
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step, keep=3)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    steps = ["step-00000020", "step-00000030", "step-00000040"]
+    assert names == ["latest", *steps, "step-notes.txt"]
+
+
+def test_truncated_checkpoint_does_not_count_as_one_to_keep(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    broken = save(tmp_path, 20)
+    next(broken.glob("*.safetensors")).unlink()
+    newest = save(tmp_path, 30)
+    next(newest.glob("*.safetensors")).unlink()
+    assert_holds_step(open_latest(tmp_path), 10)
+
+
+def test_step_saved_again_replaces_the_earlier_attempt_under_a_fresh_name(tmp_path: Path) -> None:
+    first = save(tmp_path, 10)
+    abandoned = checkpoint_folder(tmp_path, 10)
+    assert abandoned.name == "step-00000010-2"
+    assert_holds_step(open_latest(tmp_path), 10)
+    assert save(tmp_path, 10, keep=1).name == "step-00000010-3"
+    assert not first.exists() and not abandoned.exists()
+    assert_holds_step(open_latest(tmp_path), 10)
+
+
+def test_training_that_went_back_never_falls_back_to_what_it_left(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    left = save(tmp_path, 30)
+    newest = save(tmp_path, 20)
+    assert left.exists()
+    assert_holds_step(open_latest(tmp_path), 20)
+    (newest / "manifest.json").unlink()
+    assert_holds_step(open_latest(tmp_path), 10)
+
+
+def test_publish_without_a_complete_save_under_way_is_refused(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no save of step 10 is under way"):
+            publish(tmp_path, 10, {}, {}, keep=1)
+        save(tmp_path, 10)
+    records = write_shards(checkpoint_folder(tmp_path, 20), state_at(20)[0])
+    with pytest.raises(ValueError, match="keep is 0; pass 1 or more"):
+        publish(tmp_path, 20, records, {}, keep=0)
+    next(tmp_path.glob("step-00000020/blocks.0_weights*")).unlink()
+    with pytest.raises(CorruptCheckpointError, match="blocks.0_weights.* cannot be read"):
+        publish(tmp_path, 20, records, {}, keep=1)
+    assert_holds_step(open_latest(tmp_path), 10)
