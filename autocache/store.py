@@ -223,7 +223,7 @@ class RowStore:
         rows, sums = self._gather(ids, found)
         checks = self._tags[ids, 1]
         after = self._tags[ids, 0]
-        intact = sums ^ before == checks
+        intact = (sums ^ before) == checks
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         self._count_reads(depth, found & (after == before) & ~intact)
@@ -275,8 +275,7 @@ class RowStore:
     def _gather(self, ids: np.ndarray, wanted: np.ndarray) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        repeated = ids.max(initial=0, where=wanted)
-        source = torch.from_numpy(np.where(wanted, ids, repeated))
+        source = torch.from_numpy(np.where(wanted, ids, ids.max(initial=0, where=wanted)))
         sums, rows = [], {}
         for field, words in zip(self.layout.fields, self._words, strict=True):
             copied = words.index_select(0, source)
@@ -285,18 +284,18 @@ class RowStore:
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
             rows[field.name] = values.view(len(ids), *field.shape)
-        return rows, sum(sums).view(np.uint64)
+        return rows, np.sum(sums, axis=0).view(np.uint64)
 
     def _put(self, ids: np.ndarray, rows: Mapping[str, Tensor]) -> np.ndarray:
         """Copy rows into the file; return the (B,) uint64 sums of what was copied."""
-        sums = torch.zeros(len(ids), dtype=torch.int64)
+        sums = []
         for field, words in zip(self.layout.fields, self._words, strict=True):
             flat = rows[field.name].detach().view(len(ids), math.prod(field.shape))
             gap_bytes = words.shape[1] * _WORD_BYTES - field.num_bytes
             padded = nn.functional.pad(flat.view(torch.uint8), (0, gap_bytes)).view(torch.int64)
-            sums += padded.sum(1)
+            sums.append(padded.sum(1).numpy())
             words.index_copy_(0, torch.from_numpy(ids), padded)
-        return sums.numpy().view(np.uint64)
+        return np.sum(sums, axis=0).view(np.uint64)
 
     def _count_reads(self, depth: np.ndarray, corrupt: np.ndarray) -> None:
         hits, num_corrupt = int(np.count_nonzero(depth)), int(np.count_nonzero(corrupt))

@@ -1,7 +1,7 @@
 """Split a chain of sublayers into contiguous parts, one a pipeline stage.
 
-A split is written as its boundaries: part k holds the units from boundaries[k] up to, but not with,
-boundaries[k + 1].
+A split is written as its boundaries: part k holds the units from boundaries[k] up to, but not
+with, boundaries[k + 1].
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ class SublayerCost:
         forward_s: forward in train mode with gradients recorded.
         backward_s: backward, with its parameters' gradients added to existing ones.
         frozen_s: forward in eval mode without gradients.
-        parameter_bytes: parameters; one shared by several sublayers counts in the first.
-        buffer_bytes: buffers.
+        parameter_bytes, buffer_bytes: a tensor that several sublayers share counts in the first.
         saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
         output_bytes: a sample's output.
     """
@@ -87,10 +86,9 @@ class Profile:
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
         for cost in self.sublayers:
-            for seconds in (cost.forward_s, cost.backward_s, cost.frozen_s):
-                if len(seconds) != len(sizes):
-                    raise ValueError(f"sublayer {cost.name!r} has {len(seconds)} times for the "
-                                     f"{len(sizes)} micro-batch sizes {sizes}; give one for each")
+            if {len(cost.forward_s), len(cost.backward_s), len(cost.frozen_s)} != {len(sizes)}:
+                raise ValueError(f"sublayer {cost.name!r} lacks times, or has too many; give one "
+                                 f"of each kind for every micro-batch size of {sizes}")
 
     def forward_s(self, index: int, batch: int) -> float:
         """Return the seconds of a sublayer's forward on a micro-batch."""
@@ -111,16 +109,12 @@ class Profile:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
         """Rebuild a profile from `to_json`."""
-        sublayers = [SublayerCost(**_with_tuples(cost)) for cost in values["sublayers"]]
-        return Profile(**_with_tuples({**values, "sublayers": sublayers,
-                                       "link": LinkCost(**values["link"]),
-                                       "all_reduce": LinkCost(**values["all_reduce"])}))
-
-
-def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what JSON does to tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()}
+        times = ("forward_s", "backward_s", "frozen_s")
+        sublayers = tuple(SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in times}})
+                          for cost in values["sublayers"])
+        return Profile(**{**values, "batch_sizes": tuple(values["batch_sizes"]),
+                          "sublayers": sublayers, "link": LinkCost(**values["link"]),
+                          "all_reduce": LinkCost(**values["all_reduce"])})
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
@@ -144,9 +138,8 @@ def _median(values: Sequence[Any]) -> Any:
         return tuple(_median(entries) for entries in zip(*values, strict=True))
     if any(isinstance(value, float) for value in values):
         return statistics.median(values)
-    other = next(value for value in values if value != first)
-    raise ValueError(f"the ranks profiled different models or sizes: {first!r} on one, {other!r} "
-                     f"on another; profile the same on all")
+    raise ValueError(f"the ranks' profiles differ in more than measurements, for instance "
+                     f"{values}; profile one model at the same sizes on all")
 
 
 def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
@@ -169,8 +162,7 @@ class ProfiledSublayer:
     """Name a sublayer to measure, and how it is called.
 
     Args:
-        name: unique name.
-        layer: the layer that it freezes with.
+        name, layer: as in `SublayerCost`.
         module: holds its parameters and buffers.
         call: takes the output of the sublayer below (None for the first) and the batch.
     """
@@ -198,15 +190,14 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     """
     device = next(iter(batches[-1].values())).device
     with _left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        sizes = _measure_bytes(sublayers, batches[-1])
+        sizes = _measure_bytes(sublayers, modules, batches[-1])
         rounds = [[_time_chain(sublayers, modules, batch, device) for batch in batches]
                   for _ in range(repeats + 1)][1:]
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = (
-            tuple(statistics.median(one[size][index][kind] for one in rounds)
-                  for size in range(len(batches)))
-            for kind in range(3))
+            tuple(statistics.median(chains[size][index][kind] for chains in rounds)
+                  for size in range(len(batches))) for kind in range(3))
         costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, backward_s, frozen_s,
                                   **sizes[index]))
     return tuple(costs)
@@ -234,19 +225,21 @@ def _left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterat
             buffer.copy_(value)
 
 
-def _measure_bytes(sublayers: Sequence[ProfiledSublayer],
+def _measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
                    batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Count each sublayer's bytes, activations per sample."""
     num_samples = len(next(iter(batch.values())))
     counted: set[int] = set()
     hidden, sizes = None, []
+    modules.train()
     for sublayer in sublayers:
-        own = {id(p): p.nbytes for p in sublayer.module.parameters() if id(p) not in counted}
-        counted.update(own)
+        own = [{id(t): t.nbytes for t in tensors if id(t) not in counted}
+               for tensors in (sublayer.module.parameters(), sublayer.module.buffers())]
+        counted.update(*own)
         output, saved_bytes = _forward_counting(sublayer, _as_input(hidden), batch)
         hidden = output.detach()
-        sizes.append({"parameter_bytes": sum(own.values()),
-                      "buffer_bytes": sum(b.nbytes for b in sublayer.module.buffers()),
+        sizes.append({"parameter_bytes": sum(own[0].values()),
+                      "buffer_bytes": sum(own[1].values()),
                       "saved_bytes": saved_bytes / num_samples,
                       "output_bytes": output.nbytes / num_samples})
     return sizes
@@ -275,10 +268,8 @@ def _forward_counting(sublayer: ProfiledSublayer, hidden: Tensor | None,
 
 def _as_input(hidden: Tensor | None) -> Tensor | None:
     """Hand an activation over as a stage does, with a gradient to compute."""
-    if hidden is None:
-        return None
-    # A leaf that needs a gradient forbids layers that work in place.
-    return hidden.requires_grad_(hidden.is_floating_point()).clone()
+    # Not as a leaf, which forbids layers that work in place.
+    return None if hidden is None else hidden.requires_grad_(hidden.is_floating_point()).clone()
 
 
 def _time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
@@ -289,37 +280,27 @@ def _time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     modules.train()
     for sublayer in sublayers:
         hidden = _as_input(hidden)
-        start = _mark(device)
+        start_s = _now_s(device)
         output = sublayer.call(hidden, batch)
-        end = _mark(device)
+        forward_s = _now_s(device) - start_s
         gradient = torch.ones_like(output)
-        resume = _mark(device)
+        start_s = _now_s(device)
         if output.requires_grad:
             output.backward(gradient)
-        trained.append((start, end, resume, _mark(device)))
+        trained.append((forward_s, _now_s(device) - start_s))
         hidden = output.detach()
     hidden = None
     modules.eval()
     with torch.no_grad():
         for sublayer in sublayers:
-            start = _mark(device)
+            start_s = _now_s(device)
             hidden = sublayer.call(hidden, batch)
-            frozen.append((start, _mark(device)))
-    return [(_seconds(*marks[:2]), _seconds(*marks[2:]), _seconds(*frozen_marks))
-            for marks, frozen_marks in zip(trained, frozen, strict=True)]
+            frozen.append(_now_s(device) - start_s)
+    return [(*pair, frozen_s) for pair, frozen_s in zip(trained, frozen, strict=True)]
 
 
-def _mark(device: torch.device) -> Any:
-    """Note the moment, on the device's own clock where it runs behind the host's."""
+def _now_s(device: torch.device) -> float:
+    """Return the time when the device has done all that was asked of it."""
     if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+        torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1000.0

@@ -1,8 +1,9 @@
 """Predict a step by executing its very schedule against known times.
 
-A stage does not wait for what it sends; a link carries one message at a time in each direction, in
-the order in which they were sent. 1F1B on 2 stages with 2 micro-batches, a forward and a message of
-1 s, a backward of 2 s; one column a second, `a` an activation and `g` a gradient under way:
+A stage does not wait for what it sends; a link carries one message at a time in each direction,
+in the order in which they were sent. 1F1B on 2 stages with 2 micro-batches, a forward and a
+message of 1 s, a backward of 2 s; one column a second, `a` an activation and `g` a gradient under
+way:
 
     stage 0  F0 F1 .. .. .. .. B0 B0 .. B1 B1
     link     .. a0 a1 .. .. g0 .. .. g1 .. ..

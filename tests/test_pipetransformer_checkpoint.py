@@ -6,12 +6,13 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import stat
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,7 @@ def state_at(step: int) -> list[Shards]:
     return [
         {
             f"blocks.{rank}/weights": {"w": torch.full((3, 2), step + rank + 0.5)},
-            f"blocks.{rank}/optimizer": {
-                "w.exp_avg": torch.arange(4.0) * (step + rank),
-                "w.step": torch.tensor(step),
-            },
+            f"blocks.{rank}/optimizer": {"w.exp_avg": torch.arange(4.0) * (step + rank)},
         }
         for rank in range(2)
     ]
@@ -114,10 +112,7 @@ def save_killed(directory: Path, step: int, fatal_call: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool],
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_every_kind_of_tensor_reads_back(tmp_path: Path, dtype: torch.dtype) -> None:
     base = torch.arange(24).reshape(4, 6).to(dtype)
     tensors = {
@@ -169,9 +164,9 @@ def _write_rank(folder: Path, rank: int) -> dict[str, ShardRecord]:
 
 def test_processes_write_into_one_folder(tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path, 7)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        other = pool.apply_async(_write_rank, (folder, 1))
-        records = _write_rank(folder, 0) | other.get(timeout=60)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        other = pool.submit(_write_rank, folder, 1)
+        records = _write_rank(folder, 0) | other.result(timeout=60)
     records = {n: ShardRecord(**json.loads(json.dumps(asdict(r)))) for n, r in records.items()}
     published = publish(tmp_path, 7, records, {"step_scalar": 7 / 3}, keep=1)
     assert published == folder == tmp_path / "step-00000007"
@@ -202,15 +197,28 @@ def test_scalars_read_back_exactly_with_tuples_as_lists(tmp_path: Path) -> None:
     assert repr(found) == repr({**scalars, "tuple": [1, [2.5]]})
 
 
-@pytest.mark.parametrize("scalar", [torch.ones(1), {1: 2}, {3}, b"x"])
-def test_scalar_that_json_would_lose_is_refused_before_anything_changes(
-    tmp_path: Path, scalar: object
+def test_all_is_durable_before_the_pointer_names_it_and_json_is_replaced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, 10)
-    checkpoint_folder(tmp_path, 20)
-    with pytest.raises(TypeError, match=r"\['scalars'\]\['x'\]"):
-        publish(tmp_path, 20, {}, {"x": scalar}, keep=1)
-    assert_holds_step(open_latest(tmp_path), 10)
+    synced, replaced, fsync, replace = list[Path](), list[Path](), os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        assert source in synced
+        if target == tmp_path / "latest":
+            folder = target.with_name("step-00000010")
+            assert {tmp_path, folder, *folder.glob("*.safetensors")} <= set(synced)
+        replaced.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    folder = save(tmp_path, 10)
+    assert replaced == [folder / "manifest.json", tmp_path / "latest"]
+    assert synced[-1] == tmp_path
 
 
 @pytest.mark.parametrize("earlier", [(), (10, 20)])
@@ -238,7 +246,6 @@ def test_kill_at_any_change_of_the_disk_leaves_the_previous_or_the_new_checkpoin
 
 def test_directory_without_a_complete_save_has_no_checkpoint(tmp_path: Path) -> None:
     assert open_latest(tmp_path / "absent") is None
-    assert open_latest(tmp_path) is None
     write_shards(checkpoint_folder(tmp_path, 10), state_at(10)[0])
     assert open_latest(tmp_path) is None
 
@@ -279,34 +286,29 @@ def test_flipped_bit_in_a_json_file_never_gives_another_state(tmp_path: Path, na
         assert open_latest(tmp_path, verify=False) in usable
 
 
-def test_flip_is_found_anywhere_in_a_shard_of_several_megabytes(tmp_path: Path) -> None:
+def test_flip_anywhere_in_a_shard_is_reported_with_file_and_both_hashes(tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path, 0)
-    records = write_shards(folder, {"s": {"w": torch.zeros(700_000)}})
+    shards = {"large": {"w": torch.zeros(700_000)}, "other": {"w": torch.ones(2)}}
+    records = write_shards(folder, shards)
     checkpoint = open_checkpoint(publish(tmp_path, 0, records, {}, keep=1))
     checkpoint.verify()
-    file = folder / records["s"].file
+    file = folder / records["large"].file
     data = bytearray(file.read_bytes())
     for offset in (0, 1 << 20, len(data) - 1):
         data[offset] ^= 1
         file.write_bytes(data)
-        for check in (checkpoint.verify, lambda: checkpoint.read("s")):
-            with pytest.raises(CorruptCheckpointError, match=f"{file.name} has SHA-256"):
+        found, expected = hashlib.sha256(data).hexdigest(), records["large"].sha256
+        for check in (checkpoint.verify, lambda: checkpoint.read("large")):
+            message = f"^{file} has SHA-256 {found}; expected {expected}$"
+            with pytest.raises(CorruptCheckpointError, match=message):
                 check()
         data[offset] ^= 1
+    assert_same(checkpoint.read("other"), shards["other"])
 
 
-def test_failed_read_names_file_and_hashes_or_the_known_shards(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(tmp_path, 10))
-    record = checkpoint.records["blocks.0/weights"]
-    file = checkpoint.folder / record.file
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    message = f"^{file} has SHA-256 {found}; expected {record.sha256}$"
-    with pytest.raises(CorruptCheckpointError, match=message):
-        checkpoint.read("blocks.0/weights")
-    assert_same(checkpoint.read("blocks.1/weights"), state_at(10)[1]["blocks.1/weights"])
+def test_shard_that_was_not_saved_is_an_error_listing_those_that_were(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no shard 'head/weights'; it has blocks.0/weights"):
-        checkpoint.read("head/weights")
+        open_checkpoint(save(tmp_path, 10)).read("head/weights")
 
 
 def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
@@ -320,9 +322,7 @@ def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> N
         open_latest(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"", b"null", b"\xff", b'{"content": {}, "sha256": ""}', b"step-00000010"]
-)
+@pytest.mark.parametrize("content", [None, b"", b"null", b"\xff", b"step-00000010"])
 def test_damaged_pointer_is_reported_and_the_highest_complete_step_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
 ) -> None:
@@ -345,7 +345,8 @@ def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_only_the_newest_complete_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-notes.txt").write_text("mine")
-    write_shards(checkpoint_folder(tmp_path, 5), state_at(5)[0])
+    for abandoned in (5, 99):
+        write_shards(checkpoint_folder(tmp_path, abandoned), state_at(abandoned)[0])
     for step in (10, 20, 30, 40):
         save(tmp_path, step, keep=3)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -390,6 +391,8 @@ def test_publish_without_a_complete_save_under_way_is_refused(tmp_path: Path) ->
     records = write_shards(checkpoint_folder(tmp_path, 20), state_at(20)[0])
     with pytest.raises(ValueError, match="keep is 0; pass 1 or more"):
         publish(tmp_path, 20, records, {}, keep=0)
+    with pytest.raises(TypeError, match=r"\['scalars'\]\['x'\] is a Tensor"):
+        publish(tmp_path, 20, records, {"x": torch.ones(1)}, keep=1)
     next(tmp_path.glob("step-00000020/blocks.0_weights*")).unlink()
     with pytest.raises(CorruptCheckpointError, match="blocks.0_weights.* cannot be read"):
         publish(tmp_path, 20, records, {}, keep=1)

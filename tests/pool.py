@@ -1,0 +1,100 @@
+"""Keep worlds of real gloo processes alive between tests, so that a test pays for its work and not for imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pipetransformer.launch import _environment, _start_with
+
+
+class WorkerError(AssertionError):
+    """Carry the tracebacks of the ranks that failed."""
+
+
+class Pool:
+    """Run functions on every rank of a world of processes that share one default group.
+
+    A world in which a rank failed or hung is ended, as its ranks no longer stand at the same point; the next call
+    starts another.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
+        """Call function(*arguments) on every rank; return the results in rank order.
+
+        Raises:
+            WorkerError: a rank raised, died, or did not answer in time.
+        """
+        if not self._workers:
+            self._start()
+        for _, connection in self._workers:
+            connection.send((function, arguments))
+        deadline = time.monotonic() + timeout_s
+        answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+        failures = [text for good, text in answers if not good]
+        if failures:
+            self.close()
+            raise WorkerError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="pipetransformer-test-")
+        for rank in range(self.num_ranks):
+            environment = _environment(rank, self.num_ranks, 1, Path(self._folder.name))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
+            _start_with(environment, process)
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        _, connection = self._workers[rank]
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv()
+        except EOFError:
+            return False, f"[rank {rank}] died"
+        return False, f"[rank {rank}] did not answer in time"
+
+
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    import torch
+
+    from pipetransformer.world import connect
+
+    torch.set_num_threads(1)
+    connect("cpu", timeout_s=60.0)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send((True, function(*arguments)))
+        except Exception:
+            connection.send((False, f"[rank {environment['RANK']}] {traceback.format_exc()}"))
