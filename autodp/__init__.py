@@ -8,7 +8,18 @@ from autodp.sampler import EpochSampler, mix_seed, split_evenly
 from autodp.topology import Topology, allowed_lengths
 
 __all__ = [
-    "EpochSampler", "GradientReducer", "Groups", "Move", "Shard", "Topology", "allowed_lengths",
-    "broadcast_json", "build_groups", "execute_moves", "gather_json", "mix_seed", "plan_moves",
+    "EpochSampler",
+    "GradientReducer",
+    "Groups",
+    "Move",
+    "Shard",
+    "Topology",
+    "allowed_lengths",
+    "broadcast_json",
+    "build_groups",
+    "execute_moves",
+    "gather_json",
+    "mix_seed",
+    "plan_moves",
     "split_evenly",
 ]

@@ -1,4 +1,7 @@
-"""Send plain values between ranks as JSON bytes: nothing that arrives is ever executed, as pickle would be."""
+"""Send plain values between ranks as JSON bytes.
+
+Nothing that arrives is ever executed, as pickle would be.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
     padded[:payload.numel()] = payload
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
-    return [_decode(data[:int(length)]) for data, length in zip(gathered, lengths)]
+    return [_decode(data[:int(length)])
+            for data, length in zip(gathered, lengths, strict=True)]
 
 
 def _encode(value: Any) -> Tensor:

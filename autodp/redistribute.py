@@ -1,7 +1,8 @@
 """Move named tensors between ranks: a pure plan first, then its execution.
 
-A *shard* is the unit that moves (the weights of a sublayer, or its optimizer state). The plan says which rank
-sends which shard to which rank; the execution sends every tensor of a shard as it is, without packing it.
+A *shard* is the unit that moves (the weights of a sublayer, or its optimizer state). The plan says
+which rank sends which shard to which rank; the execution sends every tensor of a shard as it is,
+without packing it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,8 @@ def plan_moves(before: Mapping[str, frozenset[int]], after: Mapping[str, frozens
                slots_per_node: int) -> tuple[Move, ...]:
     """Plan who sends what, so that every rank in `after` holds its shards.
 
-    The sender is the nearest holder: one on the same node where there is one. Several equally near holders
-    share the work.
+    The sender is the nearest holder: one on the same node where there is one. Several equally near
+    holders share the work.
 
     Args:
         before: for each shard, the ranks that hold it now.
@@ -72,39 +74,47 @@ def execute_moves(moves: Sequence[Move], read: Callable[[str], Shard], *,
     incoming = [move for move in moves if move.destination == rank]
     shards = {name: read(name) for name in dict.fromkeys(move.shard for move in outgoing)}
     headers = _exchange_headers(outgoing, incoming, shards, group)
-    received = {move.shard: _allocate(header, device) for move, header in zip(incoming, headers)}
+    received = {move.shard: _allocate(header, device)
+                for move, header in zip(incoming, headers, strict=True)}
     operations = [dist.P2POp(dist.isend, tensor.contiguous(), move.destination, group)
                   for move in outgoing for tensor in shards[move.shard].values() if tensor.numel()]
-    operations += [dist.P2POp(dist.irecv, tensor, move.source, group)
-                   for move in incoming for tensor in received[move.shard].values() if tensor.numel()]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
+    operations += [dist.P2POp(dist.irecv, tensor, move.source, group) for move in incoming
+                   for tensor in received[move.shard].values() if tensor.numel()]
+    if device.type != "cpu":
+        # NCCL builds its communicator with all ranks, and some may have nothing to move.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    # One batch waits for one backend only: a moment on the GPU travels beside a step count in RAM.
+    for on_cpu in (True, False):
+        batch = [operation for operation in operations if operation.tensor.is_cpu == on_cpu]
+        for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
     return received
 
 
 def _exchange_headers(outgoing: Sequence[Move], incoming: Sequence[Move],
-                      shards: Mapping[str, Shard], group: dist.ProcessGroup) -> list[list]:
-    """Tell every receiver the names, dtypes and shapes to come, a message of fixed length before each header."""
-    works, texts = [], []
+                      shards: Mapping[str, Shard], group: dist.ProcessGroup) -> list[list[Any]]:
+    """Tell every receiver the names, dtypes and shapes to come, each header after its length."""
+    pending = []
     for move in outgoing:
         text = json.dumps([[name, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cpu]
                            for name, t in shards[move.shard].items()]).encode()
-        texts.append((torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
-        works += [dist.isend(part, move.destination, group=group) for part in texts[-1]]
+        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        for part in (torch.tensor([len(text)]), message):
+            pending.append((dist.isend(part, move.destination, group=group), part))
     headers = []
     for move in incoming:
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, move.source, group=group)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(text, move.source, group=group)
-        headers.append(json.loads(text.numpy().tobytes()))
-    for work in works:
+        message = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(message, move.source, group=group)
+        headers.append(json.loads(message.numpy().tobytes()))
+    for work, _ in pending:
+        assert work is not None
         work.wait()
     return headers
 
 
-def _allocate(header: list, device: torch.device) -> Shard:
+def _allocate(header: list[Any], device: torch.device) -> Shard:
     return {name: torch.empty(shape, dtype=getattr(torch, dtype),
                               device="cpu" if on_cpu else device)
             for name, dtype, shape, on_cpu in header}

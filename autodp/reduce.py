@@ -1,14 +1,15 @@
 """Sum the replicas' gradients while the last backward still runs.
 
-Why not DistributedDataParallel: it wraps a module, re-arranges its buckets after the first backward (so a resumed
-run sums in another order), needs a forward on every replica, and must be told through private calls which
-micro-batch is the last. What a pipeline stage needs is smaller: fixed buckets, armed for one backward.
+Why not DistributedDataParallel: it wraps a module, re-arranges its buckets after the first
+backward (so a resumed run sums in another order), needs a forward on every replica, and must be
+told through private calls which micro-batch is the last. What a pipeline stage needs is smaller:
+fixed buckets, armed for one backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,17 @@ from torch import Tensor, nn
 class _Bucket:
     """Hold parameters whose gradients travel as one message, and one presence flag for each.
 
-    A parameter no sample used has no gradient on any replica, and must have none afterwards, or the optimizer
-    would decay it; the flags, summed with the gradients, tell it from one that only this replica did not use.
+    A parameter no sample used has no gradient on any replica, and must have none afterwards, or
+    the optimizer would decay it; the flags, summed with the gradients, tell it from one that only
+    this replica did not use.
     """
 
     parameters: list[nn.Parameter]
     flat: Tensor
+    views: list[Tensor]
+    flags: Tensor
     missing: int = 0
     work: dist.Work | None = None
-    views: list[Tensor] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -84,29 +87,27 @@ class GradientReducer:
         if not self._armed:
             return
         self._bucket_of[parameter].missing -= 1  # type: ignore[index]
-        # Every replica must issue its messages in the same order, so a full bucket waits for those before it.
+        # Replicas must issue messages in the same order: a full bucket waits for those before it.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._send_next()
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        present = []
-        for parameter, view in zip(bucket.parameters, bucket.views):
-            present.append(parameter.grad is not None)
+        # The flags are filled in place: a copy from the host would stall a GPU's backward.
+        bucket.flags.fill_(1)
+        for i, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
+                bucket.flags[i] = 0
             else:
                 view.copy_(parameter.grad)
-        flags = bucket.flat[-len(bucket.parameters):]
-        flags.copy_(torch.tensor(present, dtype=flags.dtype))
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _put_back(self, bucket: _Bucket) -> None:
-        flags = bucket.flat[-len(bucket.parameters):]
         all_here = all(parameter.grad is not None for parameter in bucket.parameters)
-        used = [True] * len(bucket.parameters) if all_here else (flags > 0).tolist()
-        for parameter, view, in_use in zip(bucket.parameters, bucket.views, used):
+        used = [True] * len(bucket.parameters) if all_here else (bucket.flags > 0).tolist()
+        for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
             parameter.grad = view if in_use else None
 
 
@@ -132,4 +133,4 @@ def _make_bucket(parameters: list[nn.Parameter]) -> _Bucket:
     for parameter in parameters:
         views.append(flat[offset:offset + parameter.numel()].view_as(parameter))
         offset += parameter.numel()
-    return _Bucket(parameters, flat, views=views)
+    return _Bucket(parameters, flat, views, flags=flat[offset:])

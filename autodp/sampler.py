@@ -37,7 +37,7 @@ class EpochSampler:
         if epoch != self._epoch:
             self._order = self._permute(epoch)
             self._epoch = epoch
-        return self._order[position:position + size]
+        return self._order[position:position + size].clone()
 
     def _permute(self, epoch: int) -> Tensor:
         if not self.shuffle:
@@ -49,15 +49,16 @@ class EpochSampler:
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
     """Return part sizes that differ by at most one, the larger ones first.
 
-    A replica's slice of the global batch and a micro-batch's slice of the replica's are both cut so.
+    A replica's slice of the global batch, and a micro-batch's of the replica's, are both cut so.
     """
     small, extra = divmod(num_samples, num_parts)
     return tuple(small + (part < extra) for part in range(num_parts))
 
 
 def mix_seed(*numbers: int) -> int:
-    """Mix integers into one 63-bit seed (splitmix64 rounds), so that nearby inputs give unrelated streams.
+    """Mix integers into one 63-bit seed, so that nearby inputs give unrelated streams.
 
+    Each integer, modulo 2^64, is added to the state before one splitmix64 round.
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
     state = 0

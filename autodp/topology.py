@@ -21,7 +21,8 @@ class Topology:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
     Raises:
-        ValueError: K does not divide the world, or neither divides the slots of a node nor is a multiple of them.
+        ValueError: K does not divide the world, or neither divides the slots of a node nor is a
+            multiple of them.
     """
 
     num_ranks: int

@@ -1,4 +1,4 @@
-"""Pipeline engine: schedules as data, one executor, links between processes; profile, partition, plan."""
+"""Run micro-batch pipelines, and choose them: schedules, engine, profile, partition, plan."""
 
 from autopipe.engine import StageLinks, StageReport, StageWork, run_program
 from autopipe.link import LinkTimeoutError, Peer, Receiver, Sender, TensorSpec
@@ -6,13 +6,48 @@ from autopipe.partition import min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
 from autopipe.profile import LinkCost, Profile, ProfiledSublayer, SublayerCost, profile_sublayers
 from autopipe.profile import merge as merge_profiles
-from autopipe.schedule import SCHEDULES, Instruction, Op, Schedule, draw, forward_only, gpipe, one_f_one_b
+from autopipe.schedule import (
+    SCHEDULES,
+    Instruction,
+    Op,
+    Schedule,
+    draw,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+)
 from autopipe.simulate import Simulation, simulate
 
 __all__ = [
-    "SCHEDULES", "Instruction", "LinkCost", "LinkTimeoutError", "Op", "Peer", "PipelinePlan",
-    "PlanRequest", "Profile", "ProfiledSublayer", "Receiver", "Schedule", "Sender", "Simulation", "StageLinks",
-    "StageReport", "StageWork", "SublayerCost", "TensorSpec", "candidates", "draw", "forward_only",
-    "gpipe", "merge_profiles", "min_max_partition", "one_f_one_b", "plan_pipeline", "predict", "profile_sublayers",
-    "run_program", "simulate",
+    "SCHEDULES",
+    "Instruction",
+    "LinkCost",
+    "LinkTimeoutError",
+    "Op",
+    "Peer",
+    "PipelinePlan",
+    "PlanRequest",
+    "Profile",
+    "ProfiledSublayer",
+    "Receiver",
+    "Schedule",
+    "Sender",
+    "Simulation",
+    "StageLinks",
+    "StageReport",
+    "StageWork",
+    "SublayerCost",
+    "TensorSpec",
+    "candidates",
+    "draw",
+    "forward_only",
+    "gpipe",
+    "merge_profiles",
+    "min_max_partition",
+    "one_f_one_b",
+    "plan_pipeline",
+    "predict",
+    "profile_sublayers",
+    "run_program",
+    "simulate",
 ]

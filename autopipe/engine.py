@@ -1,4 +1,7 @@
-"""Run one stage's program: the instructions of a schedule, in order, each backward on its own local graph."""
+"""Run one stage's program: the instructions of a schedule, in order.
+
+Each micro-batch has its own local graph on each stage, and its own backward.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +31,11 @@ class StageWork(ABC):
 
     @abstractmethod
     def finish(self, micro_batch: int, output: Tensor) -> Tensor | None:
-        """Take the last stage's output; return the 0-dim value to back-propagate, None in evaluation."""
+        """Take the last stage's output.
+
+        Returns:
+            the 0-dim value to back-propagate; None where no backward follows.
+        """
 
 
 @dataclass
@@ -42,8 +50,13 @@ class StageLinks:
 
 @dataclass
 class _Flight:
-    """Hold what a step keeps between a micro-batch's forward and its backward."""
+    """Hold what a step keeps between a micro-batch's forward and its backward.
 
+    Args:
+        has_backward: whether the program runs backwards; without them nothing is kept.
+    """
+
+    has_backward: bool
     inputs: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -52,7 +65,13 @@ class _Flight:
 
 @dataclass(frozen=True)
 class StageReport:
-    """Report a step of one stage: seconds computing, seconds waiting for a neighbour, most micro-batches kept."""
+    """Report a step of one stage.
+
+    Args:
+        compute_s: seconds in forwards and backwards.
+        wait_s: seconds waiting for a neighbour to send or to take.
+        peak_in_flight: most micro-batches kept between their forward and their backward.
+    """
 
     compute_s: float
     wait_s: float
@@ -69,23 +88,25 @@ def run_program(program: StageProgram, work: StageWork, links: StageLinks,
         work: the stage's computation.
         links: channels to the neighbours.
         sizes: samples of every micro-batch.
-        before_last_backward: called once, when the gradients of the coming backward complete the step's.
+        before_last_backward: called once, when the gradients of the coming backward complete the
+            step's.
     Returns:
         the stage's times.
     Raises:
         LinkTimeoutError: a neighbour did not send or take a micro-batch in time.
     """
     _begin(program, links, sizes)
-    flight = _Flight()
     last_backward = max((n for n, ins in enumerate(program) if ins.op is Op.BACKWARD), default=-1)
+    flight = _Flight(has_backward=last_backward >= 0)
     waited = _waited(links)
     compute_s = 0.0
     for number, instruction in enumerate(program):
         i, op = instruction.micro_batch, instruction.op
         if op is Op.FORWARD:
-            hidden = work.first_input(i) if links.activation_in is None else flight.inputs[i]
+            hidden = work.first_input(i) if links.activation_in is None else _enter(i, flight)
             start = time.perf_counter()
             _forward(i, hidden, work, links, flight)
+            del hidden  # Held here, it would outlive a forward that nothing follows.
             compute_s += time.perf_counter() - start
         elif op is Op.BACKWARD:
             if number == last_backward:
@@ -95,10 +116,12 @@ def run_program(program: StageProgram, work: StageWork, links: StageLinks,
             compute_s += time.perf_counter() - start
         else:
             _communicate(op, i, links, flight)
+    start = time.perf_counter()
     for sender in (links.activation_out, links.gradient_out):
         if sender is not None:
             sender.flush()
-    return StageReport(compute_s, _waited(links) - waited, flight.peak)
+    flush_s = time.perf_counter() - start
+    return StageReport(compute_s, _waited(links) - waited + flush_s, flight.peak)
 
 
 def _begin(program: StageProgram, links: StageLinks, sizes: Sequence[int]) -> None:
@@ -108,16 +131,32 @@ def _begin(program: StageProgram, links: StageLinks, sizes: Sequence[int]) -> No
             receiver.begin([ins.micro_batch for ins in program if ins.op is op], sizes)
 
 
+class _LocalInput(torch.autograd.Function):
+    """Give the layers a non-leaf that shares a leaf's memory: the first may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _enter(i: int, flight: _Flight) -> Tensor:
+    leaf = flight.inputs[i] if flight.has_backward else flight.inputs.pop(i)
+    return _LocalInput.apply(leaf) if leaf.requires_grad else leaf
+
+
 def _forward(i: int, hidden: Tensor, work: StageWork, links: StageLinks,
              flight: _Flight) -> None:
     output = work.forward(i, hidden)
-    if links.activation_out is None:
-        result = work.finish(i, output)
-        if result is None:
-            return
-        output = result
-    flight.outputs[i] = output
-    flight.peak = max(flight.peak, len(flight.outputs))
+    if links.activation_out is not None:
+        flight.outputs[i] = output
+    elif (result := work.finish(i, output)) is not None and flight.has_backward:
+        flight.outputs[i] = result
+    if flight.has_backward:
+        flight.peak = max(flight.peak, len(flight.outputs))
 
 
 def _backward(i: int, flight: _Flight) -> None:
@@ -129,8 +168,8 @@ def _backward(i: int, flight: _Flight) -> None:
 def _communicate(op: Op, i: int, links: StageLinks, flight: _Flight) -> None:
     """Carry out a send or a receive.
 
-    Where a boundary's activations need no gradient (all below is frozen), none is sent back; both ends read
-    that from the same header.
+    Where a boundary's activations need no gradient (all below is frozen), none is sent back; both
+    ends read that from the same header.
     """
     if op is Op.RECV_ACTIVATION:
         assert links.activation_in is not None
@@ -145,8 +184,9 @@ def _communicate(op: Op, i: int, links: StageLinks, flight: _Flight) -> None:
         assert links.gradient_out is not None
         hidden = flight.inputs.pop(i)
         if hidden.requires_grad:
-            # A stage that ignores its input still owes the neighbour, who waits for it, a gradient.
-            links.gradient_out.send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
+            # A stage that ignores its input still owes the neighbour, who waits, a gradient.
+            gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            links.gradient_out.send(gradient)
 
 
 def _receive_activation(i: int, receiver: Receiver) -> Tensor:
@@ -159,10 +199,7 @@ def _receive_activation(i: int, receiver: Receiver) -> Tensor:
 
 def _send_activation(i: int, links: StageLinks, flight: _Flight) -> None:
     assert links.activation_out is not None
-    output = flight.outputs[i]
-    if not torch.is_grad_enabled():
-        flight.inputs.pop(i, None)
-        del flight.outputs[i]
+    output = flight.outputs[i] if flight.has_backward else flight.outputs.pop(i)
     spec = TensorSpec.of(output)
     receiver = links.gradient_in
     assert receiver is not None

@@ -1,8 +1,9 @@
 """Carry micro-batches between the processes of neighbouring stages.
 
-A channel is one direction between two ranks. The first message of a step is a header of fixed length that says
-what a micro-batch looks like, so that a receiver knows every shape before it needs it. The receiver keeps one
-receive posted ahead of the one it waits for: a message that arrives during a computation is there at its end.
+A channel is one direction between two ranks. The first message of a step is a header of fixed
+length that says what a micro-batch looks like, so that a receiver knows every shape before it
+needs it. The receiver keeps one receive posted ahead of the one it waits for: a message that
+arrives during a computation is there at its end.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class Sender:
         text = json.dumps({name: [list(s.shape), s.dtype, s.requires_grad]
                            for name, s in specs.items()}).encode()
         if len(text) > _HEADER_BYTES:
-            raise ValueError(f"a batch with {len(specs)} entries needs a header of {len(text)} bytes; "
-                             f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names")
+            raise ValueError(
+                f"a batch with {len(specs)} entries needs a header of {len(text)} bytes; "
+                f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names")
         self.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8))
 
     def send(self, tensor: Tensor) -> None:
@@ -98,7 +100,7 @@ class Sender:
     def flush(self) -> None:
         """Wait until everything has been taken over by the receiver."""
         for work, _ in self._pending:
-            _wait(work, self._peer, "to take")
+            _wait(work, self._peer, f"for rank {self._peer.rank} to take its {self._peer.name}")
         self._pending.clear()
 
 
@@ -145,6 +147,7 @@ class Receiver:
     def receive(self, micro_batch: int) -> Tensor:
         """Wait for a micro-batch."""
         assert self.spec is not None, "a receive before its header"
+        assert micro_batch in self._posted or micro_batch in self._order, "received twice"
         while micro_batch not in self._posted:
             self.post()
         work, buffer = self._posted.pop(micro_batch)
@@ -154,17 +157,16 @@ class Receiver:
 
     def _timed_wait(self, work: dist.Work | None) -> None:
         start = time.perf_counter()
-        _wait(work, self._peer, "for")
+        _wait(work, self._peer, f"for the {self._peer.name} of rank {self._peer.rank}")
         self.waited_s += time.perf_counter() - start
 
 
-def _wait(work: dist.Work | None, peer: Peer, verb: str) -> None:
+def _wait(work: dist.Work | None, peer: Peer, what: str) -> None:
     """Wait with the peer's timeout, and say who waited for what if it passes."""
     if work is None:
         return
     try:
         work.wait(timedelta(seconds=peer.timeout_s))
     except RuntimeError as error:
-        raise LinkTimeoutError(
-            f"rank {dist.get_rank()} waited {verb} the {peer.name} of rank {peer.rank} "
-            f"(limit {peer.timeout_s:g} s): {error}") from error
+        raise LinkTimeoutError(f"rank {dist.get_rank()} waited {what} "
+                               f"(limit {peer.timeout_s:g} s): {error}") from error

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from autopipe.chain import ProfiledSublayer, left_as_found, measure_bytes, time_chain
 
 
 @dataclass(frozen=True)
@@ -157,22 +156,6 @@ def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float
     return max(value, y1) if batch > x1 else value
 
 
-@dataclass(frozen=True)
-class ProfiledSublayer:
-    """Name a sublayer to measure, and how it is called.
-
-    Args:
-        name, layer: as in `SublayerCost`.
-        module: holds its parameters and buffers.
-        call: takes the output of the sublayer below (None for the first) and the batch.
-    """
-
-    name: str
-    layer: int
-    module: nn.Module
-    call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
-
-
 def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
                       batches: Sequence[Mapping[str, Tensor]], *,
                       repeats: int = 3) -> tuple[SublayerCost, ...]:
@@ -189,118 +172,15 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
         TypeError: a sublayer returns something else than one tensor.
     """
     device = next(iter(batches[-1].values())).device
-    with _left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        sizes = _measure_bytes(sublayers, modules, batches[-1])
-        rounds = [[_time_chain(sublayers, modules, batch, device) for batch in batches]
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        sizes = measure_bytes(sublayers, modules, batches[-1])
+        rounds = [[time_chain(sublayers, modules, batch, device) for batch in batches]
                   for _ in range(repeats + 1)][1:]
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = (
-            tuple(statistics.median(chains[size][index][kind] for chains in rounds)
+            tuple(statistics.median(chains[size][kind][index] for chains in rounds)
                   for size in range(len(batches))) for kind in range(3))
         costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, backward_s, frozen_s,
                                   **sizes[index]))
     return tuple(costs)
-
-
-@contextmanager
-def _left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterator[nn.ModuleList]:
-    """Lend the modules for measuring; restore flags, buffers, gradients and random state."""
-    everything = nn.ModuleList(modules)
-    training = [(module, module.training) for module in everything.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in everything.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in everything.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with (torch.random.fork_rng([device] if device.type == "cuda" else []),
-              torch.enable_grad()):
-            yield everything
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
-def _measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                   batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Count each sublayer's bytes, activations per sample."""
-    num_samples = len(next(iter(batch.values())))
-    counted: set[int] = set()
-    hidden, sizes = None, []
-    modules.train()
-    for sublayer in sublayers:
-        own = [{id(t): t.nbytes for t in tensors if id(t) not in counted}
-               for tensors in (sublayer.module.parameters(), sublayer.module.buffers())]
-        counted.update(*own)
-        output, saved_bytes = _forward_counting(sublayer, _as_input(hidden), batch)
-        hidden = output.detach()
-        sizes.append({"parameter_bytes": sum(own[0].values()),
-                      "buffer_bytes": sum(own[1].values()),
-                      "saved_bytes": saved_bytes / num_samples,
-                      "output_bytes": output.nbytes / num_samples})
-    return sizes
-
-
-def _forward_counting(sublayer: ProfiledSublayer, hidden: Tensor | None,
-                      batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Run a forward; also return the bytes that its graph keeps, each storage once."""
-    held = {tensor.untyped_storage().data_ptr()
-            for tensor in (*sublayer.module.parameters(), *sublayer.module.buffers())}
-    saved: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = sublayer.call(hidden, batch)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it must "
-                        f"return one tensor: move side values into the batch")
-    return output, sum(saved.values())
-
-
-def _as_input(hidden: Tensor | None) -> Tensor | None:
-    """Hand an activation over as a stage does, with a gradient to compute."""
-    # Not as a leaf, which forbids layers that work in place.
-    return None if hidden is None else hidden.requires_grad_(hidden.is_floating_point()).clone()
-
-
-def _time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                batch: Mapping[str, Tensor], device: torch.device) -> list[tuple[float, ...]]:
-    """Time (forward, backward, frozen forward) of each sublayer, in seconds."""
-    trained, frozen = [], []
-    hidden: Tensor | None = None
-    modules.train()
-    for sublayer in sublayers:
-        hidden = _as_input(hidden)
-        start_s = _now_s(device)
-        output = sublayer.call(hidden, batch)
-        forward_s = _now_s(device) - start_s
-        gradient = torch.ones_like(output)
-        start_s = _now_s(device)
-        if output.requires_grad:
-            output.backward(gradient)
-        trained.append((forward_s, _now_s(device) - start_s))
-        hidden = output.detach()
-    hidden = None
-    modules.eval()
-    with torch.no_grad():
-        for sublayer in sublayers:
-            start_s = _now_s(device)
-            hidden = sublayer.call(hidden, batch)
-            frozen.append(_now_s(device) - start_s)
-    return [(*pair, frozen_s) for pair, frozen_s in zip(trained, frozen, strict=True)]
-
-
-def _now_s(device: torch.device) -> float:
-    """Return the time when the device has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

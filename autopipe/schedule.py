@@ -1,14 +1,17 @@
 """Write pipeline schedules as data: for each stage, the list of instructions it executes.
 
-Legend of the grids: one row a stage, one column a clock tick, `Fi`/`Bi` the forward/backward of micro-batch i.
+Legend of the grids: one row a stage, one column a clock tick, `Fi`/`Bi` the forward/backward of
+micro-batch i.
 
-GPipe (3 stages, 3 micro-batches): all forwards, then all backwards from the last micro-batch to the first.
+GPipe (3 stages, 3 micro-batches): all forwards, then all backwards from the last micro-batch to
+the first.
 
     stage 0  F0 F1 F2 .. .. .. .. B2 B1 B0
     stage 1  .. F0 F1 F2 .. .. B2 B1 B0 ..
     stage 2  .. .. F0 F1 F2 B2 B1 B0 .. ..
 
-1F1B (PipeDream-flush): after a warm-up, every stage alternates, so stage j keeps at most K - j micro-batches.
+1F1B (PipeDream-flush): after a warm-up, every stage alternates, so stage j keeps at most K - j
+micro-batches.
 
     stage 0  F0 F1 F2 .. .. B0 .. B1 .. B2
     stage 1  .. F0 F1 .. B0 F2 B1 .. B2 ..
@@ -114,4 +117,6 @@ def draw(schedule: Schedule) -> str:
         clock += 1
         if clock > 2 * len(tasks) * sum(map(len, tasks)) + 2:
             raise ValueError("the schedule cannot be executed: its stages wait for each other")
-    return "\n".join(f"stage {j}  {' '.join(row)}" for j, row in enumerate(rows))
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    return "\n".join(f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+                     for j, row in enumerate(rows))

@@ -19,8 +19,10 @@ def choose_loss(model: LayeredModel, loss_fn: LossFunction | None) -> LossFuncti
     """
     chosen = loss_fn or model.loss_fn
     if chosen is None:
-        raise ValueError(f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
-                         "torch.nn.CrossEntropyLoss()")
+        raise ValueError(
+            f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
+            "torch.nn.CrossEntropyLoss()"
+        )
     return chosen
 
 
@@ -28,16 +30,21 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
     """Refuse a run that cannot be split over the ranks; for launchers, before they start any.
 
     Raises:
-        ValueError: the length does not fit the ranks, or the global batch is smaller than the replicas.
+        ValueError: the length does not fit the ranks, or the global batch is smaller than the
+            replicas.
     """
     allowed = allowed_lengths(num_ranks, slots_per_node)
     if config.length is not None and config.length not in allowed:
-        raise ValueError(f"pipeline length {config.length} does not fit {num_ranks} processes with "
-                         f"{slots_per_node} slots a node; choose one of {list(allowed)} or start more")
+        raise ValueError(
+            f"pipeline length {config.length} does not fit {num_ranks} processes with "
+            f"{slots_per_node} slots a node; choose one of {list(allowed)} or start more"
+        )
     replicas = num_ranks // (config.length or 1)
     if config.batch_size < replicas:
-        raise ValueError(f"batch_size {config.batch_size} is smaller than the {replicas} replicas that may "
-                         f"train; give at least {replicas}, so that each has a sample")
+        raise ValueError(
+            f"batch_size {config.batch_size} is smaller than the {replicas} replicas that may "
+            f"train; give at least {replicas}, so that each has a sample"
+        )
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
@@ -48,8 +55,10 @@ def refuse_batch_norm(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
-                             "micro-batches and replicas; use LayerNorm or GroupNorm")
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
+                "micro-batches and replicas; use LayerNorm or GroupNorm"
+            )
 
 
 def check_folder(config: TrainConfig) -> None:
@@ -60,7 +69,11 @@ def check_folder(config: TrainConfig) -> None:
     """
     if config.folder is None or config.resume:
         return
-    found = [name for name in ("checkpoints", "journal.jsonl") if (Path(config.folder) / name).exists()]
+    found = [
+        name for name in ("checkpoints", "journal.jsonl") if (Path(config.folder) / name).exists()
+    ]
     if found:
-        raise ValueError(f"folder {str(config.folder)!r} already holds a run ({', '.join(found)}); continue it "
-                         "with resume=True, or give another folder")
+        raise ValueError(
+            f"folder {str(config.folder)!r} already holds a run ({', '.join(found)}); continue it "
+            "with resume=True, or give another folder"
+        )

@@ -16,13 +16,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="fine-tune a ViT elastically and compare with the baseline")
+    demo = commands.add_parser(
+        "demo", help="fine-tune a ViT elastically and compare with the baseline"
+    )
     demo.add_argument("--folder", default=DemoSettings.folder, help="where results go")
     demo.add_argument("--epochs", type=int, default=DemoSettings.epochs)
     demo.add_argument("--seed", type=int, default=DemoSettings.seed)
     options = parser.parse_args(arguments)
     try:
-        run_demo(DemoSettings(folder=options.folder, epochs=options.epochs, seed=options.seed))
+        run_demo(
+            DemoSettings(folder=options.folder, epochs=options.epochs, seed=options.seed), print
+        )
     except (ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,9 @@ from pipetransformer.planning import Planner, fastest_plan
 LearningRateSchedule = Callable[[float, int], float]
 Metric = Callable[[Tensor, Any], tuple[float, float]]
 
+_EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
+"""What a record of an evaluation holds beside the metrics."""
+
 
 def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
     """Return a schedule that rises linearly, then falls along a half cosine to zero.
@@ -22,7 +25,10 @@ def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
     Args:
         warmup_fraction: share of the run that warms up, in [0, 1).
     Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate, in [0, 1].
+        a function of (step, max_steps) that gives the factor on every group's learning rate, in
+        [0, 1].
+    Raises:
+        ValueError: the share is out of range.
     """
     if not 0 <= warmup_fraction < 1:
         raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
@@ -49,18 +55,20 @@ class TrainConfig:
         epochs: passes over the training set.
         batch_size: samples of a global batch, over all replicas.
         seed: of the sample order, of dataset reads and of dropout.
-        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own learning rate.
+        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate.
         clip_norm: largest norm of the whole model's gradient; None does not clip.
-        on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip the step everywhere.
+        on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
+            the step everywhere.
         length: pipeline length K; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         planner: chooses the pipeline at every decision, see `PlanSituation`.
         memory_limit_bytes: modelled bytes a device slot may use; None is no limit.
-        freeze_interval_steps: steps between two decisions; None decides at the start of every epoch.
-        scale_batch: let the global batch grow with the replicas, batch_size each pipeline, as the published
-            system did; the learning rate is scaled with it.
-        cache: keep the frozen prefix's activations, where reading them is faster than computing them.
+        freeze_interval_steps: steps between two decisions; None decides at the start of every
+            epoch.
+        scale_batch: let the global batch grow with the replicas, batch_size each pipeline, as the
+            published system did; the learning rate is scaled with it.
+        cache: keep the frozen prefix's activations, where reading them is faster than computing.
         cache_folder: where the cache's file lives; RAM by default.
         cache_limit_bytes: most bytes of the cache on a node; None holds the whole training set.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not.
@@ -69,13 +77,16 @@ class TrainConfig:
         keep_checkpoints: how many of the newest checkpoints stay.
         resume: continue from the newest checkpoint in the folder, if there is one.
         evaluate_every_epochs: 0 evaluates only when asked.
-        metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated examples; None is
-            the accuracy where the output is (N, classes) and the targets are class indices.
+        metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
+            examples; None is the accuracy where the output is (N, classes) and the targets are
+            class indices.
         device: "auto" takes a GPU for each slot where there are enough, else the CPU.
         step_timeout_s: longest wait for a neighbour within a step.
         setup_timeout_s: longest wait while groups are built and state moves.
         progress: show a progress bar on rank 0.
         label: names the run beside the bar.
+    Raises:
+        ValueError: a value is not allowed; the message says which are.
     """
 
     epochs: int = 1
@@ -92,7 +103,7 @@ class TrainConfig:
     freeze_interval_steps: int | None = None
     scale_batch: bool = False
     cache: bool = True
-    cache_folder: str = "/dev/shm"
+    cache_folder: str | Path = "/dev/shm"
     cache_limit_bytes: int | None = None
     prefix_chunk: int = 8
     folder: str | Path | None = None
@@ -108,26 +119,56 @@ class TrainConfig:
     label: str = "train"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
-                     "cache_limit_bytes"):
-            value = getattr(self, name)
-            _require(self, name, value is None or value >= 1, "None or at least 1")
-        for name in ("checkpoint_every_epochs", "evaluate_every_epochs"):
-            _require(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("step_timeout_s", "setup_timeout_s"):
-            _require(self, name, getattr(self, name) > 0, "more than 0 seconds")
-        _require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "None or above 0")
-        _require(self, "on_nonfinite", self.on_nonfinite in ("raise", "skip"), "'raise' or 'skip'")
-        _require(self, "schedule", self.schedule in (None, "gpipe", "1f1b"),
-                 "None, 'gpipe' or '1f1b'")
-        _require(self, "device", self.device in ("auto", "cpu", "cuda"), "'auto', 'cpu' or 'cuda'")
+        self._check_numbers()
+        self._check_choices()
+        if self.micro_batches is not None and self.micro_batches > self.batch_size:
+            raise ValueError(f"micro_batches is {self.micro_batches} for a batch_size of "
+                             f"{self.batch_size}; each needs a sample: choose at most "
+                             f"{self.batch_size}")
         if self.folder is None and (self.checkpoint_every_epochs or self.resume):
-            raise ValueError("checkpoint_every_epochs and resume need a folder to save to; give folder=...")
+            raise ValueError("checkpoint_every_epochs and resume need a folder to save to; give "
+                             "folder=...")
         if self.resume and not self.checkpoint_every_epochs:
             raise ValueError("resume=True without checkpoint_every_epochs would never save again; "
                              "give checkpoint_every_epochs=1")
+
+    def _check_numbers(self) -> None:
+        for name in ("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"):
+            self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
+        for name in ("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
+                     "cache_limit_bytes"):
+            value = getattr(self, name)
+            self._require(name, value is None or _is_whole(value, 1),
+                          "None or a whole number, at least 1")
+        for name in ("checkpoint_every_epochs", "evaluate_every_epochs"):
+            self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
+        self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
+        for name in ("step_timeout_s", "setup_timeout_s"):
+            value = getattr(self, name)
+            self._require(name, _is_positive(value) and value < math.inf,
+                          "a finite number of seconds above 0")
+        self._require("clip_norm", self.clip_norm is None or _is_positive(self.clip_norm),
+                      "None or a number above 0")
+
+    def _check_choices(self) -> None:
+        for name, allowed in (("on_nonfinite", ("raise", "skip")),
+                              ("schedule", (None, "gpipe", "1f1b")),
+                              ("device", ("auto", "cpu", "cuda"))):
+            self._require(name, getattr(self, name) in allowed,
+                          f"one of {', '.join(map(repr, allowed))}")
+        for name in ("scale_batch", "cache", "resume", "progress"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("learning_rate_schedule", "planner"):
+            self._require(name, callable(getattr(self, name)), "a function")
+        self._require("folder", self.folder is None or isinstance(self.folder, (str, Path)),
+                      "None or a path")
+        self._require("cache_folder", isinstance(self.cache_folder, (str, Path)), "a path")
+        self._require("metrics", self.metrics is None or _are_metrics(self.metrics),
+                      f"None or functions by names other than {', '.join(_EVALUATION_FIELDS)}")
+
+    def _require(self, name: str, condition: bool, allowed: str) -> None:
+        if not condition:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; choose {allowed}")
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
@@ -144,6 +185,15 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**settings)
 
 
-def _require(config: TrainConfig, name: str, condition: bool, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {getattr(config, name)!r}; choose {allowed}")
+def _is_whole(value: Any, least: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and name not in _EVALUATION_FIELDS and callable(metric)
+        for name, metric in value.items())
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -12,8 +12,14 @@ from typing import Any
 
 from autodp import broadcast_json, gather_json
 from autopipe import PipelinePlan, PlanRequest
-from freeze import (FreezeContext, FreezePolicy, GradientSignals, LayerStats, checked_decision,
-                    layer_norms)
+from freeze import (
+    FreezeContext,
+    FreezePolicy,
+    GradientSignals,
+    LayerStats,
+    checked_decision,
+    layer_norms,
+)
 from pipetransformer.deployment import Decision
 from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
@@ -51,8 +57,9 @@ class Controller:
         measurements: costs on the live devices.
     """
 
-    def __init__(self, task: Task, world: World, policy: FreezePolicy,
-                 measurements: Measurements) -> None:
+    def __init__(
+        self, task: Task, world: World, policy: FreezePolicy, measurements: Measurements
+    ) -> None:
         self._task = task
         self._world = world
         self.policy = policy
@@ -63,26 +70,28 @@ class Controller:
         self.transition_s = _FIRST_TRANSITION_GUESS_S
 
     def open_journal(self, folder: Path | None, *, from_step: int | None) -> None:
-        """Record decisions in a folder (rank 0), and replay those recorded for steps from `from_step` on."""
+        """Record decisions in a folder, and replay those of steps from `from_step` on (rank 0)."""
         if folder is None or not self._world.is_main:
             return
         self._journal = Journal(folder / "journal.jsonl", from_step=from_step)
 
-    def decide(self, clock: Clock, signals: GradientSignals | None,
-               metrics: Mapping[str, float]) -> Decision:
+    def decide(
+        self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]
+    ) -> Decision:
         """Return what holds from the coming step on. Collective."""
         norms = self._gather_norms(signals)
         answer = None
         if self._world.is_main:
             answer = self._decide(clock, norms, metrics).to_json()
             if self._journal is not None:
-                self._journal.append({"step": clock.step, "num_ranks": self._world.size,
-                                      "decision": answer})
+                self._journal.append(
+                    {"step": clock.step, "num_ranks": self._world.size, "decision": answer}
+                )
         return Decision.from_json(broadcast_json(answer, group=self._world.group))
 
     def executed(self, decision: Decision, seconds: float | None) -> None:
         """Note that a decision holds now, and what the transition cost."""
-        kept = self.frozen_since[:decision.num_frozen]
+        kept = self.frozen_since[: decision.num_frozen]
         self.frozen_since = kept + (decision.step,) * (decision.num_frozen - len(kept))
         self.current = decision
         if seconds is not None:
@@ -93,22 +102,36 @@ class Controller:
         cached_s = self._cached_s(num_frozen)
         config = self._task.config
         request = PlanRequest(
-            num_ranks=self._world.size, slots_per_node=self._world.slots_per_node,
-            global_batch=config.batch_size, num_frozen=num_frozen,
-            memory_limit_bytes=config.memory_limit_bytes, prefix_cached_s=cached_s,
+            num_ranks=self._world.size,
+            slots_per_node=self._world.slots_per_node,
+            global_batch=config.batch_size,
+            num_frozen=num_frozen,
+            memory_limit_bytes=config.memory_limit_bytes,
+            prefix_cached_s=cached_s,
             lengths=None if config.length is None else (config.length,),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
-            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,))
+            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
+        )
         situation = PlanSituation(
-            clock.step, clock.max_steps - clock.step, self._measurements.profile, request,
-            self.current.plan if self.current else None, self.transition_s, config.scale_batch)
+            clock.step,
+            clock.max_steps - clock.step,
+            self._measurements.profile,
+            request,
+            self.current.plan if self.current else None,
+            self.transition_s,
+            config.scale_batch,
+        )
         return config.planner(situation), cached_s is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
         assert self.current is not None
-        return {"policy": self.policy.state_dict(), "current": self.current.to_json(),
-                "frozen_since": list(self.frozen_since), "transition_s": self.transition_s}
+        return {
+            "policy": self.policy.state_dict(),
+            "current": self.current.to_json(),
+            "frozen_since": list(self.frozen_since),
+            "transition_s": self.transition_s,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
@@ -123,7 +146,7 @@ class Controller:
             self._journal.close()
 
     def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
-        """Bring the mean squared norms of all sublayers to every rank, and start a new interval."""
+        """Bring all sublayers' mean squared norms to every rank, and start a new interval."""
         if signals is None or "gradient_norm" not in self.policy.signals:
             return {}
         gathered = gather_json(signals.collect(), group=self._world.group)
@@ -131,15 +154,23 @@ class Controller:
         # Replicas report equal values for a sublayer; any one will do.
         return {name: value for one in gathered for name, value in one.items()}
 
-    def _decide(self, clock: Clock, norms: Mapping[str, float],
-                metrics: Mapping[str, float]) -> Decision:
+    def _decide(
+        self, clock: Clock, norms: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> Decision:
         current = self.current.num_frozen if self.current else 0
         context = FreezeContext(
-            step=clock.step, epoch=clock.epoch, max_steps=clock.max_steps,
-            steps_per_epoch=clock.steps_per_epoch, learning_rate=clock.learning_rate,
-            peak_learning_rate=clock.peak_learning_rate, layers=self._layers(norms, current),
-            num_frozen=current, frozen_since=self.frozen_since, metrics=metrics,
-            predict=lambda frozen: self.plan(clock, frozen)[0].predicted_step_s)
+            step=clock.step,
+            epoch=clock.epoch,
+            max_steps=clock.max_steps,
+            steps_per_epoch=clock.steps_per_epoch,
+            learning_rate=clock.learning_rate,
+            peak_learning_rate=clock.peak_learning_rate,
+            layers=self._layers(norms, current),
+            num_frozen=current,
+            frozen_since=self.frozen_since,
+            metrics=metrics,
+            predict=lambda frozen: self.plan(clock, frozen)[0].predicted_step_s,
+        )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
         num_frozen, reason = freeze.num_frozen, freeze.reason
         entry = self._journal.recorded(clock.step) if self._journal is not None else None
@@ -155,15 +186,25 @@ class Controller:
     def _layers(self, norms: Mapping[str, float], num_frozen: int) -> tuple[LayerStats, ...]:
         model = self._task.model
         layer_of = {sublayer.name: sublayer.layer for sublayer in model.sublayers}
-        values = layer_norms(norms, layer_of, model.num_layers) if norms \
-            else (None,) * model.num_layers
+        values = (
+            layer_norms(norms, layer_of, model.num_layers) if norms else (None,) * model.num_layers
+        )
         sizes = [0] * (model.num_layers + 1)
         for index, sublayer in enumerate(model.sublayers):
             sizes[sublayer.layer] += sum(
-                t.numel() for name, t in model.tensors(index).items() if name in self._task.trainable)
-        return tuple(LayerStats(f"layer {index}", index, sizes[index],
-                                values[index] if index >= num_frozen else None)
-                     for index in range(model.num_layers))
+                t.numel()
+                for name, t in model.tensors(index).items()
+                if name in self._task.trainable
+            )
+        return tuple(
+            LayerStats(
+                f"layer {index}",
+                index,
+                sizes[index],
+                values[index] if index >= num_frozen else None,
+            )
+            for index in range(model.num_layers)
+        )
 
     def _cached_s(self, num_frozen: int) -> float | None:
         """Return a cached sample's read time, or None where computing the prefix is no slower."""

@@ -1,4 +1,4 @@
-"""Read samples of a dataset so that a sample's content depends on nothing but (seed, epoch, index)."""
+"""Read samples of a dataset, each a function of nothing but (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def check_dataset(dataset: Any, name: str) -> None:
         ValueError: it is empty.
     """
     if getattr(type(dataset), "__len__", None) is None:
-        raise TypeError(f"{name} ({type(dataset).__name__}) has no length; an epoch that covers every sample "
-                        "exactly once needs one: give a dataset with __len__ and __getitem__, "
-                        "for instance list(dataset)")
+        raise TypeError(f"{name} ({type(dataset).__name__}) has no length; an epoch that covers "
+                        "every sample exactly once needs one: give a dataset with __len__ and "
+                        "__getitem__, for instance list(dataset)")
     if getattr(type(dataset), "__getitem__", None) is None:
-        raise TypeError(f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style dataset")
+        raise TypeError(f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style "
+                        "dataset")
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give at least one sample")
 
@@ -46,15 +47,18 @@ def read_samples(dataset: SizedDataset, ids: Tensor, *, names: Sequence[str],
     """Read and collate samples.
 
     Args:
-        dataset: items are mappings, or tuples in the order of `required`.
+        dataset: items are mappings, or tuples in the order of `required`; entries are tensors,
+            arrays, numbers or lists of numbers.
         ids: (B,) int64 dataset indices.
         names: entries the model knows; others in a mapping are left out.
         required: entries that must be there.
-        seed, epoch: with the index, the seed of torch's, numpy's and random's generators before each read.
+        seed, epoch: with the index, the seed of torch's, numpy's and random's generators before
+            each read.
     Returns:
         tensors by entry name, (B, ...) on the CPU.
     Raises:
-        ValueError: an item lacks a required entry, or samples have unequal shapes.
+        ValueError: an item lacks a required entry or one that another has, an entry is no tensor,
+            or samples have unequal shapes.
     """
     items = []
     for index in ids.tolist():
@@ -63,21 +67,40 @@ def read_samples(dataset: SizedDataset, ids: Tensor, *, names: Sequence[str],
         np.random.seed(sample_seed & 0xFFFFFFFF)
         random.seed(sample_seed)
         items.append(_named(dataset[index], names, required))
+    return {name: _stack([item.get(name) for item in items], name, ids.tolist())
+            for name in dict.fromkeys(name for item in items for name in item)}
+
+
+def _stack(values: list[Any], name: str, ids: list[int]) -> Tensor:
+    """Make one tensor of the samples' values of an entry, None where a sample lacks it."""
+    lacking = [index for index, value in zip(ids, values, strict=True) if value is None]
+    if lacking:
+        raise ValueError(f"samples {lacking[:4]} lack the entry {name!r}, which others of their "
+                         "batch have; give it in all or in none")
     try:
-        return default_collate(items)
-    except RuntimeError as error:
-        raise ValueError(f"the samples {ids.tolist()[:4]}... cannot be stacked into a batch ({error}); "
-                         "pad them to one length") from error
+        # default_collate would take a list apart: one tensor for each position.
+        batch = default_collate([torch.as_tensor(value) if isinstance(value, (list, tuple))
+                                 else value for value in values])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into "
+                         f"a batch ({error}); give tensors, arrays or numbers, padded to one "
+                         "length") from error
+    if not isinstance(batch, Tensor):
+        raise ValueError(f"the entry {name!r} of the samples {ids[:4]}... is a "
+                         f"{type(values[0]).__name__}; give tensors, arrays or numbers")
+    return batch.cpu()
 
 
 def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str, Any]:
     if isinstance(item, Mapping):
-        entries = {name: item[name] for name in names if name in item}
+        entries = {name: item[name] for name in names if item.get(name) is not None}
     elif isinstance(item, (tuple, list)) and len(item) == len(required):
-        entries = dict(zip(required, item))
+        entries = dict(zip(required, item, strict=True))
     else:
-        raise ValueError(f"a dataset item is a {type(item).__name__}; give a mapping with the entries "
-                         f"{list(required)}, or a tuple of {len(required)} in that order")
+        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ValueError(f"a dataset item is a {type(item).__name__}{size}; give a mapping with "
+                         f"the entries {list(required)}, or a tuple of {len(required)} in that "
+                         "order")
     missing = [name for name in required if name not in entries]
     if missing:
         raise ValueError(f"a dataset item lacks {missing}; the model needs {list(required)}")
@@ -85,8 +108,14 @@ def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str
 
 
 def varies_between_reads(dataset: SizedDataset, *, names: Sequence[str],
-                         required: Sequence[str], probes: int = 4) -> bool:
-    """Tell whether a sample changes from epoch to epoch, by reading a few under two seeds."""
+                         required: Sequence[str], probes: int = 16) -> bool:
+    """Tell whether a sample changes from epoch to epoch, by reading some under two seeds.
+
+    Args:
+        dataset, names, required: see `read_samples`.
+        probes: samples to read. A flip of every second image goes unseen with a chance of
+            2 ** -probes.
+    """
     ids = torch.linspace(0, len(dataset) - 1, min(probes, len(dataset))).long()
     first, second = (read_samples(dataset, ids, names=names, required=required, seed=seed,
                                   epoch=seed) for seed in (1, 2))

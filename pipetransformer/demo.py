@@ -1,8 +1,8 @@
 """Run the main job: fine-tune a ViT on real scans, elastically, then without, and compare.
 
-    donor      12 blocks trained on the digits 0-4 (made once, kept)
-    elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the frozen prefix
-    baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
+donor      12 blocks trained on the digits 0-4 (made once, kept)
+elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the frozen
+prefix baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import platform
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 from autopipe import Profile
 from freeze import FreezeSchedule
-from pipetransformer.config import cosine_with_warmup
+from pipetransformer.checks import check_world
+from pipetransformer.config import cosine_with_warmup, make_config
 from pipetransformer.ideal import ideal_seconds
 from pipetransformer.launch import launch
 from pipetransformer.optimizer_state import adamw
@@ -33,11 +35,12 @@ from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2
 BATCH_SIZE = 64
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 DONOR_EPOCHS = 16
+DONOR_FILE = "demo-donor.safetensors"
 FROZEN_BY_EPOCH = (0, 0, 0, 4, 4, 6, 6, 8)
-"""Frozen layers in each epoch; the last entry holds to the end. A third of the blocks stays active."""
-MEMORY_LIMIT_BYTES = 95_000_000
+"""Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
+MEMORY_LIMIT_BYTES = 92_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
 
 
@@ -60,13 +63,23 @@ def build_model(num_classes: int, seed: int) -> nn.Module:
     """Build the ViT: 32 x 32 pixels, patch 8, width 192, 12 blocks, mean pooling."""
     # timm takes seconds to import, and only those who build the model need it.
     from timm.models.vision_transformer import VisionTransformer
+
     torch.manual_seed(seed)
-    return VisionTransformer(img_size=32, patch_size=8, in_chans=1, num_classes=num_classes,
-                             embed_dim=192, depth=12, num_heads=3, global_pool="avg", class_token=False)
+    return VisionTransformer(
+        img_size=32,
+        patch_size=8,
+        in_chans=1,
+        num_classes=num_classes,
+        embed_dim=192,
+        depth=12,
+        num_heads=3,
+        global_pool="avg",
+        class_token=False,
+    )
 
 
 def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, TensorDataset]:
-    """Load scikit-learn's scans as (N, 1, 32, 32) float32 images and int64 labels: two thirds train, a third test.
+    """Load scikit-learn's scans as (N, 1, 32, 32) float32 images and int64 labels.
 
     The split is stratified and fixed. With all ten classes 1,197 train and 600 test.
     """
@@ -74,7 +87,9 @@ def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, Tensor
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    train, test = train_test_split(np.arange(len(labels)), test_size=600, stratify=labels, random_state=0)
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=600, stratify=labels, random_state=0
+    )
     pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     pixels = nn.functional.interpolate(pixels, size=32, mode="bilinear", align_corners=False)
     targets = torch.tensor(labels, dtype=torch.int64)
@@ -86,79 +101,145 @@ def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, Tensor
     return subset(train), subset(test)
 
 
-def run_demo(settings: DemoSettings) -> dict[str, Any]:
-    """Run donor, elastic and baseline, write the report, and return the summary."""
+def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run donor, elastic and baseline, write the report, and return the summary.
+
+    Args:
+        settings: from the command line.
+        say: shows a line to the person watching.
+    """
+    for elastic in (True, False):
+        check_world(make_config(run_settings(settings, elastic=elastic)), NUM_SLOTS, NUM_SLOTS)
     folder = Path(settings.folder)
-    donor = folder.parent / "demo-donor.safetensors"
+    donor = folder.parent / DONOR_FILE
     if not donor.exists():
-        print(f"donor: training 12 blocks on the digits 0-4, kept in {donor}")
-        launch(train_donor, (str(donor),), num_slots=NUM_SLOTS)
+        say(f"donor: training 12 blocks on the digits 0-4, kept in {donor}")
+        make_donor(donor)
     shutil.rmtree(folder, ignore_errors=True)
     for elastic in (True, False):
-        print(f"\n{'elastic' if elastic else 'baseline'}: fine-tuning on the digits 0-9, "
-              f"{settings.epochs} epochs, {NUM_SLOTS} device slots")
+        say(
+            f"\n{'elastic' if elastic else 'baseline'}: fine-tuning on the digits 0-9, "
+            f"{settings.epochs} epochs, {NUM_SLOTS} device slots"
+        )
         launch(fine_tune, (settings, str(donor), elastic), num_slots=NUM_SLOTS)
     summary = summarize(settings)
     elastic_records, baseline_records = _records(folder), _records(folder / "baseline")
     draw_report(elastic_records, baseline_records, folder / "report.png")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\n{breakdown_table(elastic_records, baseline_records)}\n\n{summary_table(summary)}\n\n"
-          f"{folder}: summary.json, records.jsonl, report.png, model.safetensors, tensorboard/")
+    say(
+        f"\n{breakdown_table(elastic_records, baseline_records)}\n\n{summary_table(summary)}\n\n"
+        f"{folder}: summary.json, records.jsonl, report.png, model.safetensors, tensorboard/"
+    )
     return summary
+
+
+def make_donor(path: Path) -> None:
+    """Train the donor on all slots and keep its weights at a path."""
+    launch(train_donor, (str(path),), num_slots=NUM_SLOTS)
 
 
 def train_donor(path: str) -> None:
     """Train the donor on the digits 0-4 and write its weights, without the head."""
     train, test = load_digits_split(range(5))
-    with Trainer(build_model(5, seed=0), train, eval_set=test, optimizer=adamw(2 * LEARNING_RATE),
-                 epochs=DONOR_EPOCHS, batch_size=32, evaluate_every_epochs=DONOR_EPOCHS,
-                 learning_rate_schedule=cosine_with_warmup(), label="donor") as trainer:
+    with Trainer(
+        build_model(5, seed=0),
+        train,
+        eval_set=test,
+        optimizer=adamw(2 * LEARNING_RATE),
+        epochs=DONOR_EPOCHS,
+        batch_size=32,
+        evaluate_every_epochs=DONOR_EPOCHS,
+        learning_rate_schedule=cosine_with_warmup(),
+        clip_norm=1.0,
+        label="donor",
+    ) as trainer:
         trainer.fit()
-        state = {name: t.clone() for name, t in trainer.state_dict().items()
-                 if not name.startswith("head.")}
+        state = {
+            name: t.clone()
+            for name, t in trainer.state_dict().items()
+            if not name.startswith("head.")
+        }
         if trainer.world.is_main:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             safetensors.torch.save_file(state, path)
 
 
+def run_folder(settings: DemoSettings, *, elastic: bool) -> Path:
+    """Return where a run's results go."""
+    return Path(settings.folder) if elastic else Path(settings.folder) / "baseline"
+
+
+def run_settings(settings: DemoSettings, *, elastic: bool) -> dict[str, Any]:
+    """Return the Trainer's settings: the same for both runs, but that the baseline keeps K = 2."""
+    return {
+        "epochs": settings.epochs,
+        "batch_size": BATCH_SIZE,
+        "seed": settings.seed,
+        "length": None if elastic else NUM_SLOTS,
+        "memory_limit_bytes": MEMORY_LIMIT_BYTES,
+        "learning_rate_schedule": cosine_with_warmup(),
+        "clip_norm": 1.0,
+        "evaluate_every_epochs": 2,
+        "folder": run_folder(settings, elastic=elastic),
+        "checkpoint_every_epochs": settings.epochs,
+        "keep_checkpoints": 1,
+        "label": "elastic" if elastic else "baseline",
+    }
+
+
 def fine_tune(settings: DemoSettings, donor: str, elastic: bool) -> None:
-    """Fine-tune the donor on all ten digits, elastically or as the baseline, and write what it took."""
-    folder = Path(settings.folder) if elastic else Path(settings.folder) / "baseline"
+    """Fine-tune the donor on all ten digits, and write what it took."""
+    folder = run_folder(settings, elastic=elastic)
     train, test = load_digits_split()
     model = build_model(10, settings.seed)
     model.load_state_dict(safetensors.torch.load_file(donor), strict=False)
-    elasticity = {"freeze": FreezeSchedule(FROZEN_BY_EPOCH)} if elastic else {"length": 2}
-    with Trainer(model, train, eval_set=test, optimizer=adamw(LEARNING_RATE), epochs=settings.epochs,
-                 batch_size=BATCH_SIZE, seed=settings.seed, memory_limit_bytes=MEMORY_LIMIT_BYTES,
-                 learning_rate_schedule=cosine_with_warmup(), evaluate_every_epochs=2, folder=folder,
-                 checkpoint_every_epochs=settings.epochs, keep_checkpoints=1,
-                 label="elastic" if elastic else "baseline", **elasticity) as trainer:
+    with Trainer(
+        model,
+        train,
+        eval_set=test,
+        optimizer=adamw(LEARNING_RATE),
+        freeze=FreezeSchedule(FROZEN_BY_EPOCH) if elastic else None,
+        **run_settings(settings, elastic=elastic),
+    ) as trainer:
         report = trainer.fit()
         trainer.save_model(folder / "model.safetensors")
         assert trainer.measurements is not None
         if trainer.world.is_main:
-            result = {**dataclasses.asdict(report), "profile": trainer.measurements.profile.to_json(),
-                      "copy_bytes_per_s": trainer.measurements.copy_bytes_per_s,
-                      "num_samples": len(train), "device": str(trainer.world.device)}
+            result = {
+                **dataclasses.asdict(report),
+                "profile": trainer.measurements.profile.to_json(),
+                "copy_bytes_per_s": trainer.measurements.copy_bytes_per_s,
+                "num_samples": len(train),
+                "device": str(trainer.world.device),
+            }
             (folder / "result.json").write_text(json.dumps(result) + "\n")
 
 
 def summarize(settings: DemoSettings) -> dict[str, Any]:
     """Compare the two runs; the ideal is modelled from one profile for both."""
     folder = Path(settings.folder)
-    elastic, baseline = (json.loads((path / "result.json").read_text())
-                         for path in (folder, folder / "baseline"))
+    elastic, baseline = (
+        json.loads((path / "result.json").read_text()) for path in (folder, folder / "baseline")
+    )
     profile = Profile.from_json(elastic["profile"])
     read_s = profile.sublayers[-2].output_bytes / elastic["copy_bytes_per_s"]
-    ideal = {name: ideal_seconds(profile, [r for r in _records(path) if r["kind"] == "step"],
-                                 num_samples=elastic["num_samples"], read_s=read_s)
-             for name, path in (("elastic", folder), ("baseline", folder / "baseline"))}
+    ideal = {
+        name: ideal_seconds(
+            profile,
+            [r for r in _records(path) if r["kind"] == "step"],
+            num_samples=elastic["num_samples"],
+            read_s=read_s,
+        )
+        for name, path in (("elastic", folder), ("baseline", folder / "baseline"))
+    }
     served = elastic["cache_hits"] + elastic["cache_misses"]
     return {
         "speedup": baseline["seconds"] / elastic["seconds"],
         "ideal_speedup": ideal["baseline"] / ideal["elastic"],
-        "baseline_seconds": baseline["seconds"], "elastic_seconds": elastic["seconds"],
-        "baseline_ideal_seconds": ideal["baseline"], "elastic_ideal_seconds": ideal["elastic"],
+        "baseline_seconds": baseline["seconds"],
+        "elastic_seconds": elastic["seconds"],
+        "baseline_ideal_seconds": ideal["baseline"],
+        "elastic_ideal_seconds": ideal["elastic"],
         "baseline_accuracy": baseline["metrics"]["accuracy"],
         "elastic_accuracy": elastic["metrics"]["accuracy"],
         "baseline_samples_per_s": baseline["samples"] / baseline["seconds"],
@@ -167,10 +248,9 @@ def summarize(settings: DemoSettings) -> dict[str, Any]:
         "cache_hit_rate": elastic["cache_hits"] / max(served, 1),
         "seed": settings.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "device": f"{NUM_SLOTS} x {elastic['device']} ({platform.processor() or platform.machine()})",
+        "device": f"{NUM_SLOTS} x {elastic['device']} ({platform.machine()})",
     }
 
 
 def _records(folder: Path) -> list[Record]:
     return read_records(folder / RECORDS_FILE)
-

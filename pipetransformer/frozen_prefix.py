@@ -1,7 +1,7 @@
 """Feed stage 0: read samples, run the frozen prefix, and share its activations on the node.
 
-The cache's file is created by one process of a node, opened by all, and its name removed at once: whatever happens to
-the run, nothing is left behind.
+The cache's file is created by one process of a node, opened by all, and its name removed at once:
+whatever happens to the run, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import (CacheStats, PrefixCache, PrefixStamps, RowField, RowLayout, RowStore,
-                       rows_layout)
+from autocache import (
+    CacheStats,
+    PrefixCache,
+    PrefixStamps,
+    RowField,
+    RowLayout,
+    RowStore,
+    rows_layout,
+)
 from autodp import broadcast_json, gather_json
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
 from pipetransformer.layer_work import Rows
@@ -47,7 +54,8 @@ class FrozenPrefix:
         task, world: what is trained, and where.
         dataset: the training set.
     Raises:
-        ValueError: the cache is on, and the dataset gives other values for a sample each time it is read.
+        ValueError: the cache is on, and the dataset gives other values for a sample each time it
+            is read.
     """
 
     def __init__(self, task: Task, world: World, dataset: SizedDataset) -> None:
@@ -68,8 +76,10 @@ class FrozenPrefix:
         """Refuse to cache samples that change from one read to the next."""
         if varies_between_reads(self._dataset, names=self._names, required=self._required):
             raise ValueError(
-                "the training set gives other values each time a sample is read (random augmentation), so its "
-                "activations cannot be cached; make it deterministic, or use cache=False")
+                "the training set gives other values each time a sample is read (random "
+                "augmentation), so its activations cannot be cached; make it deterministic, or "
+                "use cache=False"
+            )
 
     def rows(self, epoch: int) -> Rows:
         """Return what gives stage 0 its micro-batches in an epoch."""
@@ -87,8 +97,14 @@ class FrozenPrefix:
 
     def read(self, dataset: SizedDataset, ids: Tensor, epoch: int) -> Batch:
         """Read samples of any dataset that the model takes."""
-        return read_samples(dataset, ids, names=self._names, required=self._required,
-                            seed=self._task.config.seed, epoch=epoch)
+        return read_samples(
+            dataset,
+            ids,
+            names=self._names,
+            required=self._required,
+            seed=self._task.config.seed,
+            epoch=epoch,
+        )
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1; they are in eval mode."""
@@ -114,9 +130,13 @@ class FrozenPrefix:
                 self._stamp_layers()
         if on_stage_0:
             self._prefix = PrefixCache(
-                self.run_layers, chunk_size=self._task.config.prefix_chunk, stamps=self._stamps,
-                store=self._store if use_cache else None, device=self._world.device,
-                keep=self._kept())
+                self.run_layers,
+                chunk_size=self._task.config.prefix_chunk,
+                stamps=self._stamps,
+                store=self._store if use_cache else None,
+                device=self._world.device,
+                keep=self._kept(),
+            )
 
     def take_report(self) -> FeedReport:
         """Return counts and times since the last call."""
@@ -140,7 +160,8 @@ class FrozenPrefix:
             self._stamps.extend(
                 (name, tensor)
                 for index in range(model.first_active(layer), model.first_active(layer + 1))
-                for name, tensor in model.tensors(index).items())
+                for name, tensor in model.tensors(index).items()
+            )
 
     def _match_store(self) -> None:
         """Keep the store where rows of this depth look as its own do, else make another."""
@@ -154,8 +175,12 @@ class FrozenPrefix:
             num_rows = min(num_rows, limit // layout.row_bytes)
         if num_rows == 0:
             if self._world.is_main:
-                _LOGGER.warning("cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
-                                "at every step", limit, layout.row_bytes)
+                _LOGGER.warning(
+                    "cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
+                    "at every step",
+                    limit,
+                    layout.row_bytes,
+                )
             return
         self._store = self._open_store(layout, num_rows)
 
@@ -169,11 +194,16 @@ class FrozenPrefix:
             with torch.no_grad():
                 hidden = self.run_layers(chunk, 0, self._depth)[:1]
             layout = rows_layout(batch, hidden, self._kept())
-            fields = [[f.name, list(f.shape), str(f.dtype).removeprefix("torch.")]
-                      for f in layout.fields]
+            fields = [
+                [f.name, list(f.shape), str(f.dtype).removeprefix("torch.")] for f in layout.fields
+            ]
         fields = broadcast_json(fields, group=self._world.group)
-        return RowLayout(tuple(RowField(name, tuple(shape), getattr(torch, dtype))
-                               for name, shape, dtype in fields))
+        return RowLayout(
+            tuple(
+                RowField(name, tuple(shape), getattr(torch, dtype))
+                for name, shape, dtype in fields
+            )
+        )
 
     def _open_store(self, layout: RowLayout, num_rows: int) -> RowStore | None:
         """Create the file in one process of the node and open it in the others.
@@ -181,7 +211,10 @@ class FrozenPrefix:
         Where the file system is too small, training goes on without a cache, warned.
         """
         leader = self._world.rank % self._world.slots_per_node == 0
-        path = Path(self._task.config.cache_folder) / f"pipetransformer-{os.getpid()}-{time.time_ns()}"
+        path = (
+            Path(self._task.config.cache_folder)
+            / f"pipetransformer-{os.getpid()}-{time.time_ns()}"
+        )
         store, failure = None, ""
         if leader:
             try:
@@ -191,7 +224,9 @@ class FrozenPrefix:
         answers = gather_json([str(path), failure], group=self._world.group)
         if failures := [text for _, text in answers if text]:
             if self._world.is_main:
-                _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", failures[0])
+                _LOGGER.warning(
+                    "no cache: %s; the frozen prefix is computed at every step", failures[0]
+                )
             if store is not None:
                 store.close()
             return None
@@ -206,6 +241,7 @@ class FrozenPrefix:
 
 def add_reports(reports: list[FeedReport]) -> FeedReport:
     """Add up several reports."""
-    totals = {key: sum(asdict(report.stats)[key] for report in reports)
-              for key in asdict(CacheStats())}
+    totals = {
+        key: sum(asdict(report.stats)[key] for report in reports) for key in asdict(CacheStats())
+    }
     return FeedReport(replace(CacheStats(), **totals), sum(r.load_s for r in reports))

@@ -10,23 +10,26 @@ from autopipe import Profile
 
 def ideal_seconds(profile: Profile, steps: Iterable[Mapping[str, Any]], *,
                   num_samples: int, read_s: float) -> float:
-    """Add up the active layers' forward and backward, cache fills and reads, and the schedule's bubble.
+    """Add up the active layers' forward and backward, cache fills and reads, and the bubble.
 
-    A step of B samples over K stages x R replicas takes, with perfect balance and free communication,
-    B * (cost of the active sublayers a sample) / (K * R) * (M + K - 1) / M. Where the frozen prefix grows, every
-    sample passes once through the newly frozen layers, on R devices; where it is cached, every sample is read.
+    A step of B samples over K stages x R replicas takes, with perfect balance and free
+    communication, B * (cost of the active sublayers a sample) / (K * R) * (M + K - 1) / M. Where
+    the frozen prefix grows, every sample passes once through the newly frozen layers, on R
+    devices; where it is cached, every sample is read.
 
     Args:
         profile: measured costs of the sublayers.
         steps: records of kind "step": samples, frozen, length, replicas, micro_batches.
-        num_samples: size of the training set; how many samples a fill runs, unless the run ends before.
+        num_samples: size of the training set; how many samples a fill runs, unless the run ends
+            before.
         read_s: seconds to read a cached sample.
     """
     total_s, depth, unfilled, fill_s = 0.0, 0, 0, 0.0
     for step in steps:
         length, replicas, frozen = step["length"], step["replicas"], step["frozen"]
         if frozen != depth:
-            fill_s = _prefix_s(profile, depth, frozen) if frozen > depth else _prefix_s(profile, 0, frozen)
+            # A thaw leaves rows of a depth that is too great, so all layers below run again.
+            fill_s = _prefix_s(profile, depth if frozen > depth else 0, frozen)
             depth, unfilled = frozen, num_samples
         samples, micro_batches = step["samples"], step["micro_batches"]
         micro_batch = max(1, round(samples / replicas / micro_batches))

@@ -1,7 +1,7 @@
 """Start one process per device slot on this machine, and end them together.
 
-For several nodes, and for restarts, start the same script with torchrun instead. Processes meet through a file, so
-that nothing listens for strangers.
+For several nodes, and for restarts, start the same script with torchrun instead. Processes meet
+through a file and talk over the loopback interface, so that nothing listens for strangers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 from pipetransformer.world import STORE_VARIABLE
 
 _GRACE_S = 2.0
+_NEIGHBOURS_S = 0.2
+"""How long a killed process may take to become visible after its neighbours noticed."""
 
 
 class WorkerFailedError(RuntimeError):
@@ -34,15 +37,18 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
     """Run a function in `num_slots` processes and return when all have ended.
 
     Args:
-        entry: an importable function; it finds its place through the environment, as under torchrun.
+        entry: an importable function; it finds its place through the environment, as under
+            torchrun.
         arguments: passed to it.
         num_slots: processes to start.
         cores_per_slot: CPU threads of each.
     Raises:
+        ValueError: there is no slot, or none of its cores.
         WorkerFailedError: a process failed or was killed; the others have been ended.
     """
     if num_slots < 1 or cores_per_slot < 1:
-        raise ValueError(f"num_slots is {num_slots} and cores_per_slot {cores_per_slot}; both must be at least 1")
+        raise ValueError(f"num_slots is {num_slots} and cores_per_slot {cores_per_slot}; both "
+                         "must be at least 1")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
         processes: list[BaseProcess] = []
@@ -50,10 +56,11 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
             for rank in range(num_slots):
                 environment = _environment(rank, num_slots, cores_per_slot, Path(folder))
                 processes.append(context.Process(
-                    target=_enter, args=(entry, tuple(arguments), environment), name=f"rank{rank}"))
+                    target=_enter, args=(entry, tuple(arguments), environment),
+                    name=f"rank{rank}"))
                 # The thread count must be in the environment before the child imports torch.
                 _start_with(environment, processes[-1])
-            _watch(processes)
+            _watch(processes, Path(folder))
         finally:
             _end(processes)
 
@@ -64,7 +71,7 @@ def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[st
         "LOCAL_WORLD_SIZE": str(num_slots), "OMP_NUM_THREADS": str(cores),
         "MKL_NUM_THREADS": str(cores), STORE_VARIABLE: str(folder / "store")}
     if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return environment
 
 
@@ -88,11 +95,18 @@ def _enter(entry: Callable[..., None], arguments: tuple[Any, ...],
     try:
         entry(*arguments)
     except Exception:
-        print(f"[rank {environment['RANK']}]", file=sys.stderr)
-        traceback.print_exc()
+        rank = environment["RANK"]
+        with suppress(OSError):  # Another rank failed first, or the launcher is gone.
+            os.symlink(rank, _first_failure(Path(environment[STORE_VARIABLE]).parent))
+        sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}")
         sys.stderr.flush()
         # Other ranks' waits may never end, and so may this one's clean-up: leave at once.
         os._exit(1)
+
+
+def _first_failure(folder: Path) -> Path:
+    """Name the link that holds the rank that failed first; making it is atomic."""
+    return folder / "first-failure"
 
 
 def _leave_with_parent() -> None:
@@ -103,31 +117,43 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _watch(processes: Sequence[BaseProcess]) -> None:
+def _watch(processes: Sequence[BaseProcess], folder: Path) -> None:
     """Wait until all have ended well, or one has not."""
-    running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
+    running = dict(enumerate(processes))
     while running:
-        for sentinel in wait(list(running)):
-            rank, process = running.pop(sentinel)  # type: ignore[index]
-            process.join()
-            if process.exitcode:
-                raise WorkerFailedError(_describe(_first_cause(processes, rank), processes))
+        ended = wait([process.sentinel for process in running.values()])
+        for rank, process in list(running.items()):
+            if process.sentinel in ended:
+                process.join()
+                del running[rank]
+                if process.exitcode:
+                    raise WorkerFailedError(
+                        _describe(_first_cause(processes, rank, folder), processes))
 
 
-def _first_cause(processes: Sequence[BaseProcess], rank: int) -> int:
-    """Prefer a killed rank over one that failed because its neighbour was gone."""
-    time.sleep(0.2)
-    killed = [r for r, process in enumerate(processes) if (process.exitcode or 0) < 0]
-    return killed[0] if killed else rank
+def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> int:
+    """Prefer a killed rank, then the first that failed, over those that failed because of it.
+
+    An abort is how gloo and NCCL may end a process whose neighbour is gone: no cause by itself.
+    """
+    time.sleep(_NEIGHBOURS_S)
+    killed = [r for r, process in enumerate(processes)
+              if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT]
+    if killed:
+        return killed[0]
+    link = _first_failure(folder)
+    first = int(os.readlink(link)) if link.is_symlink() else rank
+    processes[first].join(_GRACE_S)
+    return rank if processes[first].exitcode is None else first
 
 
 def _describe(rank: int, processes: Sequence[BaseProcess]) -> str:
     code, pid = processes[rank].exitcode, processes[rank].pid
     assert code is not None
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
-        f"failed (exit status {code}; its traceback is above)"
-    return (f"rank {rank} of {len(processes)} (process {pid}) {how}; the other ranks have been ended. "
-            "A run with checkpoints continues with resume=True")
+        f"failed (exit status {code}; what it printed is above)"
+    return (f"rank {rank} of {len(processes)} (process {pid}) {how}; the other ranks have been "
+            "ended. A run with checkpoints continues with resume=True")
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

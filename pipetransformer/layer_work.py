@@ -39,6 +39,22 @@ class StageLayers:
     side_in: SideReceiver | None = None
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """Name a replica's samples of a step, and how they are cut and fetched.
+
+    Args:
+        ids: (n,) int64 dataset indices, in order.
+        sizes: samples of every micro-batch.
+        rows: gives stage 0 the entries of samples, or, as "hidden", their activations behind the
+            frozen prefix.
+    """
+
+    ids: Tensor
+    sizes: Sequence[int]
+    rows: Rows
+
+
 @dataclass
 class LossSums:
     """Add up losses and metrics as (sum, count) pairs."""
@@ -57,19 +73,17 @@ class LayerWork(StageWork):
 
     Args:
         layers: what the stage runs.
-        ids: this replica's samples, in order.
-        sizes: samples of every micro-batch.
-        rows: gives stage 0 the entries of samples, or their activations behind the frozen prefix as "hidden".
+        batches: the micro-batches it runs them on.
     """
 
-    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows) -> None:
+    def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers
-        self._parts = torch.split(ids, list(sizes))
-        self._rows = rows
+        self._parts = torch.split(batches.ids, list(batches.sizes))
+        self._rows = batches.rows
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
         if layers.side_in is not None:
-            layers.side_in.begin(sizes)
+            layers.side_in.begin(batches.sizes)
 
     def first_input(self, micro_batch: int) -> Tensor:
         start = time.perf_counter()
@@ -92,8 +106,10 @@ class LayerWork(StageWork):
         assert isinstance(value, Tensor)
         size = len(self._parts[micro_batch])
         if value.ndim == 0 or len(value) != size:
-            raise ValueError(f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
-                             "layer must keep the sample as its first dimension")
+            raise ValueError(
+                f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
+                "layer must keep the sample as its first dimension"
+            )
         return value
 
     def finish_step(self) -> None:
@@ -105,7 +121,7 @@ class LayerWork(StageWork):
         """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
 
     def target(self, micro_batch: int) -> Any:
-        """Return the targets of a micro-batch: a tensor, or a mapping where the model has several."""
+        """Return a micro-batch's targets: a tensor, or a mapping of several."""
         names = self.layers.model.targets
         entries = self._entries_of(micro_batch)
         return entries[names[0]] if len(names) == 1 else {name: entries[name] for name in names}
@@ -115,7 +131,8 @@ class LayerWork(StageWork):
             side_in = self.layers.side_in
             entries = {} if side_in is None else side_in.receive(micro_batch)
             self._entries[micro_batch] = {
-                name: tensor.to(self.layers.device) for name, tensor in entries.items()}
+                name: tensor.to(self.layers.device) for name, tensor in entries.items()
+            }
         return self._entries[micro_batch]
 
 
@@ -138,13 +155,20 @@ class TrainMoment:
 
 
 class TrainWork(LayerWork):
-    """Compute losses, each micro-batch's scaled so that the replicas' gradients add up to the mean's."""
+    """Scale each micro-batch's loss so that all gradients add up to the mean's."""
 
-    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows, *,
-                 loss_fn: LossFunction, moment: TrainMoment) -> None:
-        super().__init__(layers, ids, sizes, rows)
+    def __init__(
+        self,
+        layers: StageLayers,
+        batches: MicroBatches,
+        *,
+        loss_fn: LossFunction,
+        moment: TrainMoment,
+    ) -> None:
+        super().__init__(layers, batches)
         self._loss_fn = loss_fn
         self._moment = moment
+        sizes = batches.sizes
         self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor, Any]] = []
 
@@ -158,8 +182,8 @@ class TrainWork(LayerWork):
     def finish(self, micro_batch: int, output: Tensor) -> Tensor:
         """Return the micro-batch's part of the step's mean loss.
 
-        A loss given as (sum, count) is divided by the samples of the global batch for now; the gradients are
-        corrected once the counts of all replicas are known.
+        A loss given as (sum, count) is divided by the samples of the global batch for now; the
+        gradients are corrected once the counts of all replicas are known.
         """
         loss = self._loss_fn(output, self.target(micro_batch))
         num_samples = len(output)
@@ -168,23 +192,33 @@ class TrainWork(LayerWork):
             self.losses.append((total.detach(), count))
             return total / self._moment.global_batch
         if loss.ndim != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)")
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
+            )
         self.losses.append((loss.detach() * num_samples, num_samples))
         return loss * (num_samples / self._moment.global_batch)
 
     def loss_sums(self) -> list[float]:
-        """Return [sum of the losses, count] of this replica's samples; [0, 0] on other than the last stage."""
-        return [float(sum(total for total, _ in self.losses)),
-                float(sum(count for _, count in self.losses))]
+        """Return [sum of the losses, count]; [0, 0] on other than the last stage."""
+        return [
+            float(sum(total for total, _ in self.losses)),
+            float(sum(count for _, count in self.losses)),
+        ]
 
 
 class EvaluationWork(LayerWork):
     """Add up losses and metrics, and keep nothing."""
 
-    def __init__(self, layers: StageLayers, ids: Tensor, sizes: Sequence[int], rows: Rows, *,
-                 loss_fn: LossFunction, metrics: Mapping[str, Metric] | None,
-                 sums: LossSums) -> None:
-        super().__init__(layers, ids, sizes, rows)
+    def __init__(
+        self,
+        layers: StageLayers,
+        batches: MicroBatches,
+        *,
+        loss_fn: LossFunction,
+        metrics: Mapping[str, Metric] | None,
+        sums: LossSums,
+    ) -> None:
+        super().__init__(layers, batches)
         self._loss_fn = loss_fn
         self._metrics = metrics
         self._sums = sums
@@ -198,13 +232,18 @@ class EvaluationWork(LayerWork):
             self._sums.add(name, *metric(output, target))
 
 
-def default_metrics(output: Tensor, target: Any,
-                    metrics: Mapping[str, Metric] | None) -> Mapping[str, Metric]:
-    """Return the given metrics, or the accuracy where output and targets are those of a classifier."""
+def default_metrics(
+    output: Tensor, target: Any, metrics: Mapping[str, Metric] | None
+) -> Mapping[str, Metric]:
+    """Return the given metrics, or the accuracy of a classifier."""
     if metrics is not None:
         return metrics
-    if isinstance(target, Tensor) and output.ndim == 2 and target.ndim == 1 \
-            and not target.is_floating_point():
+    if (
+        isinstance(target, Tensor)
+        and output.ndim == 2
+        and target.ndim == 1
+        and not target.is_floating_point()
+    ):
         return {"accuracy": accuracy}
     return {}
 

@@ -36,10 +36,11 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
         task, world: what is trained, and where.
         read: reads samples of the training set.
     """
-    gather_json(None, group=world.group)  # Start together: the ranks of a node slow each other down.
+    # Start together: the ranks of a node slow each other down.
+    gather_json(None, group=world.group)
     largest = min(max(task.config.batch_size // 4, 1), 32)
     sizes = tuple(sorted({max(1, largest // 4), largest}))
-    batches = [_on(world.device, read(torch.arange(size) % task.config.batch_size)) for size in sizes]
+    batches = [_on(world.device, read(torch.arange(size))) for size in sizes]
     task.model.model.to(world.device)
     sublayers = [ProfiledSublayer(sub.name, sub.layer, sub.module, _caller(task, index))
                  for index, sub in enumerate(task.model.sublayers)]
@@ -70,9 +71,11 @@ def _caller(task: Task, index: int) -> Callable[[Tensor | None, Mapping[str, Ten
 def _measure_optimizer(task: Task) -> tuple[float, float]:
     """Return seconds of a step per parameter byte, and state bytes per parameter byte.
 
-    Steps are taken on copies of one sublayer's parameters, under their names, so that nothing is changed.
+    Steps are taken on copies of one sublayer's parameters, under their names, so that nothing is
+    changed.
     """
-    candidates = (trained_parameters(task, range(i, i + 1)) for i in range(len(task.model.sublayers)))
+    candidates = (trained_parameters(task, range(index, index + 1))
+                  for index in range(len(task.model.sublayers)))
     largest = max(candidates, key=lambda found: sum(p.nbytes for p in found.values()))
     copies = {name: nn.Parameter(p.detach().clone()) for name, p in largest.items()}
     if not copies:
@@ -122,9 +125,10 @@ def _cost(small_s: float, large_s: float, num_bytes: float) -> LinkCost:
 
 
 def _measure_copy() -> float:
-    """Return the bytes per second at which rows are read from memory and summed for their check."""
+    """Return the bytes per second at which rows are read from memory and summed, as a check is."""
     rows = torch.zeros(256, 1 << 13, dtype=torch.int64)
-    index = torch.randperm(len(rows))[:64]
+    # A generator of its own leaves the caller's random numbers as they were.
+    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:64]
     seconds = _median_s(lambda: rows.index_select(0, index).sum(1))
     return len(index) * rows[0].nbytes / seconds
 

@@ -1,7 +1,7 @@
 """Take an optimizer's state out by parameter name and put it into another optimizer.
 
-State is keyed by the parameter's name in the user's model, never by its position in a group, so it survives every
-move, and an optimizer built anew over other parameters finds its own.
+State is keyed by the parameter's name in the user's model, never by its position in a group, so it
+survives every move, and an optimizer built anew over other parameters finds its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Paramete
                ) -> dict[str, Tensor]:
     """Return the state of the given parameters as a flat mapping "parameter/entry" -> tensor.
 
-    Numbers become 0-dim float64 or int64 tensors under a marked name. Tensors are the optimizer's own, not copies.
+    Numbers become 0-dim float64 or int64 tensors under a marked name. Tensors are the optimizer's
+    own, not copies.
 
     Raises:
         TypeError: an entry is neither a tensor, a number nor None.
@@ -59,8 +60,9 @@ def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Paramete
                 flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(
                     value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
             elif value is not None:
-                raise TypeError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}; "
-                                "only tensors and numbers can move between ranks: use another optimizer")
+                raise TypeError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as "
+                                f"{key!r}; only tensors and numbers can move between ranks: use "
+                                "another optimizer")
     return flat
 
 

@@ -1,8 +1,9 @@
 """Say which ranks hold which sublayer's weights and optimizer state under a plan.
 
-The unit that is owned, moved and saved is the sublayer. Its owner is the lowest rank that holds it. A trained
-sublayer lives, with its optimizer state, on every rank of its stage. A frozen one lives on every stage 0, which runs
-the frozen prefix; its optimizer state waits for a thaw at the owner alone.
+The unit that is owned, moved and saved is the sublayer. Its owner is the lowest rank that holds
+it. A trained sublayer lives, with its optimizer state, on every rank of its stage. A frozen one
+lives on every stage 0, which runs the frozen prefix; its optimizer state waits for a thaw at the
+owner alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Ownership:
         return min(self._ranks(index))
 
     def shards(self) -> dict[str, frozenset[int]]:
-        """Return, for every shard (a sublayer's weights, its optimizer state), the ranks that hold it."""
+        """Return the ranks that hold each shard: a sublayer's weights, or its optimizer state."""
         holders: dict[str, frozenset[int]] = {}
         for index, name in enumerate(self.names):
             ranks = self._ranks(index)

@@ -1,4 +1,4 @@
-"""Choose the pipeline at a decision: the fastest plan, unless going there costs more than it saves."""
+"""Choose the pipeline at a decision: the fastest, unless going there costs more than it saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class PlanSituation:
         step: the first step the plan is for.
         remaining_steps: steps to the end of the run.
         profile: measured costs.
-        request: the cluster, the batch of a pipeline or of the world, what is frozen, and the limits.
+        request: the cluster, the batch of a pipeline or of the world, what is frozen, and the
+            limits.
         current: the plan so far; None at the start.
         transition_s: what the last transition cost, or a guess before the first.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
@@ -45,20 +46,27 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     current = situation.current
     if current is None or current.length == best.length:
         return best
+    if current.length not in (situation.request.lengths or (current.length,)):
+        return best
     try:
         stay = fastest_per_sample(replace(
             situation, request=replace(situation.request, lengths=(current.length,))))
     except ValueError:  # The current length no longer fits; there is nothing to stay with.
         return best
-    saved_s = (stay.predicted_step_s - best.predicted_step_s) * situation.remaining_steps
-    return best if saved_s > situation.transition_s else stay
+    # Steps are counted at the current batch, which with scale_batch is not the best plan's.
+    fewer_steps = best.length / stay.length if situation.scale_batch else 1.0
+    saved_s = stay.predicted_step_s - best.predicted_step_s * fewer_steps
+    return best if saved_s * situation.remaining_steps > situation.transition_s else stay
 
 
 def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
     """Return the plan with the highest throughput.
 
-    Where the batch grows with the replicas, plans of different lengths train different batches, so their times
-    are compared by the sample.
+    Where the batch grows with the replicas, plans of different lengths train different batches,
+    so their times are compared by the sample.
+
+    Raises:
+        ValueError: nothing fits the memory limit.
     """
     request = situation.request
     if not situation.scale_batch:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tqdm import tqdm
 
 
 class Progress:
-    """Show a bar on the terminal; does nothing where it is not wanted (other ranks, progress=False)."""
+    """Show a bar on the terminal, or nothing where `shown` is False."""
 
     def __init__(self, total_steps: int, *, shown: bool, label: str) -> None:
-        self._bar: Any = tqdm(total=total_steps, desc=label, dynamic_ncols=True, mininterval=0.2) \
-            if shown else None
+        # A log file gets a line every half minute instead of a bar redrawn in place.
+        interval_s = 0.2 if sys.stderr.isatty() else 30.0
+        self._bar: Any = (
+            tqdm(
+                total=total_steps,
+                desc=label,
+                dynamic_ncols=True,
+                mininterval=interval_s,
+                maxinterval=interval_s,
+            )
+            if shown
+            else None
+        )
 
     def step(self, done: int, total: int, fields: dict[str, str]) -> None:
         """Show that `done` of `total` steps are done, and the fields beside the bar."""

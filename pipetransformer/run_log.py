@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class RunLog:
         self._shown = shown
         self._label = label
         self._bar: Progress | None = None
-        self._spent: Counter[str] = Counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
         self._epoch_loss = 0.0
         self._accuracy = ""
@@ -46,66 +46,114 @@ class RunLog:
             self._bar.close()
         self._records.close()
 
-    def step(self, result: StepResult, feed: FeedReport, decision: Decision,
-             fields: dict[str, Any]) -> None:
+    def step(
+        self, result: StepResult, feed: FeedReport, decision: Decision, fields: dict[str, Any]
+    ) -> None:
         """Note a training step; `fields` has step, epoch, samples, learning_rate and max_steps."""
         stats, num_samples = feed.stats, fields["samples"]
         cache_s = stats.read_s + stats.run_s + stats.write_s
-        self._spent.update(result.breakdown)
-        self._spent.update({"cache": cache_s, "data": -cache_s})
+        for category, spent_s in result.breakdown.items():
+            self._spent[category] += spent_s
+        self._spent["cache"] += cache_s
+        self._spent["data"] -= cache_s
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         misses = stats.misses + stats.upgrades
         plan, replicas = decision.plan, self._world.size // decision.plan.length
         max_steps = fields.pop("max_steps")
         self._records.log(
-            "step", loss=result.loss, seconds=result.seconds, frozen=decision.num_frozen,
-            length=plan.length, replicas=replicas, micro_batches=plan.num_micro_batches,
-            cache_hits=stats.hits, cache_misses=misses, gradient_norm=result.gradient_norm, **fields)
+            "step",
+            loss=result.loss,
+            seconds=result.seconds,
+            frozen=decision.num_frozen,
+            length=plan.length,
+            replicas=replicas,
+            micro_batches=plan.num_micro_batches,
+            cache_hits=stats.hits,
+            cache_misses=misses,
+            gradient_norm=result.gradient_norm,
+            **fields,
+        )
         if self._bar is not None and self._shown:
             hit_rate = stats.hits / max(stats.hits + misses, 1)
-            self._bar.step(fields["step"] + 1, max_steps, {
-                "epoch": str(fields["epoch"]), "loss": f"{result.loss:.3f}", "acc": self._accuracy or "-",
-                "frozen": str(decision.num_frozen), "KxR": f"{plan.length}x{replicas}",
-                "M": str(plan.num_micro_batches), "img/s": f"{num_samples / result.seconds:.0f}",
-                "hits": f"{hit_rate:.0%}"})
+            self._bar.step(
+                fields["step"] + 1,
+                max_steps,
+                {
+                    "epoch": str(fields["epoch"]),
+                    "loss": f"{result.loss:.3f}",
+                    "acc": self._accuracy or "-",
+                    "frozen": str(decision.num_frozen),
+                    "KxR": f"{plan.length}x{replicas}",
+                    "M": str(plan.num_micro_batches),
+                    "img/s": f"{num_samples / result.seconds:.0f}",
+                    "hits": f"{hit_rate:.0%}",
+                },
+            )
 
-    def transition(self, before: Decision | None, decision: Decision, seconds: float,
-                   bytes_moved: int) -> dict[str, Any]:
+    def transition(
+        self, before: Decision | None, decision: Decision, seconds: float, bytes_moved: int
+    ) -> dict[str, Any]:
         """Note that a decision has been carried out; return its entry for the run's report."""
         plan, replicas = decision.plan, self._world.size // decision.plan.length
-        entry = {"step": decision.step, "frozen": decision.num_frozen, "length": plan.length,
-                 "replicas": replicas, "micro_batches": plan.num_micro_batches, "seconds": seconds}
+        entry: dict[str, Any] = {
+            "step": decision.step,
+            "frozen": decision.num_frozen,
+            "length": plan.length,
+            "replicas": replicas,
+            "micro_batches": plan.num_micro_batches,
+            "seconds": seconds,
+        }
         was = before.num_frozen if before else 0
         self._spent["transition"] += seconds if before else 0.0
         self._records.log(
-            "transition", **entry, frozen_before=was, boundaries=list(plan.boundaries),
-            bytes_moved=bytes_moved, predicted_step_s=plan.predicted_step_s, reason=decision.reason)
+            "transition",
+            **entry,
+            frozen_before=was,
+            boundaries=list(plan.boundaries),
+            bytes_moved=bytes_moved,
+            predicted_step_s=plan.predicted_step_s,
+            reason=decision.reason,
+        )
         if self._bar is not None:
             cached = ", prefix cached" if decision.use_cache else ""
-            old = "start" if before is None else \
-                f"frozen {was}, {before.plan.length}x{self._world.size // before.plan.length}"
+            old = "start" if before is None else f"frozen {was}, {self._shape(before)}"
             self._bar.say(
-                f"step {decision.step}: {old} -> frozen {decision.num_frozen}, K x R = {plan.length}x"
-                f"{replicas}, M = {plan.num_micro_batches} ({plan.schedule}){cached} in {seconds * 1e3:.0f} ms")
+                f"step {decision.step}: {old} -> frozen {decision.num_frozen}, "
+                f"{self._shape(decision)}{cached} in {seconds * 1e3:.0f} ms"
+            )
         return entry
+
+    def _shape(self, decision: Decision) -> str:
+        plan = decision.plan
+        replicas = self._world.size // plan.length
+        return f"K x R = {plan.length}x{replicas}, M = {plan.num_micro_batches} ({plan.schedule})"
 
     def epoch(self, step: int, epoch: int) -> None:
         """Note that an epoch is over. Collective."""
         gathered = gather_json(dict(self._spent), group=self._world.group)
-        breakdown = {key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
-                     for key in sorted({key for one in gathered for key in one})}
+        breakdown = {
+            key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
+            for key in sorted({key for one in gathered for key in one})
+        }
         seconds = sum(breakdown.values())
-        self._records.log("epoch", step, epoch=epoch, seconds=seconds, breakdown=breakdown,
-                          loss=self._epoch_loss / max(self._epoch_samples, 1),
-                          samples_per_s=self._epoch_samples / max(seconds, 1e-9))
+        self._records.log(
+            "epoch",
+            step,
+            epoch=epoch,
+            seconds=seconds,
+            breakdown=breakdown,
+            loss=self._epoch_loss / max(self._epoch_samples, 1),
+            samples_per_s=self._epoch_samples / max(seconds, 1e-9),
+        )
         self._spent.clear()
         self._epoch_samples, self._epoch_loss = 0, 0.0
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         """Note an evaluation."""
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
-        self._records.log("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
+        fields: dict[str, Any] = {"epoch": epoch, "seconds": seconds, **metrics}
+        self._records.log("evaluation", step, **fields)
 
     def checkpoint(self, step: int, seconds: float, num_bytes: int) -> None:
         """Note that a checkpoint has been written."""

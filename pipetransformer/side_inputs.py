@@ -1,7 +1,7 @@
-"""Bring attention masks and targets from stage 0, which reads the data, to the stages that need them.
+"""Bring attention masks and targets from stage 0, which reads them, to the stages that need them.
 
-A micro-batch's entries travel as one message: each sample's bytes side by side. A header once a step names the
-entries, their dtypes and shapes.
+A micro-batch's entries travel as one message: each sample's bytes side by side. A header once a
+step names the entries, their dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ class SideSender:
     def __init__(self, sender: Sender, names: Sequence[str]) -> None:
         self._sender = sender
         self._names = names
-        self._announced = False
+        self._announced: dict[str, TensorSpec] | None = None
 
     def send(self, batch: Mapping[str, Tensor]) -> None:
-        """Send a micro-batch's entries; those the dataset does not give are left out."""
+        """Send a micro-batch's entries; those the dataset does not give are left out.
+
+        Raises:
+            ValueError: the entries or their shapes are not those of the step's first micro-batch.
+        """
         entries = {name: batch[name] for name in self._names if name in batch}
-        if not self._announced:
-            self._sender.send_header({name: TensorSpec.of(t) for name, t in entries.items()})
-            self._announced = True
+        specs = {name: TensorSpec.of(tensor) for name, tensor in entries.items()}
+        if self._announced is None:
+            self._sender.send_header(specs)
+            self._announced = specs
+        elif specs != self._announced:
+            raise ValueError(f"a micro-batch has the side inputs {specs}, the step's first one "
+                             f"{self._announced}; samples of one step need the same entries of "
+                             "one shape: pad them")
         if entries:
             self._sender.send(torch.cat([_as_bytes(t) for t in entries.values()], dim=1))
 
     def finish_step(self) -> None:
         """Wait until all has left; the next step announces itself anew."""
         self._sender.flush()
-        self._announced = False
+        self._announced = None
 
 
 class SideReceiver:
@@ -61,7 +70,8 @@ class SideReceiver:
         rows, entries, offset = self._receiver.receive(micro_batch), {}, 0
         for name, spec in self._specs.items():
             width = _row_bytes(spec)
-            part = rows[:, offset:offset + width].contiguous()
+            # A copy starts at an aligned address; a slice of one row would stay where it is.
+            part = rows[:, offset:offset + width].clone(memory_format=torch.contiguous_format)
             entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)
             offset += width
         return entries
@@ -73,7 +83,7 @@ class SideReceiver:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    rows = tensor.detach().contiguous().view(len(tensor), -1)
+    rows = tensor.detach().contiguous().view(len(tensor), math.prod(tensor.shape[1:]))
     return rows.view(torch.uint8)
 
 

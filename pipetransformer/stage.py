@@ -13,13 +13,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autodp import GradientReducer, Topology, build_groups, split_evenly
-from autopipe import (SCHEDULES, Peer, PipelinePlan, Receiver, Sender, StageLinks, StageReport,
-                      forward_only, run_program)
+from autopipe import (
+    SCHEDULES,
+    Peer,
+    PipelinePlan,
+    Receiver,
+    Sender,
+    StageLinks,
+    StageReport,
+    forward_only,
+    run_program,
+)
 from freeze import GradientSignals
 from pipetransformer.adapters import LayeredModel, LossFunction
 from pipetransformer.config import TrainConfig
-from pipetransformer.layer_work import (EvaluationWork, LossSums, Rows, StageLayers, TrainMoment,
-                                        TrainWork)
+from pipetransformer.layer_work import (
+    EvaluationWork,
+    LossSums,
+    MicroBatches,
+    Rows,
+    StageLayers,
+    TrainMoment,
+    TrainWork,
+)
 from pipetransformer.optimizer_state import OptimizerFactory
 from pipetransformer.side_inputs import SideReceiver, SideSender
 from pipetransformer.world import World
@@ -71,7 +87,8 @@ class NonFiniteError(FloatingPointError):
 class Stage:
     """Hold a rank's links, optimizer and reducer for one plan.
 
-    Built and closed by every rank of the world at the same point, as it creates and destroys groups.
+    Built and closed by every rank of the world at the same point, as it creates and destroys
+    groups.
     """
 
     def __init__(self, task: Task, world: World, plan: PipelinePlan, topology: Topology) -> None:
@@ -81,16 +98,25 @@ class Stage:
         self._world = world
         self._index = topology.stage_of(world.rank)
         self._replica = topology.replica_of(world.rank)
-        self._groups = build_groups(topology, world.rank, on_cuda=world.device.type == "cuda",
-                                    timeout_s=task.config.step_timeout_s)
+        self._groups = build_groups(
+            topology,
+            world.rank,
+            on_cuda=world.device.type == "cuda",
+            timeout_s=task.config.step_timeout_s,
+        )
         self._trained = range(plan.boundaries[self._index], plan.boundaries[self._index + 1])
         self._layers = self._stage_layers(self._trained)
         self._links = self._stage_links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = self._build_optimizer()
         self.signals = GradientSignals(
-            {task.model.sublayers[i].name: list(trained_parameters(task, range(i, i + 1)).values())
-             for i in self._trained})
+            {
+                task.model.sublayers[i].name: list(
+                    trained_parameters(task, range(i, i + 1)).values()
+                )
+                for i in self._trained
+            }
+        )
         self._reducer = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
@@ -106,8 +132,9 @@ class Stage:
             self._reducer.close()
         self._groups.destroy()
 
-    def train_step(self, ids: Tensor, rows: Rows, *, step: int, epoch: int,
-                   learning_rate_factor: float) -> StepResult:
+    def train_step(
+        self, ids: Tensor, rows: Rows, *, step: int, epoch: int, learning_rate_factor: float
+    ) -> StepResult:
         """Train on one global batch.
 
         Args:
@@ -120,11 +147,11 @@ class Stage:
         """
         start = time.perf_counter()
         slices = split_evenly(len(ids), self.topology.replicas)
-        first, size = sum(slices[:self._replica]), slices[self._replica]
+        first, size = sum(slices[: self._replica]), slices[self._replica]
         moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
         sizes = split_evenly(size, min(size, self.plan.num_micro_batches)) if size else ()
-        work = TrainWork(self._layers, ids[first:first + size], sizes, rows,
-                         loss_fn=self._task.loss_fn, moment=moment)
+        batches = MicroBatches(ids[first : first + size], sizes, rows)
+        work = TrainWork(self._layers, batches, loss_fn=self._task.loss_fn, moment=moment)
         report = self._run(work, sizes)
         reduce_start = time.perf_counter()
         sums = self._sum_over_world(work.loss_sums())
@@ -134,12 +161,16 @@ class Stage:
         loss, norm = self._finish_gradients(sums, len(ids))
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if skipped and self._task.config.on_nonfinite == "raise":
-            raise NonFiniteError(f"step {step}: the loss is {loss}, the gradient's norm {norm}; lower the "
-                                 "learning rate, clip with clip_norm, or leave such steps out with "
-                                 "on_nonfinite='skip'")
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss}, the gradient's norm {norm}; lower the "
+                "learning rate, clip with clip_norm, or leave such steps out with "
+                "on_nonfinite='skip'"
+            )
         self._update(learning_rate_factor, skipped)
         total = time.perf_counter() - start
-        return StepResult(loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total))
+        return StepResult(
+            loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total)
+        )
 
     def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
@@ -147,22 +178,29 @@ class Stage:
         begin = 0 if self._index == 0 else self._trained.start
         layers = self._stage_layers(range(begin, self._trained.stop))
         shares = split_evenly(num_samples, self.topology.replicas)
-        first = sum(shares[:self._replica])
+        first = sum(shares[: self._replica])
         per_step = max(1, config.batch_size // self.topology.replicas)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
             for ids in torch.arange(first, first + shares[self._replica]).split(per_step):
+                if len(ids) == 0:  # Fewer examples than replicas: this one has none.
+                    break
                 num_micro_batches = min(len(ids), self.plan.num_micro_batches)
                 sizes = split_evenly(len(ids), num_micro_batches)
-                work = EvaluationWork(layers, ids, sizes, rows, loss_fn=self._task.loss_fn,
-                                      metrics=config.metrics, sums=sums)
+                work = EvaluationWork(
+                    layers,
+                    MicroBatches(ids, sizes, rows),
+                    loss_fn=self._task.loss_fn,
+                    metrics=config.metrics,
+                    sums=sums,
+                )
                 program = forward_only(self.topology.length, num_micro_batches)[self._index]
                 run_program(program, work, self._links, sizes)
                 work.finish_step()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
 
     def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
-        """Run the schedule; a replica left without samples has none, and only takes part in the sums."""
+        """Run the schedule; a replica left without samples has none to run."""
         if not sizes:
             return StageReport(0.0, 0.0, 0)
         program = SCHEDULES[self.plan.schedule](self.topology.length, len(sizes))[self._index]
@@ -201,17 +239,22 @@ class Stage:
         return total.tolist()
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
-        """Add up the stages' values; replicas hold equal gradients, so the first one speaks for all."""
+        """Add up the stages' values, as the first replica holds them; the others' are equal."""
         if self._world.group is None:
             return value
         own = value.to("cpu") if self._replica == 0 else torch.zeros((), dtype=value.dtype)
         dist.all_reduce(own, group=self._world.group)
         return own.to(value.device)
 
-    def _breakdown(self, work: TrainWork, report: StageReport, reduce_s: float,
-                   total_s: float) -> dict[str, float]:
-        parts = {"compute": report.compute_s, "bubble": report.wait_s, "all_reduce": reduce_s,
-                 "data": work.data_s}
+    def _breakdown(
+        self, work: TrainWork, report: StageReport, reduce_s: float, total_s: float
+    ) -> dict[str, float]:
+        parts = {
+            "compute": report.compute_s,
+            "bubble": report.wait_s,
+            "all_reduce": reduce_s,
+            "data": work.data_s,
+        }
         return {**parts, "other": total_s - sum(parts.values())}
 
     def _build_optimizer(self) -> Optimizer | None:
@@ -227,18 +270,28 @@ class Stage:
 
     def _stage_layers(self, indices: range) -> StageLayers:
         """Describe the stage's layers and how side inputs and targets reach it."""
-        side_out = tuple(
-            SideSender(Sender(self._peer(stage, _SIDE_TAG, "side inputs")), self._sides_of(stage))
-            for stage in range(1, self.topology.length) if self._sides_of(stage)
-        ) if self._index == 0 else ()
+        side_out = (
+            tuple(
+                SideSender(
+                    Sender(self._peer(stage, _SIDE_TAG, "side inputs")), self._sides_of(stage)
+                )
+                for stage in range(1, self.topology.length)
+                if self._sides_of(stage)
+            )
+            if self._index == 0
+            else ()
+        )
         side_in = None
         if self._index > 0 and self._sides_of(self._index):
-            side_in = SideReceiver(Receiver(self._peer(0, _SIDE_TAG, "side inputs"),
-                                            torch.device("cpu")))
+            side_in = SideReceiver(
+                Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
+            )
         return StageLayers(self._task.model, indices, self._world.device, side_out, side_in)
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
-        names = self._task.model.sides_of(self.plan.boundaries[stage], self.plan.boundaries[stage + 1])
+        names = self._task.model.sides_of(
+            self.plan.boundaries[stage], self.plan.boundaries[stage + 1]
+        )
         is_last = stage == self.topology.length - 1
         return (*names, *(self._task.model.targets if is_last else ()))
 
@@ -246,13 +299,15 @@ class Stage:
         previous, following = self._index - 1, self._index + 1
         links = StageLinks()
         if previous >= 0:
-            links.activation_in = Receiver(self._peer(previous, _HIDDEN_TAG, "activations"),
-                                           self._world.device)
+            links.activation_in = Receiver(
+                self._peer(previous, _HIDDEN_TAG, "activations"), self._world.device
+            )
             links.gradient_out = Sender(self._peer(previous, _GRADIENT_TAG, "gradients"))
         if following < self.topology.length:
             links.activation_out = Sender(self._peer(following, _HIDDEN_TAG, "activations"))
-            links.gradient_in = Receiver(self._peer(following, _GRADIENT_TAG, "gradients"),
-                                         self._world.device)
+            links.gradient_in = Receiver(
+                self._peer(following, _GRADIENT_TAG, "gradients"), self._world.device
+            )
         return links
 
     def _peer(self, stage: int, tag: int, name: str) -> Peer:
@@ -264,11 +319,17 @@ class Stage:
 
 def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of sublayers by their names in the user's model."""
-    return {name: tensor for index in indices for name, tensor in task.model.tensors(index).items()
-            if isinstance(tensor, nn.Parameter) and name in task.trainable}
+    return {
+        name: tensor
+        for index in indices
+        for name, tensor in task.model.tensors(index).items()
+        if isinstance(tensor, nn.Parameter) and name in task.trainable
+    }
 
 
-def set_training(model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int) -> None:
+def set_training(
+    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
+) -> None:
     """Put sublayers of frozen layers in eval mode, and the others in training mode."""
     for index in indices:
         sublayer = model.sublayers[index]
@@ -276,7 +337,7 @@ def set_training(model: LayeredModel, indices: range | tuple[int, ...], *, num_f
 
 
 def set_frozen(task: Task, num_frozen: int) -> None:
-    """Make frozen layers' parameters need no gradient and hold none, and the others as the user left them."""
+    """Take the gradients from frozen layers' parameters; others are as the user left them."""
     for index, sublayer in enumerate(task.model.sublayers):
         for name, tensor in task.model.tensors(index).items():
             if isinstance(tensor, nn.Parameter):

@@ -25,27 +25,13 @@ from pipetransformer.measure import Measurements, measure
 from pipetransformer.optimizer_state import OptimizerFactory, adamw
 from pipetransformer.run_log import RunLog
 from pipetransformer.stage import StepResult, Task
+from pipetransformer.timeline import Position, Timeline
 from pipetransformer.world import connect, slots_of_a_node, world_size
 
 
 @dataclass
-class Position:
-    """Say how far a run has come.
-
-    Args:
-        step: steps done.
-        epoch: epochs done.
-        sample: samples of the coming epoch that are done.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-
-
-@dataclass
 class FitReport:
-    """Sum up a run: seconds of training and transitions without evaluation, and the last evaluation."""
+    """Sum up a run; its seconds are training and transitions, without evaluation."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -58,11 +44,13 @@ class FitReport:
 class Trainer:
     """Train a model on all processes that were started, elastically.
 
-    Every process runs the same script. Rank 0's weights win at the start; a rank keeps only the layers it trains,
-    the others become meta tensors; `fit` ends by gathering the weights into rank 0's model.
+    Every process runs the same script. Rank 0's weights win at the start; a rank keeps only the
+    layers it trains, the others become meta tensors; `fit` ends by gathering the weights into rank
+    0's model.
 
     Args:
-        model: a timm or transformers model that an adapter knows, an nn.Sequential, or a LayeredModel.
+        model: a timm or transformers model that an adapter knows, an nn.Sequential, or a
+            LayeredModel.
         train_set: has a length and items by index: (x, y), or a mapping of the model's entries.
         eval_set: evaluated after every epoch, or as set.
         loss_fn: (output, targets) -> a 0-dim mean over the samples, or (sum, count).
@@ -70,18 +58,31 @@ class Trainer:
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
         settings: the fields of `TrainConfig`.
     Raises:
-        TypeError, ValueError: before anything is started: an unknown setting, a model no adapter knows, a dataset
-            without a length, an impossible pipeline length, a batch smaller than the replicas.
+        TypeError, ValueError: before anything is started: an unknown setting, a model no adapter
+            knows, a dataset without a length, an impossible pipeline length, a batch smaller than
+            the replicas.
     """
 
-    def __init__(self, model: nn.Module | LayeredModel, train_set: SizedDataset, *,
-                 eval_set: SizedDataset | None = None, loss_fn: LossFunction | None = None,
-                 optimizer: OptimizerFactory | None = None, freeze: Any = None,
-                 **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | LayeredModel,
+        train_set: SizedDataset,
+        *,
+        eval_set: SizedDataset | None = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerFactory | None = None,
+        freeze: Any = None,
+        **settings: Any,
+    ) -> None:
         self.config = make_config(settings)
         layered = adapt(model)
-        self._task = Task(layered, choose_loss(layered, loss_fn), optimizer or adamw(), self.config,
-                          frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad))
+        self._task = Task(
+            layered,
+            choose_loss(layered, loss_fn),
+            optimizer or adamw(),
+            self.config,
+            frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
+        )
         check_dataset(train_set, "train_set")
         if eval_set is not None:
             check_dataset(eval_set, "eval_set")
@@ -95,13 +96,16 @@ class Trainer:
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
-        self._position = Position()
+        self._timeline = Timeline(self.config, len(train_set))
         self.report = FitReport()
         self._controller: Controller | None = None
         self.measurements: Measurements | None = None
-        self._log = RunLog(self.world, self._folder if self.world.is_main else None,
-                           shown=self.config.progress and self.world.is_main,
-                           label=self.config.label)
+        self._log = RunLog(
+            self.world,
+            self._folder if self.world.is_main else None,
+            shown=self.config.progress and self.world.is_main,
+            label=self.config.label,
+        )
 
     def __enter__(self) -> Trainer:
         return self
@@ -110,7 +114,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Destroy groups, unmap the cache, close the records. The model stays usable on rank 0 after fit."""
+        """Destroy groups, unmap the cache and close the records; rank 0's model stays usable."""
         self._deployment.close()
         if self._controller is not None:
             self._controller.close()
@@ -118,15 +122,15 @@ class Trainer:
         self.world.close()
 
     def fit(self) -> FitReport:
-        """Train to the end, evaluating and saving as set, and gather the weights into rank 0's model.
+        """Train to the end, and gather the weights into rank 0's model.
 
         Returns:
             what the run took and reached.
         """
         self._set_up()
-        while self._position.epoch < self.config.epochs:
+        while not self._timeline.is_over:
             self.step()
-            if self._position.sample == 0:
+            if self._timeline.at_epoch_start:
                 self._end_epoch()
         self._deployment.gather_weights()
         return self.report
@@ -138,21 +142,27 @@ class Trainer:
             RuntimeError: the run is over.
         """
         self._set_up()
-        position, config = self._position, self.config
-        if position.epoch >= config.epochs:
-            raise RuntimeError(f"all {config.epochs} epochs are done; give a larger epochs= to go on")
-        if self._decision_due():
+        timeline = self._timeline
+        if timeline.is_over:
+            raise RuntimeError(
+                f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
+            )
+        assert self.decision is not None
+        if timeline.decision_due(self.decision.step):
             self._decide()
-        size = self._global_batch()
-        ids = self._sampler.global_batch(position.epoch, position.sample, size)
+        position = timeline.position
+        ids = self._sampler.global_batch(
+            position.epoch, position.sample, timeline.global_batch(self._replicas)
+        )
         result = self._deployment.active_stage.train_step(
-            ids, self._prefix.rows(position.epoch), step=position.step, epoch=position.epoch,
-            learning_rate_factor=self._learning_rate_factor())
+            ids,
+            self._prefix.rows(position.epoch),
+            step=position.step,
+            epoch=position.epoch,
+            learning_rate_factor=timeline.learning_rate_factor(self._replicas),
+        )
         self._note_step(result, len(ids))
-        position.step += 1
-        position.sample += len(ids)
-        if position.sample >= len(self._train_set):
-            position.epoch, position.sample = position.epoch + 1, 0
+        timeline.advance(len(ids))
         return result
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
@@ -168,7 +178,8 @@ class Trainer:
         self._set_up()
         sums = LossSums()
         self._deployment.active_stage.evaluate(
-            len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums)
+            len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums
+        )
         gathered: dict[str, list[float]] = {}
         for one in gather_json(sums.totals, group=self.world.group):
             for name, (total, count) in one.items():
@@ -178,18 +189,21 @@ class Trainer:
         return {name: total / max(count, 1.0) for name, (total, count) in gathered.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the trained model's state under its own names on rank 0, {} elsewhere. Collective."""
+        """Return the trained model's state under its own names on rank 0, {} elsewhere.
+        Collective."""
         self._set_up()
         self._deployment.gather_weights()
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
-        """Write the weights as one safetensors file that timm, transformers and plain torch load. Collective."""
+        """Write the weights as one safetensors file that timm, transformers and plain torch load.
+        Collective."""
         state = self.state_dict()
         if self.world.is_main:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             safetensors.torch.save_file(
-                {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}, path)
+                {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}, path
+            )
 
     @property
     def decision(self) -> Decision | None:
@@ -202,12 +216,19 @@ class Trainer:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
-        self.measurements = measure(self._task, self.world,
-                                    lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0))
+        self.measurements = measure(
+            self._task,
+            self.world,
+            lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0),
+        )
         self._controller = Controller(self._task, self.world, self._policy, self.measurements)
         if not self._restore(self._controller):
-            self._controller.open_journal(self._folder, from_step=0 if self.config.resume else None)
-        self._log.start(self._max_steps())
+            self._controller.open_journal(
+                self._folder, from_step=0 if self.config.resume else None
+            )
+        self._log.start(self._timeline.max_steps(self._replicas))
+        if self.decision is None:
+            self._decide()
 
     def _restore(self, controller: Controller) -> bool:
         """Continue from the newest checkpoint, if that is asked for and there is one."""
@@ -219,29 +240,28 @@ class Trainer:
             return False
         checkpoint = open_checkpoint(Path(folder))
         scalars = checkpoint.scalars
-        self._position = Position(**scalars["position"])
+        self._timeline.position = Position(**scalars["position"])
         self.report = FitReport(**scalars["report"])
         controller.load_state_dict(scalars["controller"])
-        controller.open_journal(self._folder, from_step=self._position.step)
+        controller.open_journal(self._folder, from_step=self._timeline.position.step)
         decision = controller.current
         assert decision is not None
         if scalars["num_ranks"] != self.world.size:
-            answer = controller.plan(self._clock(), decision.num_frozen) if self.world.is_main else None
-            fresh = Decision(decision.step, decision.num_frozen, answer[0], answer[1],
-                             decision.reason).to_json() if answer else None
+            answer = (
+                controller.plan(self._clock(), decision.num_frozen) if self.world.is_main else None
+            )
+            fresh = (
+                Decision(
+                    decision.step, decision.num_frozen, answer[0], answer[1], decision.reason
+                ).to_json()
+                if answer
+                else None
+            )
             decision = Decision.from_json(broadcast_json(fresh, group=self.world.group))
             controller.current = decision
         self._deployment.restore(decision, checkpoint)
         self._deployment.active_stage.signals.load(scalars["signals"])
         return True
-
-    def _decision_due(self) -> bool:
-        if self.decision is None:
-            return True
-        interval = self.config.freeze_interval_steps
-        if self.decision.step == self._position.step:
-            return False  # A checkpoint was written after this step's decision.
-        return self._position.sample == 0 if interval is None else self._position.step % interval == 0
 
     def _decide(self) -> None:
         """Take a decision and carry it out."""
@@ -249,13 +269,16 @@ class Trainer:
         start = time.perf_counter()
         before = self._controller.current
         stage = self._deployment.stage
-        decision = self._controller.decide(self._clock(), stage.signals if stage else None,
-                                           self.report.metrics)
+        decision = self._controller.decide(
+            self._clock(), stage.signals if stage else None, self.report.metrics
+        )
         moved = 0
         changed = decision.changes(before)
         if changed:
             moved = self._deployment.change(decision)
-            gather_json(None, group=self.world.group)  # The transition ends when its last rank is done.
+            gather_json(
+                None, group=self.world.group
+            )  # The transition ends when its last rank is done.
         seconds = time.perf_counter() - start
         self._controller.executed(decision, seconds if changed else None)
         if before is not None:
@@ -265,34 +288,27 @@ class Trainer:
             if before is not None:
                 self.report.transitions.append(entry)
 
+    @property
+    def _replicas(self) -> int:
+        stage = self._deployment.stage
+        return stage.topology.replicas if stage else 1
+
     def _clock(self) -> Clock:
-        assert self._controller is not None
+        """Describe the coming step to a policy."""
         stage = self._deployment.stage
-        groups = stage.optimizer.param_groups if stage and stage.optimizer else [{"initial_lr": 0.0}]
+        groups = (
+            stage.optimizer.param_groups if stage and stage.optimizer else [{"initial_lr": 0.0}]
+        )
         peak = groups[0]["initial_lr"]
-        steps = -(-len(self._train_set) // self._global_batch())
-        return Clock(self._position.step, self._position.epoch, self._max_steps(), steps,
-                     peak * self._learning_rate_factor(), peak)
-
-    def _global_batch(self) -> int:
-        """Return the samples of a global batch; with scale_batch they are the replicas' times batch_size."""
-        stage = self._deployment.stage
-        grown = stage.topology.replicas if self.config.scale_batch and stage else 1
-        return self.config.batch_size * grown
-
-    def _max_steps(self) -> int:
-        """Return the steps of the whole run, if the global batch stays as it is now."""
-        position, size = self._position, self._global_batch()
-        per_epoch = -(-len(self._train_set) // size)
-        this_epoch = -(-(len(self._train_set) - position.sample) // size) if position.epoch < self.config.epochs else 0
-        return position.step + this_epoch + per_epoch * max(self.config.epochs - position.epoch - 1, 0)
-
-    def _learning_rate_factor(self) -> float:
-        """Evaluate the schedule where a run with an unscaled batch would stand, and scale with the batch."""
-        per_epoch = -(-len(self._train_set) // self.config.batch_size)
-        step = self._position.epoch * per_epoch + self._position.sample / self.config.batch_size
-        factor = self.config.learning_rate_schedule(step, per_epoch * self.config.epochs)
-        return factor * self._global_batch() / self.config.batch_size
+        timeline, replicas = self._timeline, self._replicas
+        return Clock(
+            timeline.position.step,
+            timeline.position.epoch,
+            timeline.max_steps(replicas),
+            timeline.steps_per_epoch(replicas),
+            peak * timeline.learning_rate_factor(replicas),
+            peak,
+        )
 
     def _note_step(self, result: StepResult, num_samples: int) -> None:
         assert self.decision is not None and self.measurements is not None
@@ -301,20 +317,34 @@ class Trainer:
         feed = self._prefix.take_report()
         self.report.cache_hits += feed.stats.hits
         self.report.cache_misses += feed.stats.misses + feed.stats.upgrades
-        self._log.step(result, feed, self.decision, {
-            "step": self._position.step, "epoch": self._position.epoch, "samples": num_samples,
-            "learning_rate": self._clock().learning_rate, "max_steps": self._max_steps()})
+        self._log.step(
+            result,
+            feed,
+            self.decision,
+            {
+                "step": self._timeline.position.step,
+                "epoch": self._timeline.position.epoch,
+                "samples": num_samples,
+                "learning_rate": self._clock().learning_rate,
+                "max_steps": self._timeline.max_steps(self._replicas),
+            },
+        )
 
     def _end_epoch(self) -> None:
         """Evaluate, record and save after an epoch."""
-        config, position = self.config, self._position
+        config, position = self.config, self._timeline.position
         self._log.epoch(position.step, position.epoch)
         every = config.evaluate_every_epochs
-        if self._eval_set is not None and every and \
-                (position.epoch % every == 0 or position.epoch == config.epochs):
+        if (
+            self._eval_set is not None
+            and every
+            and (position.epoch % every == 0 or position.epoch == config.epochs)
+        ):
             start = time.perf_counter()
             self.report.metrics = self.evaluate()
-            self._log.evaluation(position.step, position.epoch, self.report.metrics, time.perf_counter() - start)
+            self._log.evaluation(
+                position.step, position.epoch, self.report.metrics, time.perf_counter() - start
+            )
         every = config.checkpoint_every_epochs
         if every and (position.epoch % every == 0 or position.epoch == config.epochs):
             self._save()
@@ -324,10 +354,21 @@ class Trainer:
         assert self._controller is not None and self._folder is not None
         start = time.perf_counter()
         states = gather_json(self._deployment.active_stage.signals.state(), group=self.world.group)
-        signals = {"num_steps": states[0]["num_steps"],
-                   "squared_sums": {name: v for s in states for name, v in s["squared_sums"].items()}}
-        scalars = {"position": vars(self._position), "report": vars(self.report), "signals": signals,
-                   "controller": self._controller.state_dict(), "num_ranks": self.world.size}
-        num_bytes = self._deployment.save(self._folder / "checkpoints", self._position.step, scalars,
-                                          keep=self.config.keep_checkpoints)
-        self._log.checkpoint(self._position.step, time.perf_counter() - start, num_bytes)
+        signals = {
+            "num_steps": states[0]["num_steps"],
+            "squared_sums": {name: v for s in states for name, v in s["squared_sums"].items()},
+        }
+        scalars = {
+            "position": vars(self._timeline.position),
+            "report": vars(self.report),
+            "signals": signals,
+            "controller": self._controller.state_dict(),
+            "num_ranks": self.world.size,
+        }
+        num_bytes = self._deployment.save(
+            self._folder / "checkpoints",
+            self._timeline.position.step,
+            scalars,
+            keep=self.config.keep_checkpoints,
+        )
+        self._log.checkpoint(self._timeline.position.step, time.perf_counter() - start, num_bytes)

@@ -1,7 +1,9 @@
-"""Find this process's place in the world: alone, under torchrun, or started by our own launcher."""
+"""Find this process's place in the world: alone, under torchrun, or started by our launcher."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
+
+_LOGGER = logging.getLogger(__name__)
+_JOINED = itertools.count()
+"""Numbers the worlds that this process joins one after the other."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +83,32 @@ def connect(device: str, *, timeout_s: float) -> World:
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
-    """Choose this slot's device.
+    """Choose this slot's device; warn where "auto" leaves GPUs idle.
 
     Raises:
         ValueError: "cuda" was asked for and the node has fewer GPUs than slots.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus < slots:
-        raise ValueError(f"device='cuda' needs a GPU for each of the {slots} slots of this node, which has "
-                         f"{num_gpus}; start fewer processes or use device='cpu'")
+        raise ValueError(f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
+                         f"which has {num_gpus}; start fewer processes or use device='cpu'")
     if device != "cpu" and num_gpus >= slots:
         return torch.device("cuda", local_rank)
+    if device == "auto" and num_gpus and local_rank == 0:
+        _LOGGER.warning("this node has %d GPU(s) for %d slots, so training runs on the CPU; start "
+                        "%d process(es) to use the GPU(s)", num_gpus, slots, num_gpus)
     return torch.device("cpu")
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    path = os.environ.get(STORE_VARIABLE)
+    path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
+    store: dist.Store
     if path is None:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=dist.FileStore(path, size), rank=rank, world_size=size,
-                            timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(f"{path}-{number}", size)
+    # Keys of a world that was left stay in the store; its addresses must not be found again.
+    dist.init_process_group(backend, store=dist.PrefixStore(f"world-{number}", store), rank=rank,
+                            world_size=size, timeout=timeout)

@@ -25,18 +25,23 @@ class Block(nn.Module):
         return hidden + self.dropout(self.outer(inner))
 
 
-def tiny_model(*, num_blocks: int = 4, dropout: float = 0.0,
-               dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def tiny_model(
+    *, num_blocks: int = 4, dropout: float = 0.0, dtype: torch.dtype = torch.float64
+) -> nn.Sequential:
     """Build an embedding, blocks and a head, the same weights on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), *[Block(8, dropout) for _ in range(num_blocks)],
-                              nn.Sequential(nn.LayerNorm(8), nn.Linear(8, NUM_CLASSES)))
+        model = nn.Sequential(
+            nn.Linear(6, 8),
+            *[Block(8, dropout) for _ in range(num_blocks)],
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, NUM_CLASSES)),
+        )
     return model.to(dtype)
 
 
-def tiny_data(*, num_samples: int = NUM_SAMPLES,
-              dtype: torch.dtype = torch.float64) -> TensorDataset:
+def tiny_data(
+    *, num_samples: int = NUM_SAMPLES, dtype: torch.dtype = torch.float64
+) -> TensorDataset:
     """Make a learnable classification problem."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_samples, 6, generator=generator, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Keep worlds of real gloo processes alive between tests, so that a test pays for its work and not for imports."""
+"""Keep worlds of real gloo processes alive between tests, so that a test pays for its work and not
+for imports."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class WorkerError(AssertionError):
 class Pool:
     """Run functions on every rank of a world of processes that share one default group.
 
-    A world in which a rank failed or hung is ended, as its ranks no longer stand at the same point; the next call
-    starts another.
+    A world in which a rank failed or hung is ended, as its ranks no longer stand at the same
+    point; the next call starts another.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -31,7 +32,9 @@ class Pool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0
+    ) -> list[Any]:
         """Call function(*arguments) on every rank; return the results in rank order.
 
         Raises:

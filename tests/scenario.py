@@ -1,4 +1,5 @@
-"""Train the tiny model under a forced sequence of pipelines, and bring home everything a comparison needs."""
+"""Train the tiny model under a forced sequence of pipelines, and bring home everything a
+comparison needs."""
 
 from __future__ import annotations
 
@@ -48,10 +49,18 @@ class Scenario:
     @property
     def options(self) -> dict[str, Any]:
         """Return the Trainer's settings."""
-        return {"epochs": 3, "batch_size": 6, "seed": 5, "progress": False,
-                "freeze_interval_steps": 1, "evaluate_every_epochs": 0, "clip_norm": 0.5,
-                "learning_rate_schedule": slow_start, "planner": Forced(dict(self.shapes)),
-                **self.settings}
+        return {
+            "epochs": 3,
+            "batch_size": 6,
+            "seed": 5,
+            "progress": False,
+            "freeze_interval_steps": 1,
+            "evaluate_every_epochs": 0,
+            "clip_norm": 0.5,
+            "learning_rate_schedule": slow_start,
+            "planner": Forced(dict(self.shapes)),
+            **self.settings,
+        }
 
 
 @dataclass(frozen=True)
@@ -67,22 +76,35 @@ class Forced:
         length = min(shape.length, len(sublayers) - first)
         cuts = tuple(first + (len(sublayers) - first) * j // length for j in range(length + 1))
         request = dataclasses.replace(
-            situation.request, lengths=(length,), micro_batches=(shape.micro_batches,),
-            schedules=(shape.schedule,))
-        return predict(situation.profile, request, boundaries=cuts,
-                       num_micro_batches=shape.micro_batches, schedule=shape.schedule)
+            situation.request,
+            lengths=(length,),
+            micro_batches=(shape.micro_batches,),
+            schedules=(shape.schedule,),
+        )
+        return predict(
+            situation.profile,
+            request,
+            boundaries=cuts,
+            num_micro_batches=shape.micro_batches,
+            schedule=shape.schedule,
+        )
 
 
 def slow_start(step: float, max_steps: int) -> float:
-    """Warm up for two steps: AdamW divides by tiny second moments at first, and would amplify rounding."""
+    """Warm up for two steps: AdamW divides by tiny second moments at first, and would amplify
+    rounding."""
     return min(1.0, (step + 1) / 3)
 
 
 def build_adamw(named: NamedParameters) -> Optimizer:
     """Build AdamW with a decayed and an undecayed group."""
-    return AdamW([{"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
-                  {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0}],
-                 lr=1e-2)
+    return AdamW(
+        [
+            {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
 
 
 @dataclass
@@ -98,9 +120,14 @@ class Outcome:
 def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
     """Run the scenario on this world; the outcome is rank 0's, states are of all ranks."""
     dtype = getattr(torch, scenario.dtype)
-    trainer = Trainer(tiny_model(dropout=scenario.dropout, dtype=dtype), tiny_data(dtype=dtype),
-                      loss_fn=nn.CrossEntropyLoss(), optimizer=build_adamw,
-                      freeze=FreezeSchedule(scenario.frozen), **scenario.options)
+    trainer = Trainer(
+        tiny_model(dropout=scenario.dropout, dtype=dtype),
+        tiny_data(dtype=dtype),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=build_adamw,
+        freeze=FreezeSchedule(scenario.frozen),
+        **scenario.options,
+    )
     with trainer:
         return run_to_end(trainer, num_steps)
 
@@ -108,7 +135,7 @@ def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
 def run_to_end(trainer: Trainer, num_steps: int | None) -> Outcome:
     """Take all steps that are left (or so many), and collect."""
     losses = []
-    while trainer._position.epoch < trainer.config.epochs and len(losses) != num_steps:
+    while not trainer._timeline.is_over and len(losses) != num_steps:
         losses.append(trainer.step().loss)
     return collect(trainer, losses)
 
@@ -125,16 +152,23 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
         states.update({k: t.clone() for k, t in take_state(stage.optimizer, parameters).items()})
     weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     report = trainer.report
-    extra = {"hits": report.cache_hits, "transitions": report.transitions, "rank": trainer.world.rank,
-             "replica_digests": digests(trainer)}
+    extra = {
+        "hits": report.cache_hits,
+        "transitions": report.transitions,
+        "rank": trainer.world.rank,
+        "replica_digests": digests(trainer),
+    }
     del model
     return Outcome(losses, weights, states, extra)
 
 
 def digests(trainer: Trainer) -> list[dict[str, str]]:
-    """Return every rank's trained parameters as hexadecimal sums of their bytes, to compare replicas bitwise."""
-    own = {name: p.detach().numpy().tobytes().hex()
-           for name, p in trainer._deployment.active_stage.parameters.items()}
+    """Return every rank's trained parameters as hexadecimal sums of their bytes, to compare
+    replicas bitwise."""
+    own = {
+        name: p.detach().numpy().tobytes().hex()
+        for name, p in trainer._deployment.active_stage.parameters.items()
+    }
     return gather_json(own, group=trainer.world.group)
 
 
@@ -152,7 +186,9 @@ def plain(scenario: Scenario) -> Outcome:
         frozen = scenario.frozen[min(epoch, len(scenario.frozen) - 1)]
         for index, layer in enumerate(model):
             layer.requires_grad_(index >= frozen)
-        x, y = data[sampler.global_batch(epoch, position * options["batch_size"], options["batch_size"])]
+        x, y = data[
+            sampler.global_batch(epoch, position * options["batch_size"], options["batch_size"])
+        ]
         optimizer.zero_grad(set_to_none=True)
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -171,9 +207,11 @@ def merge(outcomes: list[Outcome]) -> Outcome:
     return Outcome(outcomes[0].losses, outcomes[0].weights, states, outcomes[0].extra)
 
 
-def assert_equal(ours: Outcome, theirs: Outcome, *, absolute: float = 1e-9,
-                 relative: float = 1e-7) -> None:
-    """Compare every loss, parameter and optimizer entry: |difference| <= absolute + relative * max|tensor|."""
+def assert_equal(
+    ours: Outcome, theirs: Outcome, *, absolute: float = 1e-9, relative: float = 1e-7
+) -> None:
+    """Compare every loss, parameter and optimizer entry: |difference| <= absolute + relative *
+    max|tensor|."""
     assert len(ours.losses) == len(theirs.losses) > 0
     assert ours.losses == pytest_approx(theirs.losses, absolute, relative)
     for mine, other in ((ours.weights, theirs.weights), (ours.states, theirs.states)):
@@ -196,4 +234,5 @@ def assert_same_bits(ours: Outcome, theirs: Outcome) -> None:
 def pytest_approx(values: list[float], absolute: float, relative: float) -> Any:
     """Approximate a list with both tolerances, as pytest does with the larger of the two."""
     import pytest
+
     return pytest.approx(values, abs=absolute, rel=relative)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopipe.profile as profile_module
+from autopipe import chain as chain_module
 from autopipe.profile import (
     LinkCost,
     Profile,
@@ -84,7 +84,7 @@ def batches(*sizes: int, width: int = 8) -> list[dict[str, Tensor]]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(profile_module.time, "perf_counter", clock)
+    monkeypatch.setattr(chain_module.time, "perf_counter", clock)
     return clock
 
 

@@ -1,6 +1,7 @@
 """Prove the invariants: the elastic run is the run without elasticity, parameter by parameter.
 
-Equality is in float64, where a difference of more than rounding shows; the reference is a hand-written loop.
+Equality is in float64, where a difference of more than rounding shows; the reference is a
+hand-written loop.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ import dataclasses
 import pytest
 
 from tests.pool import Pool
-from tests.scenario import (Scenario, Shape, assert_equal, assert_same_bits, merge, plain, train)
+from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, plain, train
 
 SHAPES = [Shape(1, 1), Shape(1, 3), Shape(2, 1), Shape(2, 3), Shape(2, 3, "gpipe")]
-GROW_AND_SHRINK = {0: Shape(2, 3), 3: Shape(1, 2), 6: Shape(2, 2, "gpipe"), 9: Shape(1, 1), 12: Shape(2, 1)}
+GROW_AND_SHRINK = {
+    0: Shape(2, 3),
+    3: Shape(1, 2),
+    6: Shape(2, 2, "gpipe"),
+    9: Shape(1, 1),
+    12: Shape(2, 1),
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -22,7 +29,9 @@ def test_two_processes_train_as_a_plain_loop_does(two_ranks: Pool, shape: Shape)
     assert_equal(merge(two_ranks.run(train, scenario)), plain(scenario))
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 4), Shape(2, 2), Shape(1, 2), Shape(4, 3, "gpipe")], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(4, 4), Shape(2, 2), Shape(1, 2), Shape(4, 3, "gpipe")], ids=str
+)
 def test_four_processes_train_as_a_plain_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape})
     assert_equal(merge(four_ranks.run(train, scenario)), plain(scenario))
@@ -36,13 +45,18 @@ def test_changing_k_and_r_changes_nothing_on_two_processes(two_ranks: Pool) -> N
 
 
 def test_changing_k_and_r_changes_nothing_on_four_processes(four_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(4, 4), 2: Shape(2, 3), 5: Shape(1, 2), 8: Shape(4, 2), 11: Shape(2, 1)})
+    scenario = Scenario(
+        {0: Shape(4, 4), 2: Shape(2, 3), 5: Shape(1, 2), 8: Shape(4, 2), 11: Shape(2, 1)}
+    )
     assert_equal(merge(four_ranks.run(train, scenario)), plain(scenario))
 
 
 def test_freezing_while_repacking_equals_freezing_in_a_plain_loop(two_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(2, 3), 5: Shape(2, 2), 7: Shape(1, 2)}, frozen=(0, 2, 3, 3),
-                        settings={"epochs": 4})
+    scenario = Scenario(
+        {0: Shape(2, 3), 5: Shape(2, 2), 7: Shape(1, 2)},
+        frozen=(0, 2, 3, 3),
+        settings={"epochs": 4},
+    )
     outcome = merge(two_ranks.run(train, scenario))
     assert outcome.extra["hits"] > 0
     assert_equal(outcome, plain(scenario))
@@ -60,8 +74,9 @@ def test_a_thaw_continues_with_the_moments_from_before_the_freeze(two_ranks: Poo
 
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)], ids=str)
 def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> None:
-    cached = Scenario({0: shape}, frozen=(0, 2, 3), dtype="float32",
-                      settings={"prefix_chunk": 4, "epochs": 5})
+    cached = Scenario(
+        {0: shape}, frozen=(0, 2, 3), dtype="float32", settings={"prefix_chunk": 4, "epochs": 5}
+    )
     uncached = dataclasses.replace(cached, settings={**cached.settings, "cache": False})
     with_cache, without = (merge(two_ranks.run(train, s)) for s in (cached, uncached))
     assert with_cache.extra["hits"] > 0 and without.extra["hits"] == 0
@@ -69,7 +84,9 @@ def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> Non
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)], ids=str)
-def test_replicas_are_equal_bit_by_bit_after_every_number_of_steps(four_ranks: Pool, shape: Shape) -> None:
+def test_replicas_are_equal_bit_by_bit_after_every_number_of_steps(
+    four_ranks: Pool, shape: Shape
+) -> None:
     scenario = Scenario({0: shape}, frozen=(0, 1), dtype="float32")
     for num_steps in (1, 6, 9):
         ranks = four_ranks.run(train, scenario, num_steps)[0].extra["replica_digests"]
@@ -87,9 +104,13 @@ def test_dropout_depends_neither_on_the_run_nor_on_the_cut(two_ranks: Pool) -> N
 
 def test_float32_losses_agree_to_a_ten_thousandth(two_ranks: Pool) -> None:
     scenario = Scenario(GROW_AND_SHRINK, frozen=(0, 1, 2), dtype="float32")
-    assert merge(two_ranks.run(train, scenario)).losses == pytest.approx(plain(scenario).losses, abs=1e-4)
+    assert merge(two_ranks.run(train, scenario)).losses == pytest.approx(
+        plain(scenario).losses, abs=1e-4
+    )
 
 
 def test_a_short_batch_leaves_a_replica_without_samples(four_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(1, 2)}, settings={"batch_size": 8})  # 26 = 3 * 8 + 2: two of four replicas idle.
+    scenario = Scenario(
+        {0: Shape(1, 2)}, settings={"batch_size": 8}
+    )  # 26 = 3 * 8 + 2: two of four replicas idle.
     assert_equal(merge(four_ranks.run(train, scenario)), plain(scenario))

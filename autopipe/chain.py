@@ -1,0 +1,150 @@
+"""Run a chain of sublayers to time each of them and to count its bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ProfiledSublayer:
+    """Name a sublayer to measure, and how it is called.
+
+    Args:
+        name: unique name.
+        layer: the layer that it freezes with; the number of layers for the head.
+        module: holds its parameters and buffers.
+        call: takes the output of the sublayer below (None for the first) and the batch.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
+
+
+@contextmanager
+def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterator[nn.ModuleList]:
+    """Lend the modules for measuring; restore flags, buffers, gradients and random state."""
+    everything = nn.ModuleList(modules)
+    training = [(module, module.training) for module in everything.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in everything.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in everything.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with (torch.random.fork_rng([device] if device.type == "cuda" else []),
+              torch.enable_grad()):
+            yield everything
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Hold a sublayer's forward: the leaf below it, its output, and what was measured."""
+
+    below: Tensor | None
+    output: Tensor
+    measured: float
+
+
+def _run_chain(sublayers: Sequence[ProfiledSublayer],
+               run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, float]],
+               ) -> list[_Forward]:
+    """Run all forwards, the graph cut between sublayers as it is between stages."""
+    below: Tensor | None = None
+    forwards = []
+    for sublayer in sublayers:
+        # A copy, because a leaf that needs a gradient forbids layers that work in place.
+        output, measured = run(sublayer, None if below is None else below.clone())
+        if not isinstance(output, Tensor):
+            raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it "
+                            f"must return one tensor: move side values into the batch")
+        forwards.append(_Forward(below, output, measured))
+        below = output.detach().requires_grad_(output.is_floating_point())
+    return forwards
+
+
+def measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+                  batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Count each sublayer's bytes, activations per sample."""
+    num_samples = len(next(iter(batch.values())))
+    counted: set[int] = set()
+    sizes = []
+    modules.train()
+    forwards = _run_chain(sublayers, partial(_count_saved, batch))
+    for sublayer, forward in zip(sublayers, forwards, strict=True):
+        own = [{id(t): t.nbytes for t in tensors if id(t) not in counted}
+               for tensors in (sublayer.module.parameters(), sublayer.module.buffers())]
+        counted.update(*own)
+        sizes.append({"parameter_bytes": sum(own[0].values()),
+                      "buffer_bytes": sum(own[1].values()),
+                      "saved_bytes": forward.measured / num_samples,
+                      "output_bytes": forward.output.nbytes / num_samples})
+    return sizes
+
+
+def _count_saved(batch: Mapping[str, Tensor], sublayer: ProfiledSublayer,
+                 hidden: Tensor | None) -> tuple[Tensor, int]:
+    """Run a forward; also return the bytes that its graph keeps, each storage once."""
+    held = {tensor.untyped_storage().data_ptr()
+            for tensor in (*sublayer.module.parameters(), *sublayer.module.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return sublayer.call(hidden, batch), sum(saved.values())
+
+
+def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+               batch: Mapping[str, Tensor], device: torch.device) -> list[list[float]]:
+    """Time forward, backward and frozen forward; three lists with the seconds of each sublayer.
+
+    All forwards precede all backwards, as in a step: with only one sublayer's activations alive,
+    their memory is warm and every time about a tenth too short.
+    """
+    def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
+        start_s = _now_s(device)
+        return sublayer.call(hidden, batch), _now_s(device) - start_s
+
+    modules.train()
+    forwards = _run_chain(sublayers, timed)
+    forward_s = [forward.measured for forward in forwards]
+    gradient: Tensor | None = torch.ones_like(forwards[-1].output)
+    backward_s = []
+    while forwards:
+        forward = forwards.pop()
+        start_s = _now_s(device)
+        if forward.output.requires_grad and gradient is not None:
+            forward.output.backward(gradient)
+        backward_s.append(_now_s(device) - start_s)
+        gradient = None if forward.below is None else forward.below.grad
+    modules.eval()
+    with torch.no_grad():
+        frozen_s = [forward.measured for forward in _run_chain(sublayers, timed)]
+    return [forward_s, backward_s[::-1], frozen_s]
+
+
+def _now_s(device: torch.device) -> float:
+    """Return the time when the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

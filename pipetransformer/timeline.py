@@ -1,0 +1,90 @@
+"""Keep a run's position, and derive batch size, steps to come and learning rate from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipetransformer.config import TrainConfig
+
+
+@dataclass
+class Position:
+    """Say how far a run has come.
+
+    Args:
+        step: steps done.
+        epoch: epochs done.
+        sample: samples of the coming epoch that are done.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+
+
+class Timeline:
+    """Advance a position through the epochs of a data set.
+
+    Args:
+        config: the run's settings.
+        num_samples: of the training set.
+    """
+
+    def __init__(self, config: TrainConfig, num_samples: int) -> None:
+        self._config = config
+        self._num_samples = num_samples
+        self.position = Position()
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether all epochs are done."""
+        return self.position.epoch >= self._config.epochs
+
+    @property
+    def at_epoch_start(self) -> bool:
+        """Tell whether the coming step is an epoch's first."""
+        return self.position.sample == 0
+
+    def decision_due(self, last_decision_step: int) -> bool:
+        """Tell whether a decision precedes the coming step; a function of the step number alone.
+
+        Args:
+            last_decision_step: step of the last decision; a checkpoint may have been written after
+                it, and a resumed run must not take it twice.
+        """
+        if last_decision_step == self.position.step:
+            return False
+        interval = self._config.freeze_interval_steps
+        return self.at_epoch_start if interval is None else self.position.step % interval == 0
+
+    def global_batch(self, replicas: int) -> int:
+        """Return the samples of a step; with scale_batch, batch_size for each replica."""
+        return self._config.batch_size * (replicas if self._config.scale_batch else 1)
+
+    def steps_per_epoch(self, replicas: int) -> int:
+        """Return the steps of an epoch at the present batch size."""
+        return -(-self._num_samples // self.global_batch(replicas))
+
+    def max_steps(self, replicas: int) -> int:
+        """Return the steps of the whole run, if the batch size stays what it is."""
+        position, size = self.position, self.global_batch(replicas)
+        if self.is_over:
+            return position.step
+        this_epoch = -(-(self._num_samples - position.sample) // size)
+        epochs_after = self._config.epochs - position.epoch - 1
+        return position.step + this_epoch + epochs_after * self.steps_per_epoch(replicas)
+
+    def learning_rate_factor(self, replicas: int) -> float:
+        """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
+        size = self._config.batch_size
+        per_epoch = -(-self._num_samples // size)
+        step = self.position.epoch * per_epoch + self.position.sample / size
+        factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)
+        return factor * self.global_batch(replicas) / size
+
+    def advance(self, num_samples: int) -> None:
+        """Note that a step over so many samples is done."""
+        self.position.step += 1
+        self.position.sample += num_samples
+        if self.position.sample >= self._num_samples:
+            self.position.epoch, self.position.sample = self.position.epoch + 1, 0

@@ -1,0 +1,127 @@
+"""Prove that every rank knows its place, and that its groups are those of its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autodp import Topology, allowed_lengths, build_groups
+from autodp.groups import open_links
+from tests.pool import Pool
+
+CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(1, 10)]
+
+
+def topologies() -> list[Topology]:
+    return [Topology(num_ranks, slots, length) for num_ranks, slots in CLUSTERS
+            for length in allowed_lengths(num_ranks, slots)]
+
+
+def test_grid_of_the_docstring() -> None:
+    topology = Topology(8, 8, 2)
+    assert topology.replicas == 4
+    assert topology.stage_ranks(0) == (0, 2, 4, 6)
+    assert topology.stage_ranks(1) == (1, 3, 5, 7)
+    assert topology.pipeline_ranks(1) == (2, 3)
+
+
+def test_every_rank_is_one_stage_of_one_replica() -> None:
+    for topology in topologies():
+        for rank in range(topology.num_ranks):
+            stage, replica = topology.stage_of(rank), topology.replica_of(rank)
+            assert rank == replica * topology.length + stage
+            assert topology.pipeline_ranks(replica)[stage] == rank
+            assert topology.stage_ranks(stage)[replica] == rank
+
+
+def test_pipelines_and_stage_groups_both_partition_the_world() -> None:
+    for topology in topologies():
+        everyone = list(range(topology.num_ranks))
+        pipelines = [topology.pipeline_ranks(r) for r in range(topology.replicas)]
+        stages = [topology.stage_ranks(j) for j in range(topology.length)]
+        assert sorted(rank for ranks in pipelines for rank in ranks) == everyone
+        assert sorted(rank for ranks in stages for rank in ranks) == everyone
+        assert {len(ranks) for ranks in pipelines} == {topology.length}
+        assert {len(ranks) for ranks in stages} == {topology.replicas}
+
+
+def test_a_pipeline_stays_on_its_node_or_fills_whole_nodes() -> None:
+    for topology in topologies():
+        for replica in range(topology.replicas):
+            ranks = topology.pipeline_ranks(replica)
+            nodes = {topology.node_of(rank) for rank in ranks}
+            if topology.length <= topology.slots_per_node:
+                assert len(nodes) == 1
+            else:
+                assert len(nodes) * topology.slots_per_node == len(ranks)
+
+
+def test_lengths_that_divide_the_world_and_fit_its_nodes_are_allowed() -> None:
+    assert allowed_lengths(8, 8) == (1, 2, 4, 8)
+    assert allowed_lengths(16, 8) == (1, 2, 4, 8, 16)
+    assert allowed_lengths(12, 4) == (1, 2, 4, 12)
+    assert allowed_lengths(6, 6) == (1, 2, 3, 6)
+    assert allowed_lengths(6, 4) == (1, 2)
+    assert allowed_lengths(7, 7) == (1, 7)
+    assert allowed_lengths(1, 8) == (1,)
+
+
+@pytest.mark.parametrize("length", [-2, 0, 3, 5, 8, 16])
+def test_a_length_that_does_not_fit_is_refused_with_the_ones_that_do(length: int) -> None:
+    with pytest.raises(ValueError, match=rf"length {length} does not fit 12 ranks with 4 slots a "
+                                         rf"node; choose one of \[1, 2, 4, 12\]"):
+        Topology(12, 4, length)
+
+
+@pytest.mark.parametrize(("num_ranks", "slots"), [(0, 1), (1, 0), (-1, 4)])
+def test_a_cluster_without_ranks_or_slots_is_refused(num_ranks: int, slots: int) -> None:
+    with pytest.raises(ValueError, match=f"got {num_ranks} ranks and {slots} slots"):
+        allowed_lengths(num_ranks, slots)
+
+
+def members(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def build_and_destroy(length: int) -> dict[str, object]:
+    topology = Topology(dist.get_world_size(), 2, length)
+    groups = build_groups(topology, dist.get_rank(), on_cuda=False, timeout_s=30.0)
+    found: dict[str, object] = {"forward": members(groups.forward), "stage": members(groups.stage),
+                                "one": groups.forward is groups.backward}
+    for name in ("forward", "stage"):
+        group = getattr(groups, name)
+        if group is not None:
+            total = torch.tensor([dist.get_rank()])
+            dist.all_reduce(total, group=group)
+            found[f"{name} sum"] = int(total)
+    groups.destroy()
+    dist.barrier()
+    found["left"] = [g for g in (groups.forward, groups.stage)
+                     if g in dist.distributed_c10d._world.pg_map]
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_groups_hold_the_pipeline_and_the_replicas_of_a_stage(
+        four_ranks: Pool, length: int) -> None:
+    topology = Topology(4, 2, length)
+    for rank, found in enumerate(four_ranks.run(build_and_destroy, length)):
+        pipeline = topology.pipeline_ranks(topology.replica_of(rank))
+        stage = topology.stage_ranks(topology.stage_of(rank))
+        for name, ranks in (("forward", pipeline), ("stage", stage)):
+            assert found[name] == (list(ranks) if len(ranks) > 1 else None)
+            assert found.get(f"{name} sum", rank) == sum(ranks)
+        assert found["one"]
+        assert found["left"] == []
+
+
+def open_both_ways() -> bool:
+    ranks = range(dist.get_world_size())
+    for order in (ranks, ranks[::-1]):
+        open_links(order, dist.get_rank(), group=dist.group.WORLD, device=torch.device("cpu"))
+    return True
+
+
+def test_opening_the_links_of_a_pipeline_blocks_no_stage(four_ranks: Pool) -> None:
+    assert all(four_ranks.run(open_both_ways))

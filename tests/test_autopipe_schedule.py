@@ -1,0 +1,152 @@
+"""Prove on the programs alone that schedules are complete, lean and free of deadlocks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from autopipe import schedule as module
+from autopipe.schedule import (SCHEDULES, Instruction, Op, Schedule, StageProgram, draw,
+                               forward_only, gpipe, one_f_one_b)
+
+SIZES = [(num_stages, num_micro_batches)
+         for num_stages in (1, 2, 3, 4, 8) for num_micro_batches in (1, 2, 3, 4, 5, 8, 17)]
+
+
+def every_schedule() -> list[tuple[str, int, int, Schedule]]:
+    build = {**SCHEDULES, "forward_only": forward_only}
+    return [(name, k, m, build[name](k, m)) for name in build for k, m in SIZES]
+
+
+def order(program: StageProgram, op: Op) -> list[int]:
+    return [ins.micro_batch for ins in program if ins.op is op]
+
+
+def peak(program: StageProgram) -> int:
+    steps = [{Op.FORWARD: 1, Op.BACKWARD: -1}.get(ins.op, 0) for ins in program]
+    return max(itertools.accumulate(steps))
+
+
+def test_drawn_schedules_are_the_grids_of_the_docstring() -> None:
+    assert module.__doc__ is not None
+    lines = [line.strip() for line in re.findall(r"^ +stage .*", module.__doc__, re.MULTILINE)]
+    assert draw(gpipe(3, 3)).splitlines() == lines[:3]
+    assert draw(one_f_one_b(3, 3)).splitlines() == lines[3:]
+
+
+def test_columns_stay_aligned_with_two_digit_micro_batches() -> None:
+    first, second = draw(gpipe(2, 11)).splitlines()
+    assert first.index("F10") + len("F10 ") == second.index("F10")
+    assert first.index("B0 ") == second.index("B0 ") + len("B0  ")
+
+
+def test_stages_run_every_forward_once_and_every_backward_once_after_it() -> None:
+    for name, _, m, schedule in every_schedule():
+        for program in schedule:
+            assert len(set(program)) == len(program)
+            assert order(program, Op.FORWARD) == list(range(m))
+            backwards = order(program, Op.BACKWARD)
+            assert sorted(backwards) == ([] if name == "forward_only" else list(range(m)))
+            for i in backwards:
+                assert program.index(Instruction(Op.FORWARD, i)) < program.index(
+                    Instruction(Op.BACKWARD, i))
+
+
+def test_gpipe_runs_backwards_in_descending_order_and_1f1b_in_ascending_order() -> None:
+    for k, m in SIZES:
+        assert all(order(p, Op.BACKWARD) == list(range(m))[::-1] for p in gpipe(k, m))
+        assert all(order(p, Op.BACKWARD) == list(range(m)) for p in one_f_one_b(k, m))
+
+
+def test_gpipe_runs_no_forward_after_its_first_backward() -> None:
+    for k, m in SIZES:
+        for program in gpipe(k, m):
+            ops = [ins.op for ins in program if ins.op in (Op.FORWARD, Op.BACKWARD)]
+            assert ops == [Op.FORWARD] * m + [Op.BACKWARD] * m
+
+
+def test_stage_j_keeps_k_minus_j_micro_batches_under_1f1b_and_all_under_gpipe() -> None:
+    for k, m in SIZES:
+        assert [peak(program) for program in one_f_one_b(k, m)] == [
+            min(m, k - j) for j in range(k)]
+        assert [peak(program) for program in gpipe(k, m)] == [m] * k
+
+
+def test_both_ends_of_every_link_issue_its_operations_in_the_same_order() -> None:
+    for _, _, _, schedule in every_schedule():
+        for below, above in itertools.pairwise(schedule):
+            assert order(below, Op.SEND_ACTIVATION) == order(above, Op.RECV_ACTIVATION)
+            assert order(above, Op.SEND_GRADIENT) == order(below, Op.RECV_GRADIENT)
+
+
+def test_the_ends_of_a_pipeline_have_no_links_beyond_them() -> None:
+    for _, _, _, schedule in every_schedule():
+        first, last = schedule[0], schedule[-1]
+        assert order(first, Op.RECV_ACTIVATION) == order(first, Op.SEND_GRADIENT) == []
+        assert order(last, Op.SEND_ACTIVATION) == order(last, Op.RECV_GRADIENT) == []
+
+
+def test_work_stands_between_the_receive_it_needs_and_the_send_it_feeds() -> None:
+    around = {Op.FORWARD: (Op.RECV_ACTIVATION, Op.SEND_ACTIVATION),
+              Op.BACKWARD: (Op.RECV_GRADIENT, Op.SEND_GRADIENT)}
+    for _, k, _, schedule in every_schedule():
+        for stage, program in enumerate(schedule):
+            for n, instruction in enumerate(program):
+                if instruction.op not in around:
+                    continue
+                i, (receive, send) = instruction.micro_batch, around[instruction.op]
+                forward = instruction.op is Op.FORWARD
+                if stage > 0 if forward else stage < k - 1:
+                    assert program[n - 1] == Instruction(receive, i)
+                if stage < k - 1 if forward else stage > 0:
+                    assert program[n + 1] == Instruction(send, i)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 100])
+def test_no_schedule_blocks_on_links_that_hold_few_messages(capacity: int) -> None:
+    for _, _, _, schedule in every_schedule():
+        assert finishes(schedule, capacity)
+
+
+def finishes(schedule: Schedule, capacity: int) -> bool:
+    """Run all stages until none can go on; a full or an empty link blocks its user."""
+    sent: dict[tuple[int, Op], list[int]] = {
+        (j, op): [] for j in range(len(schedule)) for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)}
+    position, moved = [0] * len(schedule), True
+    while moved:
+        moved = False
+        for j, program in enumerate(schedule):
+            while position[j] < len(program) and advance(program[position[j]], j, sent, capacity):
+                position[j] += 1
+                moved = True
+    return position == [len(program) for program in schedule]
+
+
+def advance(instruction: Instruction, stage: int, sent: dict[tuple[int, Op], list[int]],
+            capacity: int) -> bool:
+    op, i = instruction.op, instruction.micro_batch
+    if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+        if len(sent[stage, op]) == capacity:
+            return False
+        sent[stage, op].append(i)
+    elif op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+        queue = sent[stage - 1, Op.SEND_ACTIVATION] if op is Op.RECV_ACTIVATION \
+            else sent[stage + 1, Op.SEND_GRADIENT]
+        if not queue:
+            return False
+        assert queue.pop(0) == i, "a message is taken for another one"
+    return True
+
+
+def test_both_schedules_have_the_same_bubble() -> None:
+    for name, (k, m) in itertools.product(SCHEDULES, SIZES):
+        rows = draw(SCHEDULES[name](k, m)).splitlines()
+        assert max(len(row.split()) - 2 for row in rows) == 2 * (m + k - 1)
+
+
+def test_drawing_stages_that_wait_for_each_other_is_an_error() -> None:
+    forward, backward = Instruction(Op.FORWARD, 0), Instruction(Op.BACKWARD, 0)
+    with pytest.raises(ValueError, match="its stages wait for each other"):
+        draw(((backward, forward), (forward, backward)))
