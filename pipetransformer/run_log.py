@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autodp import gather_json
+from autopipe import Profile
 from pipetransformer.deployment import Decision
 from pipetransformer.frozen_prefix import FeedReport
 from pipetransformer.progress import Progress
@@ -36,8 +37,9 @@ class RunLog:
         self._epoch_loss = 0.0
         self._accuracy = ""
 
-    def start(self, num_steps: int) -> None:
-        """Begin to show progress."""
+    def start(self, num_steps: int, profile: Profile) -> None:
+        """Begin to show progress; the profile tells messages from bubbles in the time waited."""
+        self._profile = profile
         self._bar = Progress(num_steps, shown=self._shown, label=self._label)
 
     def close(self) -> None:
@@ -54,8 +56,13 @@ class RunLog:
         cache_s = stats.read_s + stats.run_s + stats.write_s
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
-        self._spent["cache"] += cache_s
-        self._spent["data"] -= cache_s
+        transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
+        for source, category, moved_s in (
+            ("data", "cache", cache_s),
+            ("bubble", "transfer", transfer_s),
+        ):
+            self._spent[source] -= moved_s
+            self._spent[category] += moved_s
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         misses = stats.misses + stats.upgrades
@@ -123,6 +130,19 @@ class RunLog:
                 f"{self._shape(decision)}{cached} in {seconds * 1e3:.0f} ms"
             )
         return entry
+
+    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
+        """Model the time on the links of what this rank receives in a step."""
+        plan, link = decision.plan, self._profile.link
+        stage = self._world.rank % plan.length
+        per_replica = num_samples * plan.length / self._world.size
+        total_s = 0.0
+        for boundary, crossed in ((stage, stage > 0), (stage + 1, stage < plan.length - 1)):
+            if crossed:
+                sample_bytes = self._profile.sublayers[plan.boundaries[boundary] - 1].output_bytes
+                total_s += plan.num_micro_batches * link.latency_s
+                total_s += per_replica * sample_bytes / link.bytes_per_s
+        return total_s
 
     def _shape(self, decision: Decision) -> str:
         plan = decision.plan

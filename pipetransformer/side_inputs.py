@@ -83,7 +83,7 @@ class SideReceiver:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    rows = tensor.detach().contiguous().view(len(tensor), math.prod(tensor.shape[1:]))
+    rows = tensor.detach().contiguous().view(len(tensor), -1)
     return rows.view(torch.uint8)
 
 

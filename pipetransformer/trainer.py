@@ -226,7 +226,7 @@ class Trainer:
             self._controller.open_journal(
                 self._folder, from_step=0 if self.config.resume else None
             )
-        self._log.start(self._timeline.max_steps(self._replicas))
+        self._log.start(self._timeline.max_steps(self._replicas), self.measurements.profile)
         if self.decision is None:
             self._decide()
 

@@ -4,79 +4,88 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe import Peer, Receiver, Sender, StageLinks, StageWork
-from tests.models import tiny_data
-from tests.pool import Pool
+from tests.models import tiny_data, tiny_model
 
 NUM_LAYERS = 8
 CPU = torch.device("cpu")
 
 
 class CountingSender(Sender):
-    """Count the micro-batches sent."""
+    """Count the messages sent."""
 
-    num_sent = 0
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer)
+        self.num_sent = 0
 
     def send(self, tensor: Tensor) -> None:
         self.num_sent += 1
         super().send(tensor)
 
 
+def place() -> tuple[int, int, dist.ProcessGroup | None]:
+    """Return this process's stage, the number of stages, and their group."""
+    if not dist.is_initialized():
+        return 0, 1, None
+    return dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+
 def connect(group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> StageLinks:
     """Link this rank to its neighbours in a pipeline of all ranks; alone it has none."""
+    links = StageLinks()
     if group is None:
-        return StageLinks()
-    rank, links = dist.get_rank(), StageLinks()
-
-    def peer(other: int, tag: int, name: str) -> Peer:
-        return Peer(other, group, tag, name, timeout_s)
-
+        return links
+    rank = dist.get_rank()
     if rank > 0:
-        links.activation_in = Receiver(peer(rank - 1, 1, "activations"), CPU)
-        links.gradient_out = CountingSender(peer(rank - 1, 2, "gradients"))
+        links.activation_in = Receiver(Peer(rank - 1, group, 1, "activations", timeout_s), CPU)
+        links.gradient_out = CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s))
     if rank < dist.get_world_size() - 1:
-        links.activation_out = CountingSender(peer(rank + 1, 1, "activations"))
-        links.gradient_in = Receiver(peer(rank + 1, 2, "gradients"), CPU)
+        links.activation_out = CountingSender(Peer(rank + 1, group, 1, "activations", timeout_s))
+        links.gradient_in = Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU)
     return links
 
 
-class StackWork(StageWork):
-    """Run some layers of a model, and note what runs when."""
+def layers_of(model: nn.Sequential, stage: int, length: int) -> nn.Sequential:
+    """Return a stage's share of a model's layers."""
+    return model[len(model) * stage // length:len(model) * (stage + 1) // length]
 
-    def __init__(self, layers: nn.Sequential, sizes: Sequence[int]) -> None:
-        self.layers = layers
+
+def stage_model(*, inplace: bool = False) -> nn.Sequential:
+    """Build NUM_LAYERS layers, before each an activation that works in place if asked for."""
+    model = tiny_model(num_blocks=NUM_LAYERS - 2)
+    if inplace:
+        model = nn.Sequential(*[nn.Sequential(nn.SiLU(inplace=True), layer) for layer in model])
+    return model
+
+
+class StackWork(StageWork):
+    """Run some layers, and note what runs when and which tensors earlier forwards left alive."""
+
+    def __init__(self, layers: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
+        self._layers = layers
         x, y = tiny_data(num_samples=sum(sizes)).tensors
         self.x, self.y = x.split(list(sizes)), y.split(list(sizes))
         self.events: list[str] = []
-        self.seen: list[tuple[str, weakref.ref[Tensor]]] = []
         self.alive: list[str] = []
+        self._seen: list[tuple[str, weakref.ref[Tensor]]] = []
 
     def first_input(self, micro_batch: int) -> Tensor:
         return self.x[micro_batch].clone()
 
     def forward(self, micro_batch: int, hidden: Tensor) -> Tensor:
         self.events.append(f"F{micro_batch}")
-        self.alive += [name for name, tensor in self.seen if tensor() is not None]
-        output = self.layers(hidden)
+        self.alive += [name for name, tensor in self._seen if tensor() is not None]
+        self._seen.append((f"input {micro_batch}", weakref.ref(hidden)))
+        output = self._layers(hidden)
+        self._seen.append((f"output {micro_batch}", weakref.ref(output)))
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(f"B{micro_batch}"))
-        self.seen += [(f"input {micro_batch}", weakref.ref(hidden)),
-                      (f"output {micro_batch}", weakref.ref(output))]
         return output
 
-    def finish(self, micro_batch: int, output: Tensor) -> Tensor:
+    def finish(self, micro_batch: int, output: Tensor) -> Tensor | None:
         return nn.functional.cross_entropy(output, self.y[micro_batch], reduction="sum")
-
-
-def place() -> tuple[int, int, dist.ProcessGroup | None]:
-    """Return this process's stage, the number of stages and their group."""
-    if not dist.is_initialized():
-        return 0, 1, None
-    return dist.get_rank(), dist.get_world_size(), dist.group.WORLD

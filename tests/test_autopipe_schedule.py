@@ -8,8 +8,17 @@ import re
 import pytest
 
 from autopipe import schedule as module
-from autopipe.schedule import (SCHEDULES, Instruction, Op, Schedule, StageProgram, draw,
-                               forward_only, gpipe, one_f_one_b)
+from autopipe.schedule import (
+    SCHEDULES,
+    Instruction,
+    Op,
+    Schedule,
+    StageProgram,
+    draw,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+)
 
 SIZES = [(num_stages, num_micro_batches)
          for num_stages in (1, 2, 3, 4, 8) for num_micro_batches in (1, 2, 3, 4, 5, 8, 17)]
@@ -39,7 +48,7 @@ def test_drawn_schedules_are_the_grids_of_the_docstring() -> None:
 def test_columns_stay_aligned_with_two_digit_micro_batches() -> None:
     first, second = draw(gpipe(2, 11)).splitlines()
     assert first.index("F10") + len("F10 ") == second.index("F10")
-    assert first.index("B0 ") == second.index("B0 ") + len("B0  ")
+    assert first.index("B1 ") == second.index("B0")
 
 
 def test_stages_run_every_forward_once_and_every_backward_once_after_it() -> None:

@@ -118,7 +118,7 @@ def test_a_length_that_does_not_fit_the_ranks_is_refused_with_those_that_do(
 
 
 def test_a_batch_smaller_than_the_replicas_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_size 3 is smaller than the 4 replicas .* least 4"):
+    with pytest.raises(ValueError, match=r"batch_size 3 is smaller than the 4 replicas .*least 4"):
         check_world(TrainConfig(batch_size=3), 4, 4)
     check_world(TrainConfig(batch_size=4), 4, 4)
     check_world(TrainConfig(batch_size=2, length=2), 4, 4)

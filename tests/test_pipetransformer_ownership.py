@@ -8,8 +8,15 @@ import pytest
 
 from autodp import Topology, allowed_lengths
 from autopipe import PipelinePlan
-from pipetransformer.ownership import (OPTIMIZER, WEIGHTS, Ownership, held_by_rank_0, place,
-                                       shard_name, split_shard_name)
+from pipetransformer.ownership import (
+    OPTIMIZER,
+    WEIGHTS,
+    Ownership,
+    held_by_rank_0,
+    place,
+    shard_name,
+    split_shard_name,
+)
 
 NAMES = ("embed", "blocks.0/attention", "blocks.0/mlp", "blocks.1/attention", "blocks.1/mlp",
          "head")

@@ -54,7 +54,7 @@ def test_a_slot_takes_a_gpu_where_there_is_one_for_each(
 def test_asking_for_more_gpus_than_there_are_is_refused(
         monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
     have_gpus(monkeypatch, num_gpus)
-    with pytest.raises(ValueError, match=rf"each of the 2 slots of this node, which has {num_gpus}"):
+    with pytest.raises(ValueError, match=rf"each of the 2 slots of this node, .* {num_gpus};"):
         choose_device("cuda", slots=2, local_rank=0)
 
 
