@@ -106,7 +106,6 @@ def run_program(program: StageProgram, work: StageWork, links: StageLinks,
             hidden = work.first_input(i) if links.activation_in is None else _enter(i, flight)
             start = time.perf_counter()
             _forward(i, hidden, work, links, flight)
-            del hidden  # Held here, it would outlive a forward that nothing follows.
             compute_s += time.perf_counter() - start
         elif op is Op.BACKWARD:
             if number == last_backward:

@@ -15,7 +15,7 @@ from freeze import (
     PaperRule,
 )
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
-from pipetransformer.config import TrainConfig, cosine_with_warmup
+from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.launch import WorkerFailedError, launch
 from pipetransformer.optimizer_state import adamw
 from pipetransformer.planning import PlanSituation, fastest_plan
@@ -43,5 +43,6 @@ __all__ = [
     "cosine_with_warmup",
     "fastest_plan",
     "launch",
+    "polynomial_with_warmup",
     "register_adapter",
 ]

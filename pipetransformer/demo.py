@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from autopipe import Profile
 from freeze import FreezeSchedule
 from pipetransformer.checks import check_world
-from pipetransformer.config import cosine_with_warmup, make_config
+from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
 from pipetransformer.ideal import ideal_seconds
 from pipetransformer.launch import launch
 from pipetransformer.optimizer_state import adamw
@@ -34,11 +34,12 @@ from pipetransformer.report import breakdown_table, draw_report, summary_table
 from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2
-BATCH_SIZE = 64
-LEARNING_RATE = 3e-4
+BATCH_SIZE = 32
+LEARNING_RATE = 4e-4
+DONOR_LEARNING_RATE = 6e-4
 DONOR_EPOCHS = 16
 DONOR_FILE = "demo-donor.safetensors"
-FROZEN_BY_EPOCH = (0, 0, 0, 4, 4, 6, 6, 8)
+FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 8)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
 MEMORY_LIMIT_BYTES = 92_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
@@ -55,7 +56,7 @@ class DemoSettings:
     """
 
     folder: str = "runs/demo"
-    epochs: int = 24
+    epochs: int = 28
     seed: int = 0
 
 
@@ -145,7 +146,7 @@ def train_donor(path: str) -> None:
         build_model(5, seed=0),
         train,
         eval_set=test,
-        optimizer=adamw(2 * LEARNING_RATE),
+        optimizer=adamw(DONOR_LEARNING_RATE),
         epochs=DONOR_EPOCHS,
         batch_size=32,
         evaluate_every_epochs=DONOR_EPOCHS,
@@ -177,7 +178,7 @@ def run_settings(settings: DemoSettings, *, elastic: bool) -> dict[str, Any]:
         "seed": settings.seed,
         "length": None if elastic else NUM_SLOTS,
         "memory_limit_bytes": MEMORY_LIMIT_BYTES,
-        "learning_rate_schedule": cosine_with_warmup(),
+        "learning_rate_schedule": polynomial_with_warmup(),
         "clip_norm": 1.0,
         "evaluate_every_epochs": 2,
         "folder": run_folder(settings, elastic=elastic),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autodp import Topology
 from autopipe import PipelinePlan
@@ -68,7 +69,17 @@ class Ownership:
 
 
 def place(names: Sequence[str], topology: Topology, plan: PipelinePlan) -> Ownership:
-    """Return the placement that a plan asks for."""
+    """Return the placement that a plan asks for.
+
+    Raises:
+        ValueError: the plan, a user's own perhaps, does not give every stage sublayers to train.
+    """
+    bounds = plan.boundaries
+    if len(bounds) != plan.length + 1 or bounds[0] < 0 or bounds[-1] != len(names) \
+            or any(before >= after for before, after in pairwise(bounds)):
+        raise ValueError(f"a plan of length {plan.length} has boundaries {bounds}; its planner "
+                         f"must give {plan.length + 1} that ascend, from 0 or more to "
+                         f"{len(names)}, the number of sublayers")
     return Ownership(tuple(names), topology, plan.boundaries)
 
 

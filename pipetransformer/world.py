@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 
@@ -105,7 +106,7 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
     path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
     store: dist.Store
     if path is None:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
     else:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(f"{path}-{number}", size)

@@ -190,6 +190,40 @@ def test_forward_only_gives_the_plain_outputs_and_keeps_nothing(
         assert report.peak_in_flight == 0
 
 
+class MeanHead(nn.Module):
+    """Classify the mean over positions, (samples, positions, 8) -> (samples, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3).double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden.tanh().mean(dim=1))
+
+
+def change_shapes() -> list[dict[str, float]]:
+    """Take steps of other lengths over the same links, the third with the first layer frozen."""
+    stage, length, group = place()
+    links, differences = connect(group), []
+    for num_positions, frozen in ((3, False), (5, False), (2, True), (4, False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8).double().requires_grad_(not frozen), MeanHead())
+        layers = layers_of(model, stage, length)
+        work = StackWork(layers, (2, 1))
+        positions = torch.arange(1.0, num_positions + 1, dtype=torch.float64)
+        work.x = tuple(x[:, None] * positions[:, None] for x in work.x)
+        run_program(SCHEDULES["gpipe"](length, 2)[stage], work, links, (2, 1))
+        differences.append(compare(model, layers, work))
+    return differences
+
+
+def test_each_step_may_have_shapes_and_frozen_layers_of_its_own(two_ranks: Pool) -> None:
+    for name, differences in zip(("0.", "1.linear."), two_ranks.run(change_shapes), strict=True):
+        for step in differences:
+            assert list(step) == [f"{name}weight", f"{name}bias"]
+            assert max(step.values()) <= 1.0
+
+
 def cut_the_graph() -> list[float]:
     """Let the second stage ignore what it received."""
     stage, length, group = place()

@@ -90,6 +90,15 @@ def test_held_sublayers_are_in_order_with_the_frozen_prefix_on_stage_0() -> None
     assert [ownership.owner(index) for index in range(6)] == [0, 0, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("boundaries", [
+    (), (0, 6), (0, 2, 4, 6), (0, 3, 5), (0, 3, 7), (3, 3, 6), (4, 3, 6), (2, 6, 6), (-1, 3, 6)])
+def test_a_planner_s_boundaries_that_leave_a_stage_or_a_sublayer_out_are_refused(
+        boundaries: tuple[int, ...]) -> None:
+    plan = PipelinePlan(2, boundaries, 1, "1f1b", 1.0, ())
+    with pytest.raises(ValueError, match=r"length 2 has boundaries \(.*must give 3 that ascend"):
+        place(NAMES, Topology(2, 2, 2), plan)
+
+
 def test_before_training_rank_0_holds_everything() -> None:
     holders = held_by_rank_0(NAMES)
     assert holders.keys() == PLACEMENTS[0].shards().keys()
