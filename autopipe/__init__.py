@@ -1,7 +1,7 @@
 """Run micro-batch pipelines, and choose them: schedules, engine, profile, partition, plan."""
 
 from autopipe.engine import StageLinks, StageReport, StageWork, run_program
-from autopipe.link import LinkTimeoutError, Peer, Receiver, Sender, TensorSpec
+from autopipe.link import LinkError, Peer, Receiver, Sender, TensorSpec
 from autopipe.partition import min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
 from autopipe.profile import LinkCost, Profile, ProfiledSublayer, SublayerCost, profile_sublayers
@@ -22,7 +22,7 @@ __all__ = [
     "SCHEDULES",
     "Instruction",
     "LinkCost",
-    "LinkTimeoutError",
+    "LinkError",
     "Op",
     "Peer",
     "PipelinePlan",

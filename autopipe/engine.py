@@ -93,7 +93,7 @@ def run_program(program: StageProgram, work: StageWork, links: StageLinks,
     Returns:
         the stage's times.
     Raises:
-        LinkTimeoutError: a neighbour did not send or take a micro-batch in time.
+        LinkError: a neighbour did not send or take a micro-batch in time.
     """
     _begin(program, links, sizes)
     last_backward = max((n for n, ins in enumerate(program) if ins.op is Op.BACKWARD), default=-1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +22,8 @@ from torch import Tensor
 _HEADER_BYTES = 1024
 
 
-class LinkTimeoutError(RuntimeError):
-    """Say who waited for what, and how long."""
+class LinkError(RuntimeError):
+    """Say who waited for what, and why it failed: a time limit, or a neighbour that is gone."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,19 @@ class Peer:
 
 
 class Sender:
-    """Send micro-batches without blocking; at a step's end `flush` waits until all have left."""
+    """Send micro-batches without blocking; at a step's end `flush` waits until all have left.
 
-    def __init__(self, peer: Peer) -> None:
+    Args:
+        peer: the receiver.
+        most_pending: messages that may be under way; a further one first waits for the oldest.
+            K suffices for a schedule that keeps K micro-batches in flight: the receiver has
+            taken the older ones. None bounds nothing.
+    """
+
+    def __init__(self, peer: Peer, *, most_pending: int | None = None) -> None:
         self._peer = peer
-        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._most_pending = most_pending
+        self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send_header(self, specs: dict[str, TensorSpec]) -> None:
         """Send what the step's tensors look like.
@@ -92,16 +101,21 @@ class Sender:
         self.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8))
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor; its memory stays referenced until flush."""
+        """Send a tensor; its memory stays referenced until it has left."""
+        if self._most_pending is not None and len(self._pending) >= self._most_pending:
+            self._await_oldest()
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._peer.rank, group=self._peer.group, tag=self._peer.tag)
         self._pending.append((work, tensor))
 
     def flush(self) -> None:
         """Wait until everything has been taken over by the receiver."""
-        for work, _ in self._pending:
-            _wait(work, self._peer, f"for rank {self._peer.rank} to take its {self._peer.name}")
-        self._pending.clear()
+        while self._pending:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        work, _ = self._pending.popleft()
+        _wait(work, self._peer, f"for rank {self._peer.rank} to take its {self._peer.name}")
 
 
 class Receiver:
@@ -168,5 +182,5 @@ def _wait(work: dist.Work | None, peer: Peer, what: str) -> None:
     try:
         work.wait(timedelta(seconds=peer.timeout_s))
     except RuntimeError as error:
-        raise LinkTimeoutError(f"rank {dist.get_rank()} waited {what} "
+        raise LinkError(f"rank {dist.get_rank()} waited {what} "
                                f"(limit {peer.timeout_s:g} s): {error}") from error

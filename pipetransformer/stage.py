@@ -272,9 +272,7 @@ class Stage:
         """Describe the stage's layers and how side inputs and targets reach it."""
         side_out = (
             tuple(
-                SideSender(
-                    Sender(self._peer(stage, _SIDE_TAG, "side inputs")), self._sides_of(stage)
-                )
+                SideSender(self._sender(stage, _SIDE_TAG, "side inputs"), self._sides_of(stage))
                 for stage in range(1, self.topology.length)
                 if self._sides_of(stage)
             )
@@ -302,13 +300,16 @@ class Stage:
             links.activation_in = Receiver(
                 self._peer(previous, _HIDDEN_TAG, "activations"), self._world.device
             )
-            links.gradient_out = Sender(self._peer(previous, _GRADIENT_TAG, "gradients"))
+            links.gradient_out = self._sender(previous, _GRADIENT_TAG, "gradients")
         if following < self.topology.length:
-            links.activation_out = Sender(self._peer(following, _HIDDEN_TAG, "activations"))
+            links.activation_out = self._sender(following, _HIDDEN_TAG, "activations")
             links.gradient_in = Receiver(
                 self._peer(following, _GRADIENT_TAG, "gradients"), self._world.device
             )
         return links
+
+    def _sender(self, stage: int, tag: int, name: str) -> Sender:
+        return Sender(self._peer(stage, tag, name), most_pending=self.topology.length + 1)
 
     def _peer(self, stage: int, tag: int, name: str) -> Peer:
         rank = self.topology.pipeline_ranks(self._replica)[stage]

@@ -7,7 +7,7 @@ import traceback
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe import SCHEDULES, LinkTimeoutError, run_program
+from autopipe import SCHEDULES, LinkError, run_program
 from tests.pool import Pool
 from tests.stages import StackWork, connect, layers_of, place, stage_model
 
@@ -45,7 +45,7 @@ def attempt(fault: str) -> str:
             # The rank at fault is to fail by its own fault, however slow its neighbour is.
             links = connect(group, timeout_s=0.3 if added is None else 30.0)
             run_program(program, work, links, SIZES)
-    except (ValueError, LinkTimeoutError, ArithmeticError):
+    except (ValueError, LinkError, ArithmeticError):
         return traceback.format_exc()
     finally:
         dist.barrier()
@@ -63,11 +63,11 @@ def test_an_exception_in_a_layer_surfaces_on_its_rank_with_its_traceback(two_ran
     first, second = two_ranks.run(attempt, "layer")
     assert "ArithmeticError: a layer's own trouble" in second
     assert 'raise ArithmeticError("a layer\'s own trouble")' in second
-    assert "LinkTimeoutError: rank 0 waited for the gradients of rank 1" in first
+    assert "LinkError: rank 0 waited for the gradients of rank 1" in first
 
 
 def test_a_neighbour_that_never_sends_is_named_after_the_timeout(two_ranks: Pool) -> None:
     _, second = two_ranks.run(attempt, "silent 0")
-    assert "LinkTimeoutError: rank 1 waited for the activations of rank 0 (limit 0.3 s)" in second
+    assert "LinkError: rank 1 waited for the activations of rank 0 (limit 0.3 s)" in second
     first, _ = two_ranks.run(attempt, "silent 1")
-    assert "LinkTimeoutError: rank 0 waited for the gradients of rank 1 (limit 0.3 s)" in first
+    assert "LinkError: rank 0 waited for the gradients of rank 1 (limit 0.3 s)" in first

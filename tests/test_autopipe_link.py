@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe import LinkTimeoutError, Peer, Receiver, Sender, TensorSpec
+from autopipe import LinkError, Peer, Receiver, Sender, TensorSpec
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def wait_in_vain(what: str) -> str:
                 sender = Sender(silent)
                 sender.send(torch.ones(2, 3))
                 sender.flush()
-        except LinkTimeoutError as error:
+        except LinkError as error:
             message = str(error)
     dist.barrier()
     dist.destroy_process_group(group)

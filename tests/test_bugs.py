@@ -15,14 +15,19 @@ def evaluate_one_example() -> dict[str, float]:
     """Evaluate fewer examples than there are replicas, before any training."""
     x, y = tiny_data().tensors
     with Trainer(
-        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), batch_size=8, length=1, progress=False
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        batch_size=8,
+        length=1,
+        progress=False,
     ) as trainer:
         return trainer.evaluate(TensorDataset(x[:1], y[:1]))
 
 
 def test_a_replica_without_examples_takes_part_in_evaluation(four_ranks: Pool) -> None:
-    # split() of an empty tensor yields one empty piece, which was cut into zero micro-batches; and a
-    # trainer that had not trained yet had no stage to evaluate with.
+    # split() of an empty tensor yields one empty piece, which was cut into zero micro-batches; and
+    # a trainer that had not trained yet had no stage to evaluate with.
     x, y = tiny_data().tensors
     expected = nn.functional.cross_entropy(tiny_model()(x[:1]), y[:1]).item()
     for metrics in four_ranks.run(evaluate_one_example):
