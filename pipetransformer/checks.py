@@ -39,7 +39,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
             f"pipeline length {config.length} does not fit {num_ranks} processes with "
             f"{slots_per_node} slots a node; choose one of {list(allowed)} or start more"
         )
-    replicas = num_ranks // (config.length or 1)
+    replicas = 1 if config.scale_batch else num_ranks // (config.length or 1)
     if config.batch_size < replicas:
         raise ValueError(
             f"batch_size {config.batch_size} is smaller than the {replicas} replicas that may "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autodp import broadcast_json, gather_json
+from autodp import allowed_lengths, broadcast_json, gather_json
 from autopipe import PipelinePlan, PlanRequest
 from freeze import (
     FreezeContext,
@@ -78,16 +78,25 @@ class Controller:
     def decide(
         self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]
     ) -> Decision:
-        """Return what holds from the coming step on. Collective."""
+        """Return what holds from the coming step on. Collective.
+
+        Raises:
+            RuntimeError: the policy or the planner failed; rank 0 raises its very error.
+        """
         norms = self._gather_norms(signals)
-        answer = None
+        answer: dict[str, Any] = {}
         if self._world.is_main:
-            answer = self._decide(clock, norms, metrics).to_json()
+            try:
+                answer = {"decision": self._decide(clock, norms, metrics).to_json()}
+            except Exception as error:
+                broadcast_json({"error": repr(error)}, group=self._world.group)
+                raise
             if self._journal is not None:
-                self._journal.append(
-                    {"step": clock.step, "num_ranks": self._world.size, "decision": answer}
-                )
-        return Decision.from_json(broadcast_json(answer, group=self._world.group))
+                self._journal.append({"step": clock.step, "num_ranks": self._world.size, **answer})
+        answer = broadcast_json(answer, group=self._world.group)
+        if "error" in answer:
+            raise RuntimeError(f"rank 0 could not decide step {clock.step}: {answer['error']}")
+        return Decision.from_json(answer["decision"])
 
     def executed(self, decision: Decision, seconds: float | None) -> None:
         """Note that a decision holds now, and what the transition cost."""
@@ -108,7 +117,7 @@ class Controller:
             num_frozen=num_frozen,
             memory_limit_bytes=config.memory_limit_bytes,
             prefix_cached_s=cached_s,
-            lengths=None if config.length is None else (config.length,),
+            lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
@@ -181,7 +190,23 @@ class Controller:
             # Another world needs another pipeline, but what was frozen must stay what it was.
             num_frozen, reason = recorded.num_frozen, recorded.reason
         plan, use_cache = self.plan(clock, num_frozen)
+        first = self._task.model.first_active(num_frozen)
+        if plan.boundaries[0] != first:
+            raise ValueError(
+                f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
+                f"frozen layers the first active sublayer is {first}; plan the active ones"
+            )
         return Decision(clock.step, num_frozen, plan, use_cache, reason)
+
+    def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the length that was set, or the longest below it that the active layers allow."""
+        length = self._task.config.length
+        if length is None:
+            return None
+        model = self._task.model
+        most = min(length, len(model.sublayers) - model.first_active(num_frozen))
+        allowed = allowed_lengths(self._world.size, self._world.slots_per_node)
+        return (max(one for one in allowed if one <= most),)
 
     def _layers(self, norms: Mapping[str, float], num_frozen: int) -> tuple[LayerStats, ...]:
         model = self._task.model

@@ -180,11 +180,10 @@ class Deployment:
             self._task.model.replace(self._index_of[split_shard_name(name)[0]], shard)
 
     def close(self) -> None:
-        """Destroy the groups and unmap the cache."""
+        """Destroy the plan's groups."""
         if self.stage is not None:
             self.stage.close()
             self.stage = None
-        self._prefix.close()
 
     def _place(self, decision: Decision) -> Ownership:
         topology = Topology(self._world.size, self._world.slots_per_node, decision.plan.length)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,6 @@ from pipetransformer.stage import Task
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FeedReport:
-    """Say what feeding took since the last report.
-
-    Args:
-        stats: the cache's counts and times.
-        load_s: reading the dataset.
-    """
-
-    stats: CacheStats
-    load_s: float
 
 
 class FrozenPrefix:
@@ -70,7 +56,7 @@ class FrozenPrefix:
         self._store: RowStore | None = None
         self._stamps = PrefixStamps("eval")
         self._prefix: PrefixCache | None = None
-        self._load_s = 0.0
+        self._gave_up = False
 
     def check_repeatable(self) -> None:
         """Refuse to cache samples that change from one read to the next."""
@@ -85,10 +71,7 @@ class FrozenPrefix:
         """Return what gives stage 0 its micro-batches in an epoch."""
 
         def load(ids: Tensor) -> Batch:
-            start = time.perf_counter()
-            batch = self.read(self._dataset, ids, epoch)
-            self._load_s += time.perf_counter() - start
-            return batch
+            return self.read(self._dataset, ids, epoch)
 
         def fetch(ids: Tensor) -> Batch:
             return self._prefix.fetch(ids, load, depth=self._depth) if self._prefix else load(ids)
@@ -122,6 +105,7 @@ class FrozenPrefix:
         """
         self._stamps.truncate(min(num_frozen, len(self._stamps)))
         self._depth, self._prefix = num_frozen, None
+        use_cache = use_cache and not self._gave_up
         if num_frozen == 0:
             return
         if use_cache:
@@ -138,11 +122,9 @@ class FrozenPrefix:
                 keep=self._kept(),
             )
 
-    def take_report(self) -> FeedReport:
-        """Return counts and times since the last call."""
-        stats = self._prefix.take_stats() if self._prefix else CacheStats()
-        report, self._load_s = FeedReport(stats, self._load_s), 0.0
-        return report
+    def take_stats(self) -> CacheStats:
+        """Return the cache's counts and times since the last call."""
+        return self._prefix.take_stats() if self._prefix else CacheStats()
 
     def close(self) -> None:
         """Unmap the cache."""
@@ -222,26 +204,26 @@ class FrozenPrefix:
             except OSError as error:
                 failure = str(error)
         answers = gather_json([str(path), failure], group=self._world.group)
-        if failures := [text for _, text in answers if text]:
-            if self._world.is_main:
-                _LOGGER.warning(
-                    "no cache: %s; the frozen prefix is computed at every step", failures[0]
-                )
-            if store is not None:
-                store.close()
-            return None
-        if store is None:
+        if store is None and not any(text for _, text in answers):
             node = self._world.rank // self._world.slots_per_node
-            store = RowStore.open(answers[node * self._world.slots_per_node][0], layout, num_rows)
-        gather_json(None, group=self._world.group)  # All have opened it: its name can go.
-        if leader:
+            try:
+                store = RowStore.open(
+                    answers[node * self._world.slots_per_node][0], layout, num_rows
+                )
+            except (OSError, ValueError) as error:
+                failure = str(error)
+        failures = [text for text in gather_json(failure, group=self._world.group) if text]
+        # All have opened it, or given up: its name can go.
+        if leader and store is not None:
             store.unlink()
-        return store
-
-
-def add_reports(reports: list[FeedReport]) -> FeedReport:
-    """Add up several reports."""
-    totals = {
-        key: sum(asdict(report.stats)[key] for report in reports) for key in asdict(CacheStats())
-    }
-    return FeedReport(replace(CacheStats(), **totals), sum(r.load_s for r in reports))
+        if not failures:
+            return store
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no cache: %s; the frozen prefix is computed at every step",
+                failures[0],
+            )
+        self._gave_up = True
+        if store is not None:
+            store.close()
+        return None

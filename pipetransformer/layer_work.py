@@ -30,6 +30,7 @@ class StageLayers:
         device: where they live.
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
         side_in: on those stages, where these arrive.
+        is_last: whether the targets are needed here, after the forward.
     """
 
     model: LayeredModel
@@ -37,6 +38,7 @@ class StageLayers:
     device: torch.device
     side_out: tuple[SideSender, ...] = ()
     side_in: SideReceiver | None = None
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class LossSums:
     def add(self, name: str, total: float, count: float) -> None:
         """Add one micro-batch's contribution."""
         entry = self.totals.setdefault(name, [0.0, 0.0])
-        entry[0] += total
-        entry[1] += count
+        entry[0] += float(total)
+        entry[1] += float(count)
 
 
 class LayerWork(StageWork):
@@ -110,6 +112,8 @@ class LayerWork(StageWork):
                 f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
                 "layer must keep the sample as its first dimension"
             )
+        if not self.layers.is_last:
+            del self._entries[micro_batch]
         return value
 
     def finish_step(self) -> None:
@@ -121,9 +125,9 @@ class LayerWork(StageWork):
         """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
 
     def target(self, micro_batch: int) -> Any:
-        """Return a micro-batch's targets: a tensor, or a mapping of several."""
+        """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
         names = self.layers.model.targets
-        entries = self._entries_of(micro_batch)
+        entries = self._entries.pop(micro_batch)
         return entries[names[0]] if len(names) == 1 else {name: entries[name] for name in names}
 
     def _entries_of(self, micro_batch: int) -> Batch:

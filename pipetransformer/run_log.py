@@ -6,10 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from autocache import CacheStats
 from autodp import gather_json
 from autopipe import Profile
 from pipetransformer.deployment import Decision
-from pipetransformer.frozen_prefix import FeedReport
 from pipetransformer.progress import Progress
 from pipetransformer.records import Records
 from pipetransformer.stage import StepResult
@@ -49,10 +49,10 @@ class RunLog:
         self._records.close()
 
     def step(
-        self, result: StepResult, feed: FeedReport, decision: Decision, fields: dict[str, Any]
+        self, result: StepResult, stats: CacheStats, decision: Decision, fields: dict[str, Any]
     ) -> None:
         """Note a training step; `fields` has step, epoch, samples, learning_rate and max_steps."""
-        stats, num_samples = feed.stats, fields["samples"]
+        num_samples = fields["samples"]
         cache_s = stats.read_s + stats.run_s + stats.write_s
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s

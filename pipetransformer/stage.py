@@ -284,7 +284,10 @@ class Stage:
             side_in = SideReceiver(
                 Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
             )
-        return StageLayers(self._task.model, indices, self._world.device, side_out, side_in)
+        is_last = self._index == self.topology.length - 1
+        return StageLayers(
+            self._task.model, indices, self._world.device, side_out, side_in, is_last
+        )
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
         names = self._task.model.sides_of(

@@ -110,16 +110,25 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        # Leaving the groups after an error would end the other ranks' waits, and whoever watches
+        # would blame them: only this process's own things are put in order.
+        if error_type is None:
+            self.close()
+        else:
+            self._close_own()
 
     def close(self) -> None:
         """Destroy groups, unmap the cache and close the records; rank 0's model stays usable."""
         self._deployment.close()
+        self._close_own()
+        self.world.close()
+
+    def _close_own(self) -> None:
+        self._prefix.close()
         if self._controller is not None:
             self._controller.close()
         self._log.close()
-        self.world.close()
 
     def fit(self) -> FitReport:
         """Train to the end, and gather the weights into rank 0's model.
@@ -314,12 +323,12 @@ class Trainer:
         assert self.decision is not None and self.measurements is not None
         self.report.seconds += result.seconds
         self.report.samples += num_samples
-        feed = self._prefix.take_report()
-        self.report.cache_hits += feed.stats.hits
-        self.report.cache_misses += feed.stats.misses + feed.stats.upgrades
+        stats = self._prefix.take_stats()
+        self.report.cache_hits += stats.hits
+        self.report.cache_misses += stats.misses + stats.upgrades
         self._log.step(
             result,
-            feed,
+            stats,
             self.decision,
             {
                 "step": self._timeline.position.step,

@@ -19,7 +19,7 @@ from pipetransformer import adamw
 from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
-from pipetransformer.frozen_prefix import FeedReport, FrozenPrefix, add_reports
+from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.stage import Task
 from pipetransformer.world import World, connect
 from tests.models import tiny_data, tiny_model
@@ -64,7 +64,7 @@ class Feed:
         """Return the batch, the samples the dataset was asked for, and the cache's counts."""
         self.data.read.clear()
         batch = self.prefix.rows(0)(ids)
-        return batch, sorted(self.data.read), self.prefix.take_report().stats
+        return batch, sorted(self.data.read), self.prefix.take_stats()
 
     def expect(self, depth: int, ids: Tensor = IDS) -> Tensor:
         """Compute the activations behind `depth` layers without a cache."""
@@ -283,9 +283,3 @@ def test_no_space_on_one_process_is_no_cache_on_all_and_is_warned_of_once(
     first, second = two_ranks.run(set_depth_without_space, str(tmp_path))
     assert len(first) == 1 and "no cache: " in first[0] and second == []
     assert os.listdir(tmp_path) == []
-
-
-def test_reports_add_up_every_count_and_time() -> None:
-    reports = [FeedReport(CacheStats(1, 2, 3, 0.5, 0.25, 0.125), 2.0),
-               FeedReport(CacheStats(10, 20, 30, 1.0, 2.0, 4.0), 0.5)]
-    assert add_reports(reports) == FeedReport(CacheStats(11, 22, 33, 1.5, 2.25, 4.125), 2.5)
