@@ -18,7 +18,7 @@ from pipetransformer.stage import Task, trained_parameters
 from pipetransformer.world import World
 
 _PROBE_BYTES = 1 << 20
-_REPEATS = 5
+_REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _measure_optimizer(task: Task) -> tuple[float, float]:
     optimizer = task.optimizer(list(copies.items()))
     for parameter in copies.values():
         parameter.grad = torch.zeros_like(parameter)
-    seconds = _median_s(optimizer.step)
+    seconds = _least_s(optimizer.step)
     num_bytes = sum(p.nbytes for p in copies.values())
     state_bytes = sum(t.nbytes for t in take_state(optimizer, copies).values())
     return seconds / num_bytes, state_bytes / num_bytes
@@ -106,7 +106,7 @@ def _measure_link(world: World) -> LinkCost:
                 dist.send(payload, 0, group=world.group)
         return exchange
 
-    return _cost(_median_s(ping(1)) / 2, _median_s(ping(_PROBE_BYTES)) / 2, _PROBE_BYTES)
+    return _cost(_least_s(ping(1)) / 2, _least_s(ping(_PROBE_BYTES)) / 2, _PROBE_BYTES)
 
 
 def _measure_all_reduce(world: World) -> LinkCost:
@@ -114,7 +114,7 @@ def _measure_all_reduce(world: World) -> LinkCost:
     if world.group is None:
         return LinkCost(0.0, float(1 << 40))
     small, large = (torch.zeros(size, device=world.device) for size in (1, _PROBE_BYTES // 4))
-    seconds = [_median_s(lambda t=tensor: dist.all_reduce(t, group=world.group))  # type: ignore[misc]
+    seconds = [_least_s(lambda t=tensor: dist.all_reduce(t, group=world.group))  # type: ignore[misc]
                for tensor in (small, large)]
     traffic = 2 * (world.size - 1) / world.size * _PROBE_BYTES
     return _cost(seconds[0], seconds[1], traffic)
@@ -129,12 +129,12 @@ def _measure_copy() -> float:
     rows = torch.zeros(256, 1 << 13, dtype=torch.int64)
     # A generator of its own leaves the caller's random numbers as they were.
     index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:64]
-    seconds = _median_s(lambda: rows.index_select(0, index).sum(1))
+    seconds = _least_s(lambda: rows.index_select(0, index).sum(1))
     return len(index) * rows[0].nbytes / seconds
 
 
-def _median_s(action: Callable[[], object]) -> float:
-    """Return the median seconds of an action, after one that warms up."""
+def _least_s(action: Callable[[], object]) -> float:
+    """Return the least seconds of an action's repeats: what it takes when nothing disturbs it."""
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -142,4 +142,4 @@ def _median_s(action: Callable[[], object]) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times[1:])[_REPEATS // 2]
+    return min(times[1:])
