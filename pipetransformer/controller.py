@@ -5,8 +5,8 @@ Rank 0 decides; every rank calls at the same steps and hears the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +84,40 @@ class Controller:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
         """
         norms = self._gather_norms(signals)
+        return self._publish(clock.step, lambda: self._decide(clock, norms, metrics))
+
+    def replan(self, clock: Clock) -> None:
+        """Plan what is frozen now anew, for a world of another size. Collective.
+
+        It is no decision and not journaled: the one recorded for the coming step is still to be
+        replayed.
+
+        Raises:
+            RuntimeError: see `decide`.
+        """
+        current = self.current
+        assert current is not None
+
+        def plan() -> Decision:
+            pipeline, use_cache = self.plan(clock, current.num_frozen)
+            return replace(current, plan=pipeline, use_cache=use_cache)
+
+        self.current = self._publish(None, plan)
+
+    def _publish(self, step: int | None, make: Callable[[], Decision]) -> Decision:
+        """Make a decision on rank 0, journal it under its step, and tell every rank."""
         answer: dict[str, Any] = {}
         if self._world.is_main:
             try:
-                answer = {"decision": self._decide(clock, norms, metrics).to_json()}
+                answer = {"decision": make().to_json()}
+                if self._journal is not None and step is not None:
+                    self._journal.append({"step": step, "num_ranks": self._world.size, **answer})
             except Exception as error:
                 broadcast_json({"error": repr(error)}, group=self._world.group)
                 raise
-            if self._journal is not None:
-                self._journal.append({"step": clock.step, "num_ranks": self._world.size, **answer})
         answer = broadcast_json(answer, group=self._world.group)
         if "error" in answer:
-            raise RuntimeError(f"rank 0 could not decide step {clock.step}: {answer['error']}")
+            raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
         return Decision.from_json(answer["decision"])
 
     def executed(self, decision: Decision, seconds: float | None) -> None:

@@ -39,7 +39,7 @@ LEARNING_RATE = 4e-4
 DONOR_LEARNING_RATE = 6e-4
 DONOR_EPOCHS = 16
 DONOR_FILE = "demo-donor.safetensors"
-FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 4, 8)
+FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 4, 8)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
 MEMORY_LIMIT_BYTES = 80_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""

@@ -198,15 +198,13 @@ class Trainer:
         return {name: total / max(count, 1.0) for name, (total, count) in gathered.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the trained model's state under its own names on rank 0, {} elsewhere.
-        Collective."""
+        """Return the model's state under its own names on rank 0, {} elsewhere. Collective."""
         self._set_up()
         self._deployment.gather_weights()
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
-        """Write the weights as one safetensors file that timm, transformers and plain torch load.
-        Collective."""
+        """Write the weights as one safetensors file under the model's own names. Collective."""
         state = self.state_dict()
         if self.world.is_main:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -253,22 +251,10 @@ class Trainer:
         self.report = FitReport(**scalars["report"])
         controller.load_state_dict(scalars["controller"])
         controller.open_journal(self._folder, from_step=self._timeline.position.step)
-        decision = controller.current
-        assert decision is not None
         if scalars["num_ranks"] != self.world.size:
-            answer = (
-                controller.plan(self._clock(), decision.num_frozen) if self.world.is_main else None
-            )
-            fresh = (
-                Decision(
-                    decision.step, decision.num_frozen, answer[0], answer[1], decision.reason
-                ).to_json()
-                if answer
-                else None
-            )
-            decision = Decision.from_json(broadcast_json(fresh, group=self.world.group))
-            controller.current = decision
-        self._deployment.restore(decision, checkpoint)
+            controller.replan(self._clock())
+        assert controller.current is not None
+        self._deployment.restore(controller.current, checkpoint)
         self._deployment.active_stage.signals.load(scalars["signals"])
         return True
 
@@ -285,9 +271,8 @@ class Trainer:
         changed = decision.changes(before)
         if changed:
             moved = self._deployment.change(decision)
-            gather_json(
-                None, group=self.world.group
-            )  # The transition ends when its last rank is done.
+            # The transition ends when its last rank is done.
+            gather_json(None, group=self.world.group)
         seconds = time.perf_counter() - start
         self._controller.executed(decision, seconds if changed else None)
         if before is not None:

@@ -1,4 +1,4 @@
-"""Prove the freeze rules against FACTS tables, hand-computed cases, and their contract."""
+"""Prove the freeze rules against the published tables, hand-computed cases, and their contract."""
 
 from __future__ import annotations
 
