@@ -38,7 +38,8 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
     """
     # Start together: the ranks of a node slow each other down.
     gather_json(None, group=world.group)
-    largest = min(max(task.config.batch_size // 4, 1), 32)
+    # Far beyond the largest measured size a prediction would be a guess.
+    largest = min(max(task.config.batch_size // 2, 1), 32)
     sizes = tuple(sorted({max(1, largest // 4), largest}))
     batches = [_on(world.device, read(torch.arange(size))) for size in sizes]
     task.model.model.to(world.device)

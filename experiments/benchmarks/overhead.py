@@ -51,9 +51,8 @@ def main() -> int:
     torch.set_num_threads(1)
     train, _ = load_digits_split()
     images, labels = train.tensors
-    train = TensorDataset(
-        images[:1184], labels[:1184]
-    )  # A multiple of the batch size: all steps are equal.
+    # A multiple of the batch size: all steps are equal.
+    train = TensorDataset(images[:1184], labels[:1184])
     step = hand_written(build_model(10, seed=0), train)
     with Trainer(
         build_model(10, seed=0),
@@ -67,12 +66,15 @@ def main() -> int:
     ) as trainer:
         trainer.step()
         ratio, pairs = paired_ratio(trainer.step, step)
+        assert trainer.decision is not None
+        num_micro_batches = trainer.decision.plan.num_micro_batches
     ours, theirs = (sorted(column)[len(pairs) // 2] * 1e3 for column in zip(*pairs, strict=True))
     print(
         f"a step of {BATCH_SIZE} images, {len(pairs)} interleaved pairs, one thread, "
         f"torch {torch.__version__}"
     )
-    print(f"  Trainer       {ours:8.1f} ms (median)\n  hand-written  {theirs:8.1f} ms")
+    print(f"  Trainer       {ours:8.1f} ms (median), M = {num_micro_batches}")
+    print(f"  hand-written  {theirs:8.1f} ms")
     print(
         f"  ratio         {ratio.median:8.4f}   95 % interval {ratio.low:.4f} to {ratio.high:.4f}"
     )
