@@ -104,7 +104,7 @@ def test_measuring_leaves_no_hook_behind() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [
-    (1, (1,)), (4, (1,)), (8, (1, 2)), (32, (2, 8)), (4096, (8, 32))])
+    (1, (1,)), (2, (1,)), (8, (1, 4)), (32, (4, 16)), (4096, (8, 32))])
 def test_sizes_to_measure_follow_the_batch(batch_size: int, sizes: tuple[int, ...]) -> None:
     asked = []
 
