@@ -1,5 +1,4 @@
-"""Train the tiny model under a forced sequence of pipelines, and bring home everything a
-comparison needs."""
+"""Train the tiny model under a forced sequence of pipelines, and bring home what to compare."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -142,7 +142,7 @@ def run_to_end(trainer: Trainer, num_steps: int | None) -> Outcome:
 
 def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     """Gather a trainer's weights and the optimizer state of every rank."""
-    deployment, model = trainer._deployment, trainer._task.model
+    deployment = trainer._deployment
     states: dict[str, Tensor] = {}
     for shard in deployment._parked.values():
         states.update({key: t.clone() for key, t in shard.items()})
@@ -158,7 +158,6 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
         "rank": trainer.world.rank,
         "replica_digests": digests(trainer),
     }
-    del model
     return Outcome(losses, weights, states, extra)
 
 
@@ -179,8 +178,7 @@ def plain(scenario: Scenario) -> Outcome:
     optimizer = build_adamw(list(model.named_parameters()))
     sampler = EpochSampler(len(data), seed=options["seed"])
     per_epoch = -(-len(data) // options["batch_size"])
-    losses, schedule = [], FreezeSchedule(scenario.frozen)
-    del schedule
+    losses = []
     for step in range(per_epoch * options["epochs"]):
         epoch, position = divmod(step, per_epoch)
         frozen = scenario.frozen[min(epoch, len(scenario.frozen) - 1)]
@@ -213,7 +211,7 @@ def assert_equal(
     """Compare every loss, parameter and optimizer entry: |difference| <= absolute + relative *
     max|tensor|."""
     assert len(ours.losses) == len(theirs.losses) > 0
-    assert ours.losses == pytest_approx(theirs.losses, absolute, relative)
+    assert ours.losses == pytest.approx(theirs.losses, abs=absolute, rel=relative)
     for mine, other in ((ours.weights, theirs.weights), (ours.states, theirs.states)):
         assert mine.keys() == other.keys() and mine
         for name, tensor in mine.items():
@@ -229,10 +227,3 @@ def assert_same_bits(ours: Outcome, theirs: Outcome) -> None:
         assert mine.keys() == other.keys() and mine
         for name, tensor in mine.items():
             assert torch.equal(tensor, other[name]), name
-
-
-def pytest_approx(values: list[float], absolute: float, relative: float) -> Any:
-    """Approximate a list with both tolerances, as pytest does with the larger of the two."""
-    import pytest
-
-    return pytest.approx(values, abs=absolute, rel=relative)
