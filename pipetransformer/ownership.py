@@ -44,7 +44,8 @@ class Ownership:
 
     def held_by(self, rank: int) -> tuple[int, ...]:
         """Return the sublayers whose weights a rank holds, in order."""
-        prefix = range(self.boundaries[0]) if self.topology.stage_of(rank) == 0 else range(0)
+        runs_prefix = self.topology.stage_of(rank) == 0
+        prefix = range(self.num_frozen_sublayers if runs_prefix else 0)
         return (*prefix, *self.trained_by(rank))
 
     def owner(self, index: int) -> int:
@@ -56,13 +57,13 @@ class Ownership:
         holders: dict[str, frozenset[int]] = {}
         for index, name in enumerate(self.names):
             ranks = self._ranks(index)
-            frozen = index < self.boundaries[0]
+            frozen = index < self.num_frozen_sublayers
             holders[shard_name(name, WEIGHTS)] = ranks
             holders[shard_name(name, OPTIMIZER)] = frozenset([min(ranks)]) if frozen else ranks
         return holders
 
     def _ranks(self, index: int) -> frozenset[int]:
-        if index < self.boundaries[0]:
+        if index < self.num_frozen_sublayers:
             return frozenset(self.topology.stage_ranks(0))
         stage = next(j for j in range(self.topology.length) if index < self.boundaries[j + 1])
         return frozenset(self.topology.stage_ranks(stage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -349,6 +349,3 @@ def set_frozen(task: Task, num_frozen: int) -> None:
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in task.trainable and sublayer.layer >= num_frozen)
                 tensor.grad = None
-
-
-RowsOfEpoch = Callable[[int], Rows]
