@@ -1,9 +1,31 @@
-"""Run micro-batch pipelines, and choose them: schedules, engine, profile, partition, plan."""
+"""Run pipelines of micro-batches, and choose them.
 
-from autopipe.engine import StageLinks, StageReport, StageWork, run_program
-from autopipe.link import LinkError, Peer, Receiver, Sender, TensorSpec
-from autopipe.partition import min_max_partition
+`GPipe` wraps a sequential module; `balance` and `skip` serve it. Beneath it, and beneath the
+Trainer: schedules, engine, links; profile, partition, plan, simulation.
+"""
+
+from autopipe import balance, skip
+from autopipe.batch_norm import (
+    DeferredBatchNorm,
+    convert_deferred_batch_norm,
+    restore_batch_norm,
+)
+from autopipe.block_partition import block_partition
+from autopipe.engine import StageLinks, StageReport, StageRun, StageWork, run_program
+from autopipe.gpipe import GPipe
+from autopipe.gpipe_checks import flatten_sequential
+from autopipe.link import LinkAbove, LinkBelow, Payload
+from autopipe.partition import greedy_partition, min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
+from autopipe.process_link import (
+    LinkError,
+    Peer,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
+    Receiver,
+    Sender,
+    TensorSpec,
+)
 from autopipe.profile import LinkCost, Profile, ProfiledSublayer, SublayerCost, profile_sublayers
 from autopipe.profile import merge as merge_profiles
 from autopipe.schedule import (
@@ -17,37 +39,58 @@ from autopipe.schedule import (
     one_f_one_b,
 )
 from autopipe.simulate import Simulation, simulate
+from autopipe.task import is_checkpointing, is_recomputing
+from autopipe.timeline import Span, Trace
 
 __all__ = [
-    "SCHEDULES",
+    "DeferredBatchNorm",
+    "GPipe",
     "Instruction",
+    "LinkAbove",
+    "LinkBelow",
     "LinkCost",
     "LinkError",
     "Op",
+    "Payload",
     "Peer",
     "PipelinePlan",
     "PlanRequest",
+    "ProcessLinkAbove",
+    "ProcessLinkBelow",
     "Profile",
     "ProfiledSublayer",
     "Receiver",
+    "SCHEDULES",
     "Schedule",
     "Sender",
     "Simulation",
+    "Span",
     "StageLinks",
     "StageReport",
+    "StageRun",
     "StageWork",
     "SublayerCost",
     "TensorSpec",
+    "Trace",
+    "balance",
+    "block_partition",
     "candidates",
+    "convert_deferred_batch_norm",
     "draw",
+    "flatten_sequential",
     "forward_only",
     "gpipe",
+    "greedy_partition",
+    "is_checkpointing",
+    "is_recomputing",
     "merge_profiles",
     "min_max_partition",
     "one_f_one_b",
     "plan_pipeline",
     "predict",
     "profile_sublayers",
+    "restore_batch_norm",
     "run_program",
     "simulate",
+    "skip",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,8 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
     """Lend the modules for measuring; restore flags, buffers, gradients and random state."""
     everything = nn.ModuleList(modules)
     training = [(module, module.training) for module in everything.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in everything.buffers()]
+    buffers = [(module, name, buffer, buffer.clone()) for module in everything.modules()
+               for name, buffer in module.named_buffers(recurse=False)]
     gradients = [(parameter, parameter.grad) for parameter in everything.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -48,7 +49,10 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
             module.training = flag
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, value in buffers:
+        for module, name, buffer, value in buffers:
+            # A forward may put another tensor in a buffer's place instead of writing into it.
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
             buffer.copy_(value)
 
 
@@ -100,18 +104,29 @@ def measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
 def _count_saved(batch: Mapping[str, Tensor], sublayer: ProfiledSublayer,
                  hidden: Tensor | None) -> tuple[Tensor, int]:
     """Run a forward; also return the bytes that its graph keeps, each storage once."""
-    held = {tensor.untyped_storage().data_ptr()
-            for tensor in (*sublayer.module.parameters(), *sublayer.module.buffers())}
+    with saved_storages() as saved:
+        output = sublayer.call(hidden, batch)
+    held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
+    return output, sum(saved[address] for address in saved.keys() - held.keys())
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the tensors' storages, by address; views share one."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+@contextmanager
+def saved_storages() -> Iterator[dict[int, int]]:
+    """Record the storages that graphs built inside keep until their backward, as `storages`."""
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            saved[storage.data_ptr()] = storage.nbytes()
+        saved.update(storages([tensor]))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return sublayer.call(hidden, batch), sum(saved.values())
+        yield saved
 
 
 def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
@@ -122,8 +137,8 @@ def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     their memory is warm and every time about a tenth too short.
     """
     def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
-        start_s = _now_s(device)
-        return sublayer.call(hidden, batch), _now_s(device) - start_s
+        start_s = now_s(device)
+        return sublayer.call(hidden, batch), now_s(device) - start_s
 
     modules.train()
     forwards = _run_chain(sublayers, timed)
@@ -132,10 +147,10 @@ def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     backward_s = []
     while forwards:
         forward = forwards.pop()
-        start_s = _now_s(device)
+        start_s = now_s(device)
         if forward.output.requires_grad and gradient is not None:
             forward.output.backward(gradient)
-        backward_s.append(_now_s(device) - start_s)
+        backward_s.append(now_s(device) - start_s)
         gradient = None if forward.below is None else forward.below.grad
     modules.eval()
     with torch.no_grad():
@@ -143,7 +158,7 @@ def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     return [forward_s, backward_s[::-1], frozen_s]
 
 
-def _now_s(device: torch.device) -> float:
+def now_s(device: torch.device) -> float:
     """Return the time when the device has done all that was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

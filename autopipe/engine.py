@@ -1,76 +1,92 @@
 """Run one stage's program: the instructions of a schedule, in order.
 
-Each micro-batch has its own local graph on each stage, and its own backward.
+Each micro-batch has its own local graph on each stage, and its own backward, so the order is that
+of the program and never autograd's.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopipe.link import Receiver, Sender, TensorSpec
-from autopipe.schedule import Op, StageProgram
+from autopipe.graph import Roots, Starts, cut, enter, keeping_nothing, versions
+from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.schedule import Instruction, Op, StageProgram
+from autopipe.task import Task, running
+from autopipe.timeline import Recorder
 
 
 class StageWork(ABC):
     """Say what a stage computes on a micro-batch; the engine says when."""
 
     @abstractmethod
-    def first_input(self, micro_batch: int) -> Tensor:
+    def first_input(self, micro_batch: int) -> Payload:
         """Return what the first stage's layers take (asked of the first stage only)."""
 
     @abstractmethod
-    def forward(self, micro_batch: int, hidden: Tensor) -> Tensor:
-        """Run the stage's layers; the result's first dimension is the sample."""
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        """Run the stage's layers; each tensor's first dimension is the sample."""
 
     @abstractmethod
-    def finish(self, micro_batch: int, output: Tensor) -> Tensor | None:
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
         """Take the last stage's output.
 
         Returns:
-            the 0-dim value to back-propagate; None where no backward follows.
+            the 0-dim value to back-propagate; None where `output_gradients` will give the
+            outputs' gradients, or where no backward follows.
         """
+
+    def output_gradients(self, micro_batch: int) -> Gradients:
+        """Return the gradients of the last stage's outputs, where `finish` gave no loss."""
+        raise NotImplementedError(f"{type(self).__name__} back-propagates losses only")
+
+    def backward(
+        self,
+        starts: Starts,
+        gradients: Sequence[Tensor] | None,
+        inputs: Payload,
+        *,
+        retain: bool,
+    ) -> Gradients:
+        """Back-propagate; unless overridden, into the `grad` of every leaf.
+
+        Args:
+            starts: the places in the graph to start from.
+            gradients: one a start; None for a loss.
+            inputs: the leaves that the stage's layers were given.
+            retain: whether the graph is needed again.
+        Returns:
+            the gradients of the inputs.
+        """
+        torch.autograd.backward(starts, gradients, retain_graph=retain)
+        return tuple(None if leaf is None else leaf.grad for leaf in inputs.tensors)
 
 
 @dataclass
 class StageLinks:
-    """Hold a stage's four channels; the ends of a pipeline lack two of them."""
+    """Hold a stage's links; the ends of a pipeline lack one of them."""
 
-    activation_in: Receiver | None = None
-    activation_out: Sender | None = None
-    gradient_in: Receiver | None = None
-    gradient_out: Sender | None = None
+    below: LinkBelow | None = None
+    above: LinkAbove | None = None
 
-
-@dataclass
-class _Flight:
-    """Hold what a step keeps between a micro-batch's forward and its backward.
-
-    Args:
-        has_backward: whether the program runs backwards; without them nothing is kept.
-    """
-
-    has_backward: bool
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    peak: int = 0
+    def __iter__(self) -> Iterator[LinkBelow | LinkAbove]:
+        return iter([link for link in (self.below, self.above) if link is not None])
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """Report a step of one stage.
+    """Report what a stage did.
 
     Args:
-        compute_s: seconds in forwards and backwards.
+        compute_s: seconds in forwards, recomputations and backwards.
         wait_s: seconds waiting for a neighbour to send or to take.
-        peak_in_flight: most micro-batches kept between their forward and their backward.
+        peak_in_flight: most micro-batches whose activations were kept at once.
     """
 
     compute_s: float
@@ -78,141 +94,215 @@ class StageReport:
     peak_in_flight: int
 
 
-def run_program(program: StageProgram, work: StageWork, links: StageLinks,
-                sizes: Sequence[int], *,
-                before_last_backward: Callable[[], None] = lambda: None) -> StageReport:
-    """Execute a stage's program for one step.
+@dataclass
+class _Flight:
+    """Hold, by micro-batch, what a step keeps between a forward and its backward.
+
+    Args:
+        inputs: leaves; where no backward follows, dropped at the forward.
+        outputs: until they are sent.
+        roots: of the graphs that are alive.
+        versions: of a checkpointed micro-batch's inputs, where its outputs need a gradient.
+        gradients: of the outputs, from their arrival to the backward.
+        input_gradients: from the backward until they are sent.
+        peak: most graphs alive at once.
+    """
+
+    inputs: dict[int, Payload] = field(default_factory=dict)
+    outputs: dict[int, Payload] = field(default_factory=dict)
+    roots: dict[int, Roots] = field(default_factory=dict)
+    versions: dict[int, list[int]] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    input_gradients: dict[int, Gradients] = field(default_factory=dict)
+    peak: int = 0
+
+    def keep(self, i: int, roots: Roots) -> None:
+        """Keep a micro-batch's graph."""
+        self.roots[i] = roots
+        self.peak = max(self.peak, len(self.roots))
+
+
+class StageRun:
+    """Run a stage's program for one step, at once or in portions.
 
     Args:
         program: one row of a schedule.
         work: the stage's computation.
-        links: channels to the neighbours.
+        links: to the neighbours.
         sizes: samples of every micro-batch.
-        before_last_backward: called once, when the gradients of the coming backward complete the
-            step's.
-    Returns:
-        the stage's times.
-    Raises:
-        LinkError: a neighbour did not send or take a micro-batch in time.
+        recorder: notes when each instruction ran; None for nobody.
     """
-    _begin(program, links, sizes)
-    last_backward = max((n for n, ins in enumerate(program) if ins.op is Op.BACKWARD), default=-1)
-    flight = _Flight(has_backward=last_backward >= 0)
-    waited = _waited(links)
-    compute_s = 0.0
-    for number, instruction in enumerate(program):
-        i, op = instruction.micro_batch, instruction.op
-        if op is Op.FORWARD:
-            hidden = work.first_input(i) if links.activation_in is None else _enter(i, flight)
-            start = time.perf_counter()
-            _forward(i, hidden, work, links, flight)
-            compute_s += time.perf_counter() - start
-        elif op is Op.BACKWARD:
-            if number == last_backward:
+
+    def __init__(
+        self,
+        program: StageProgram,
+        work: StageWork,
+        links: StageLinks,
+        sizes: Sequence[int],
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.current: Instruction | None = None
+        self._work, self._links, self._recorder = work, links, recorder
+        self._num_micro_batches = len(sizes)
+        backwards = [ins for ins in program if ins.op is Op.BACKWARD]
+        self._last_backward = backwards[-1] if backwards else None
+        self._checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
+        self._flight = _Flight()
+        self._compute_s = 0.0
+        self._retain = False
+        for link in links:
+            link.begin(program, sizes)
+
+    def run(
+        self,
+        program: StageProgram,
+        *,
+        retain: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> StageReport:
+        """Execute a portion of the program.
+
+        Args:
+            program: the portion.
+            retain: whether its backwards will be asked for once more.
+            before_last_backward: called once, when the gradients of the coming backward complete
+                the step's.
+        Raises:
+            LinkError: a neighbour did not send or take a micro-batch in time.
+            RuntimeError: the input of a checkpointed forward was changed in place.
+        """
+        self._retain, self._compute_s = retain, 0.0
+        waited_s = self._waited_s()
+        for instruction in program:
+            self.current = instruction
+            if instruction == self._last_backward:
                 before_last_backward()
-            start = time.perf_counter()
-            _backward(i, flight)
-            compute_s += time.perf_counter() - start
+            with nullcontext() if self._recorder is None else self._recorder.span(instruction):
+                self._execute(instruction.op, instruction.micro_batch)
+        start = time.perf_counter()
+        for link in self._links:
+            link.flush()
+        flush_s = time.perf_counter() - start
+        return StageReport(
+            self._compute_s, self._waited_s() - waited_s + flush_s, self._flight.peak
+        )
+
+    def take_input_gradients(self) -> dict[int, Gradients]:
+        """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
+        gradients, self._flight.input_gradients = self._flight.input_gradients, {}
+        return gradients
+
+    def _execute(self, op: Op, i: int) -> None:
+        if op is Op.FORWARD:
+            self._timed(self._forward, i, self._forward_input(i))
+        elif op is Op.RECOMPUTE:
+            self._timed(self._recompute, i, self._flight.inputs[i])
+        elif op is Op.BACKWARD:
+            flight = self._flight
+            inputs = flight.inputs[i] if self._retain else flight.inputs.pop(i)
+            self._timed(self._backward, i, inputs)
+        elif op in (Op.RECV_ACTIVATION, Op.SEND_GRADIENT):
+            self._reach_below(op, i, self._links.below)
         else:
-            _communicate(op, i, links, flight)
-    start = time.perf_counter()
-    for sender in (links.activation_out, links.gradient_out):
-        if sender is not None:
-            sender.flush()
-    flush_s = time.perf_counter() - start
-    return StageReport(compute_s, _waited(links) - waited + flush_s, flight.peak)
+            self._reach_above(op, i, self._links.above)
+
+    def _timed(self, compute: Callable[[int, Payload], None], i: int, inputs: Payload) -> None:
+        start = time.perf_counter()
+        compute(i, inputs)
+        self._compute_s += time.perf_counter() - start
+
+    def _waited_s(self) -> float:
+        return sum(link.waited_s for link in self._links)
+
+    def _reach_below(self, op: Op, i: int, link: LinkBelow | None) -> None:
+        assert link is not None, "the first stage has nobody below"
+        if op is Op.RECV_ACTIVATION:
+            self._flight.inputs[i] = link.receive(i)
+        else:
+            link.send_gradients(i, self._flight.input_gradients.pop(i))
+
+    def _reach_above(self, op: Op, i: int, link: LinkAbove | None) -> None:
+        assert link is not None, "the last stage has nobody above"
+        if op is Op.SEND_ACTIVATION:
+            link.send(i, self._flight.outputs.pop(i))
+        else:
+            self._flight.gradients[i] = link.receive_gradients(i)
+
+    def _forward_input(self, i: int) -> Payload:
+        if self._links.above is not None:
+            self._links.above.reserve(i)
+        if self._links.below is None:
+            self._flight.inputs[i] = self._work.first_input(i)
+        keeps = self._last_backward is not None
+        return self._flight.inputs[i] if keeps else self._flight.inputs.pop(i)
+
+    def _forward(self, i: int, inputs: Payload) -> None:
+        checkpointing = i in self._checkpointed
+        before = versions(inputs)
+        with (
+            running(Task(i, self._num_micro_batches, checkpointing=checkpointing)),
+            keeping_nothing() if checkpointing else nullcontext(),
+        ):
+            outputs = self._work.forward(i, enter(inputs))
+            if checkpointing:
+                outputs = cut(outputs)
+                if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
+                    self._flight.versions[i] = before
+            roots = self._pass_on(i, outputs)
+        if self._last_backward is not None and not checkpointing:
+            self._flight.keep(i, roots)
+
+    def _pass_on(self, i: int, outputs: Payload) -> Roots:
+        """Leave the outputs to be sent, or finish them; return where the backward starts."""
+        if self._links.above is not None:
+            self._flight.outputs[i] = outputs
+        elif (loss := self._work.finish(i, outputs)) is not None:
+            return Roots.of_loss(loss)
+        return Roots.of_outputs(outputs)
+
+    def _recompute(self, i: int, inputs: Payload) -> None:
+        if i not in self._flight.versions:
+            return
+        if versions(inputs) != self._flight.versions[i]:
+            raise RuntimeError(
+                f"micro-batch {i}: the input of a checkpointed partition was changed in place, so "
+                "its forward cannot be repeated; let the partition's first layers work out of "
+                "place, leave the input alone until the backward, or use checkpoint='never'"
+            )
+        with running(Task(i, self._num_micro_batches, recomputing=True)), torch.enable_grad():
+            roots = self._pass_on(i, self._work.forward(i, enter(inputs)))
+        self._flight.outputs.pop(i, None)
+        self._flight.keep(i, roots)
+
+    def _backward(self, i: int, inputs: Payload) -> None:
+        flight = self._flight
+        again = self._retain and i not in self._checkpointed
+        roots = flight.roots.get(i) if again else flight.roots.pop(i, None)
+        gradients = flight.gradients.pop(i, None)
+        flight.input_gradients[i] = (None,) * len(inputs.tensors)
+        if roots is None:
+            return
+        starts: Starts = roots.starts
+        values = None
+        if roots.positions is not None:
+            if self._links.above is None:
+                gradients = self._work.output_gradients(i)
+            assert gradients is not None, "a backward before its gradient"
+            starts, values = roots.with_gradients(gradients)
+        if starts:
+            flight.input_gradients[i] = self._work.backward(starts, values, inputs, retain=again)
 
 
-def _begin(program: StageProgram, links: StageLinks, sizes: Sequence[int]) -> None:
-    for op, receiver in ((Op.RECV_ACTIVATION, links.activation_in),
-                         (Op.RECV_GRADIENT, links.gradient_in)):
-        if receiver is not None:
-            receiver.begin([ins.micro_batch for ins in program if ins.op is op], sizes)
-
-
-class _LocalInput(torch.autograd.Function):
-    """Give the layers a non-leaf that shares a leaf's memory: the first may work in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _enter(i: int, flight: _Flight) -> Tensor:
-    leaf = flight.inputs[i] if flight.has_backward else flight.inputs.pop(i)
-    return _LocalInput.apply(leaf) if leaf.requires_grad else leaf
-
-
-def _forward(i: int, hidden: Tensor, work: StageWork, links: StageLinks,
-             flight: _Flight) -> None:
-    output = work.forward(i, hidden)
-    if links.activation_out is not None:
-        flight.outputs[i] = output
-    elif (result := work.finish(i, output)) is not None and flight.has_backward:
-        flight.outputs[i] = result
-    if flight.has_backward:
-        flight.peak = max(flight.peak, len(flight.outputs))
-
-
-def _backward(i: int, flight: _Flight) -> None:
-    output = flight.outputs.pop(i)
-    if output.requires_grad:
-        torch.autograd.backward(output, flight.gradients.pop(i, None))
-
-
-def _communicate(op: Op, i: int, links: StageLinks, flight: _Flight) -> None:
-    """Carry out a send or a receive.
-
-    Where a boundary's activations need no gradient (all below is frozen), none is sent back; both
-    ends read that from the same header.
-    """
-    if op is Op.RECV_ACTIVATION:
-        assert links.activation_in is not None
-        flight.inputs[i] = _receive_activation(i, links.activation_in)
-    elif op is Op.SEND_ACTIVATION:
-        _send_activation(i, links, flight)
-    elif op is Op.RECV_GRADIENT:
-        assert links.gradient_in is not None
-        if flight.outputs[i].requires_grad:
-            flight.gradients[i] = links.gradient_in.receive(i)
-    elif op is Op.SEND_GRADIENT:
-        assert links.gradient_out is not None
-        hidden = flight.inputs.pop(i)
-        if hidden.requires_grad:
-            # A stage that ignores its input still owes the neighbour, who waits, a gradient.
-            gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-            links.gradient_out.send(gradient)
-
-
-def _receive_activation(i: int, receiver: Receiver) -> Tensor:
-    if receiver.spec is None:
-        receiver.spec = receiver.receive_header()["hidden"]
-        receiver.post()
-    hidden = receiver.receive(i)
-    return hidden.requires_grad_(receiver.spec.requires_grad and torch.is_grad_enabled())
-
-
-def _send_activation(i: int, links: StageLinks, flight: _Flight) -> None:
-    assert links.activation_out is not None
-    output = flight.outputs[i] if flight.has_backward else flight.outputs.pop(i)
-    spec = TensorSpec.of(output)
-    receiver = links.gradient_in
-    assert receiver is not None
-    if receiver.spec is None:
-        links.activation_out.send_header({"hidden": spec})
-        receiver.spec = spec
-        if spec.requires_grad:
-            receiver.post()
-    elif receiver.spec != spec:
-        raise ValueError(f"micro-batch {i} leaves the stage as {spec}, the step's first one as "
-                         f"{receiver.spec}; samples of one step need one shape: pad them")
-    links.activation_out.send(output)
-
-
-def _waited(links: StageLinks) -> float:
-    return sum(receiver.waited_s for receiver in (links.activation_in, links.gradient_in)
-               if receiver is not None)
+def run_program(
+    program: StageProgram,
+    work: StageWork,
+    links: StageLinks,
+    sizes: Sequence[int],
+    *,
+    before_last_backward: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
+) -> StageReport:
+    """Execute a stage's program for one step; see `StageRun`."""
+    run = StageRun(program, work, links, sizes, recorder=recorder)
+    return run.run(program, before_last_backward=before_last_backward)

@@ -1,7 +1,7 @@
 """Write pipeline schedules as data: for each stage, the list of instructions it executes.
 
 Legend of the grids: one row a stage, one column a clock tick, `Fi`/`Bi` the forward/backward of
-micro-batch i.
+micro-batch i, `Ri` its recomputation.
 
 GPipe (3 stages, 3 micro-batches): all forwards, then all backwards from the last micro-batch to
 the first.
@@ -17,12 +17,19 @@ micro-batches.
     stage 1  .. F0 F1 .. B0 F2 B1 .. B2 ..
     stage 2  .. .. F0 B0 F1 B1 F2 B2 .. ..
 
+GPipe with all micro-batches but the last checkpointed. A recomputation needs no gradient, so it
+precedes the wait for one and fills what would be idle time.
+
+    stage 0  F0 F1 F2 .. .. .. .. B2 R1 B1 R0 B0
+    stage 1  .. F0 F1 F2 .. .. B2 R1 B1 R0 B0 ..
+    stage 2  .. .. F0 F1 F2 B2 R1 B1 R0 B0 .. ..
+
 Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); torchgpipe section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +40,7 @@ class Op(Enum):
     RECV_ACTIVATION = "recv_activation"
     FORWARD = "forward"
     SEND_ACTIVATION = "send_activation"
+    RECOMPUTE = "recompute"
     RECV_GRADIENT = "recv_gradient"
     BACKWARD = "backward"
     SEND_GRADIENT = "send_gradient"
@@ -50,14 +58,24 @@ StageProgram = tuple[Instruction, ...]
 Schedule = tuple[StageProgram, ...]
 
 
-def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Run all forwards, then all backwards in the order M-1..0."""
-    forwards = [("F", i) for i in range(num_micro_batches)]
-    backwards = [("B", i) for i in reversed(range(num_micro_batches))]
-    return tuple(_with_links(forwards + backwards, j, num_stages) for j in range(num_stages))
+def gpipe(
+    num_stages: int, num_micro_batches: int, *, recomputed: Collection[int] = ()
+) -> Schedule:
+    """Run all forwards, then all backwards in the order M-1..0.
+
+    Args:
+        num_stages: K.
+        num_micro_batches: M.
+        recomputed: micro-batches whose forward is repeated before their backward.
+    """
+    tasks = [("F", i) for i in range(num_micro_batches)]
+    tasks += [("B", i) for i in reversed(range(num_micro_batches))]
+    return tuple(_with_links(tasks, j, num_stages, recomputed) for j in range(num_stages))
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+def one_f_one_b(
+    num_stages: int, num_micro_batches: int, *, recomputed: Collection[int] = ()
+) -> Schedule:
     """Alternate forward and backward after a warm-up of K - j - 1 forwards on stage j."""
     programs = []
     for stage in range(num_stages):
@@ -66,7 +84,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
         for i in range(num_micro_batches - warm_up):
             tasks += [("F", warm_up + i), ("B", i)]
         tasks += [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
-        programs.append(_with_links(tasks, stage, num_stages))
+        programs.append(_with_links(tasks, stage, num_stages, recomputed))
     return tuple(programs)
 
 
@@ -76,10 +94,19 @@ def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     return tuple(_with_links(forwards, j, num_stages) for j in range(num_stages))
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def _with_links(tasks: list[tuple[str, int]], stage: int, num_stages: int) -> StageProgram:
+def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageProgram]:
+    """Part a program that runs all its forwards first into them and the rest."""
+    forward_ops = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
+    length = next((n for n, ins in enumerate(program) if ins.op not in forward_ops), len(program))
+    return program[:length], program[length:]
+
+
+def _with_links(
+    tasks: list[tuple[str, int]], stage: int, num_stages: int, recomputed: Collection[int] = ()
+) -> StageProgram:
     """Put each task between the receive it waits for and the send it feeds."""
     first, last = stage == 0, stage == num_stages - 1
     program: list[Instruction] = []
@@ -90,17 +117,22 @@ def _with_links(tasks: list[tuple[str, int]], stage: int, num_stages: int) -> St
         else:
             receive, work, send = Op.RECV_GRADIENT, Op.BACKWARD, Op.SEND_GRADIENT
             receives, sends = not last, not first
+            program += [Instruction(Op.RECOMPUTE, i)] if i in recomputed else []
         program += [Instruction(receive, i)] if receives else []
         program += [Instruction(work, i)]
         program += [Instruction(send, i)] if sends else []
     return tuple(program)
 
 
+LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
+"""How the operations that compute are drawn."""
+
+
 def draw(schedule: Schedule) -> str:
     """Draw a schedule as the grid of the module's docstring, each task one tick long."""
     finished: dict[tuple[str, int, int], int] = {}
-    tasks = [[(("F" if ins.op is Op.FORWARD else "B"), ins.micro_batch) for ins in program
-              if ins.op in (Op.FORWARD, Op.BACKWARD)] for program in schedule]
+    tasks = [[(LETTERS[ins.op], ins.micro_batch) for ins in program if ins.op in LETTERS]
+             for program in schedule]
     position, clock, last = [0] * len(tasks), 0, len(tasks) - 1
     rows: list[list[str]] = [[] for _ in tasks]
     while any(position[j] < len(tasks[j]) for j in range(len(tasks))):
@@ -108,14 +140,14 @@ def draw(schedule: Schedule) -> str:
             cell = ".."
             if position[j] < len(tasks[j]):
                 kind, i = tasks[j][position[j]]
-                neighbour = j - 1 if kind == "F" else j + 1
+                neighbour = {"F": j - 1, "R": -1, "B": j + 1}[kind]
                 at_end = neighbour < 0 or neighbour > last
                 if at_end or finished.get((kind, neighbour, i), clock + 1) <= clock:
                     cell, finished[kind, j, i] = f"{kind}{i}", clock + 1
                     position[j] += 1
             row.append(cell)
         clock += 1
-        if clock > 2 * len(tasks) * sum(map(len, tasks)) + 2:
+        if clock > 3 * len(tasks) * sum(map(len, tasks)) + 2:
             raise ValueError("the schedule cannot be executed: its stages wait for each other")
     width = max((len(cell) for row in rows for cell in row), default=0)
     return "\n".join(f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()

@@ -53,10 +53,10 @@ class Simulation:
 
     Args:
         step_s: from the start to the end of the last stage.
-        busy_s: leading work, forwards and backwards.
+        busy_s: leading work, forwards, recomputations and backwards.
         idle_s: the rest of the step.
         peak_in_flight: most micro-batches whose forward is done and whose backward is not.
-        timeline: every forward and backward, each stage's in its order.
+        timeline: every forward, recomputation and backward, each stage's in its order.
     """
 
     step_s: float
@@ -136,7 +136,7 @@ class _Clock:
     def execute(self, stage: int, instruction: Instruction) -> bool:
         """Carry out one instruction; return False where its message has not been sent yet."""
         op, i = instruction.op, instruction.micro_batch
-        if op is Op.FORWARD:
+        if op in (Op.FORWARD, Op.RECOMPUTE):
             self._compute(stage, instruction, self._times.forward_s[stage][i])
         elif op is Op.BACKWARD:
             self._compute(stage, instruction, self._times.backward_s[stage][i])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autodp import mix_seed
-from autopipe import StageWork
+from autopipe import Payload, StageWork
 from pipetransformer.adapters import LayeredModel, LossFunction
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
@@ -87,7 +87,7 @@ class LayerWork(StageWork):
         if layers.side_in is not None:
             layers.side_in.begin(batches.sizes)
 
-    def first_input(self, micro_batch: int) -> Tensor:
+    def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
         batch = self._rows(self._parts[micro_batch])
         for sender in self.layers.side_out:
@@ -95,11 +95,12 @@ class LayerWork(StageWork):
         batch = {name: tensor.to(self.layers.device) for name, tensor in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
-        return batch["hidden"] if "hidden" in batch else batch[self.layers.model.inputs[0]]
+        name = "hidden" if "hidden" in batch else self.layers.model.inputs[0]
+        return Payload((batch[name],))
 
-    def forward(self, micro_batch: int, hidden: Tensor) -> Tensor:
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
         entries = self._entries_of(micro_batch)
-        value: Tensor | Mapping[str, Tensor] = hidden
+        value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
         if self.layers.indices.start == 0:
             value = entries
         for index in self.layers.indices:
@@ -114,7 +115,7 @@ class LayerWork(StageWork):
             )
         if not self.layers.is_last:
             del self._entries[micro_batch]
-        return value
+        return Payload((value,))
 
     def finish_step(self) -> None:
         """Wait until the side inputs have left."""
@@ -183,12 +184,13 @@ class TrainWork(LayerWork):
         if self.layers.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def finish(self, micro_batch: int, output: Tensor) -> Tensor:
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return the micro-batch's part of the step's mean loss.
 
         A loss given as (sum, count) is divided by the samples of the global batch for now; the
         gradients are corrected once the counts of all replicas are known.
         """
+        output = only_tensor(outputs)
         loss = self._loss_fn(output, self.target(micro_batch))
         num_samples = len(output)
         if isinstance(loss, tuple):
@@ -227,13 +229,21 @@ class EvaluationWork(LayerWork):
         self._metrics = metrics
         self._sums = sums
 
-    def finish(self, micro_batch: int, output: Tensor) -> None:
+    def finish(self, micro_batch: int, outputs: Payload) -> None:
+        output = only_tensor(outputs)
         target = self.target(micro_batch)
         loss = self._loss_fn(output, target)
         total, count = loss if isinstance(loss, tuple) else (loss * len(output), len(output))
         self._sums.add("loss", float(total), float(count))
         for name, metric in default_metrics(output, target, self._metrics).items():
             self._sums.add(name, *metric(output, target))
+
+
+def only_tensor(payload: Payload) -> Tensor:
+    """Return the tensor of a payload that holds one."""
+    (tensor,) = payload.tensors
+    assert tensor is not None
+    return tensor
 
 
 def default_metrics(

@@ -17,6 +17,8 @@ from autopipe import (
     SCHEDULES,
     Peer,
     PipelinePlan,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
     Receiver,
     Sender,
     StageLinks,
@@ -302,14 +304,14 @@ class Stage:
         previous, following = self._index - 1, self._index + 1
         links = StageLinks()
         if previous >= 0:
-            links.activation_in = Receiver(
-                self._peer(previous, _HIDDEN_TAG, "activations"), self._world.device
+            links.below = ProcessLinkBelow(
+                Receiver(self._peer(previous, _HIDDEN_TAG, "activations"), self._world.device),
+                self._sender(previous, _GRADIENT_TAG, "gradients"),
             )
-            links.gradient_out = self._sender(previous, _GRADIENT_TAG, "gradients")
         if following < self.topology.length:
-            links.activation_out = self._sender(following, _HIDDEN_TAG, "activations")
-            links.gradient_in = Receiver(
-                self._peer(following, _GRADIENT_TAG, "gradients"), self._world.device
+            links.above = ProcessLinkAbove(
+                self._sender(following, _HIDDEN_TAG, "activations"),
+                Receiver(self._peer(following, _GRADIENT_TAG, "gradients"), self._world.device),
             )
         return links
 

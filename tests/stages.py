@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe import Peer, Receiver, Sender, StageLinks, StageWork
+from autopipe import (
+    Payload,
+    Peer,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
+    Receiver,
+    Sender,
+    StageLinks,
+    StageWork,
+)
 from tests.models import tiny_data, tiny_model
 
 NUM_LAYERS = 8
@@ -42,11 +51,13 @@ def connect(group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> Stag
         return links
     rank = dist.get_rank()
     if rank > 0:
-        links.activation_in = Receiver(Peer(rank - 1, group, 1, "activations", timeout_s), CPU)
-        links.gradient_out = CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s))
+        links.below = ProcessLinkBelow(
+            Receiver(Peer(rank - 1, group, 1, "activations", timeout_s), CPU),
+            CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s)))
     if rank < dist.get_world_size() - 1:
-        links.activation_out = CountingSender(Peer(rank + 1, group, 1, "activations", timeout_s))
-        links.gradient_in = Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU)
+        links.above = ProcessLinkAbove(
+            CountingSender(Peer(rank + 1, group, 1, "activations", timeout_s)),
+            Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU))
     return links
 
 
@@ -74,10 +85,11 @@ class StackWork(StageWork):
         self.alive: list[str] = []
         self._seen: list[tuple[str, weakref.ref[Tensor]]] = []
 
-    def first_input(self, micro_batch: int) -> Tensor:
-        return self.x[micro_batch].clone()
+    def first_input(self, micro_batch: int) -> Payload:
+        return Payload((self.x[micro_batch].clone(),))
 
-    def forward(self, micro_batch: int, hidden: Tensor) -> Tensor:
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        (hidden,) = inputs.tensors
         self.events.append(f"F{micro_batch}")
         self.alive += [name for name, tensor in self._seen if tensor() is not None]
         self._seen.append((f"input {micro_batch}", weakref.ref(hidden)))
@@ -85,7 +97,8 @@ class StackWork(StageWork):
         self._seen.append((f"output {micro_batch}", weakref.ref(output)))
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(f"B{micro_batch}"))
-        return output
+        return Payload((output,))
 
-    def finish(self, micro_batch: int, output: Tensor) -> Tensor | None:
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
+        (output,) = outputs.tensors
         return nn.functional.cross_entropy(output, self.y[micro_batch], reduction="sum")

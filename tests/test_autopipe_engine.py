@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe import SCHEDULES, StageReport, forward_only, run_program
+from autopipe import SCHEDULES, Payload, StageReport, forward_only, run_program
+from tests.models import NUM_FEATURES
 from tests.pool import Pool
 from tests.stages import (
     NUM_LAYERS,
@@ -65,7 +66,7 @@ def train(schedule: str, steps: Sequence[Sequence[int]], num_frozen: int = 0,
         work = StackWork(layers, sizes)
         report = run_program(SCHEDULES[schedule](length, len(sizes))[stage], work, links, sizes,
                              before_last_backward=partial(work.events.append, "last"))
-        sender = links.gradient_out
+        sender = getattr(links.below, "gradients", None)
         sent = sender.num_sent if isinstance(sender, CountingSender) else 0
         outcomes.append(Outcome(report, work.events, compare(model, layers, work), sent))
     return outcomes
@@ -163,7 +164,8 @@ class EvaluatingWork(StackWork):
         super().__init__(layers, sizes)
         self.values: list[list[float]] = []
 
-    def finish(self, micro_batch: int, output: Tensor) -> None:
+    def finish(self, micro_batch: int, outputs: Payload) -> None:
+        (output,) = outputs.tensors
         self.values += output.tolist()
 
 
@@ -207,7 +209,8 @@ def change_shapes() -> list[dict[str, float]]:
     links, differences = connect(group), []
     for num_positions, frozen in ((3, False), (5, False), (2, True), (4, False)):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8).double().requires_grad_(not frozen), MeanHead())
+        first = nn.Linear(NUM_FEATURES, 8).double().requires_grad_(not frozen)
+        model = nn.Sequential(first, MeanHead())
         layers = layers_of(model, stage, length)
         work = StackWork(layers, (2, 1))
         positions = torch.arange(1.0, num_positions + 1, dtype=torch.float64)
@@ -227,7 +230,7 @@ def test_each_step_may_have_shapes_and_frozen_layers_of_its_own(two_ranks: Pool)
 def cut_the_graph() -> list[float]:
     """Let the second stage ignore what it received."""
     stage, length, group = place()
-    weight = nn.Parameter(torch.ones(6, 3, dtype=torch.float64))
+    weight = nn.Parameter(torch.ones(NUM_FEATURES, 3, dtype=torch.float64))
 
     def multiply(hidden: Tensor) -> Tensor:
         return hidden @ weight if stage == 0 else hidden.detach() * weight[0]
@@ -240,5 +243,5 @@ def cut_the_graph() -> list[float]:
 
 def test_a_stage_that_ignores_its_input_sends_zeros_to_the_one_that_waits(two_ranks: Pool) -> None:
     first, second = two_ranks.run(cut_the_graph)
-    assert first == [0.0] * 18
+    assert first == [0.0] * 3 * NUM_FEATURES
     assert any(second)

@@ -42,7 +42,8 @@ def test_drawn_schedules_are_the_grids_of_the_docstring() -> None:
     assert module.__doc__ is not None
     lines = [line.strip() for line in re.findall(r"^ +stage .*", module.__doc__, re.MULTILINE)]
     assert draw(gpipe(3, 3)).splitlines() == lines[:3]
-    assert draw(one_f_one_b(3, 3)).splitlines() == lines[3:]
+    assert draw(one_f_one_b(3, 3)).splitlines() == lines[3:6]
+    assert draw(gpipe(3, 3, recomputed=range(2))).splitlines() == lines[6:]
 
 
 def test_columns_stay_aligned_with_two_digit_micro_batches() -> None:

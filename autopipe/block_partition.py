@@ -1,0 +1,93 @@
+"""Split a chain into contiguous parts whose sums differ by at most its largest element.
+
+Such a split always exists; the argument below is also the algorithm. Legend: k parts over the
+costs a[0..n), M = max(a), c = the largest smallest sum that any split into k parts has.
+
+1. From the right, start every part as late as its sum still reaches c. Those starts are `latest`.
+   Each such part has a sum of at most c + M, as one unit less would not reach c.
+2. From the left, end every part as late as its sum stays within c + M, but no later than the
+   next start in `latest`, so that what follows can still reach c.
+
+Where step 2 once ends a part at a start in `latest`, it follows `latest` from there on, so by step
+1 the sums stay within c + M. Otherwise c + M ended all parts but the last: the next unit did not
+fit, so their sums exceed c. Then the last sum cannot exceed c + M, or all would exceed c, and c
+would not be the largest. So every sum is between c and c + M.
+
+    1 2 3 4 5 6 into 2 parts: c = 10, M = 6
+    latest                   1 2 3 4 | 5 6    10 and 11
+    within 16, not beyond    1 2 3 4 | 5 6
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+
+def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Split costs into parts whose sums differ by no more than the largest cost.
+
+    Of all splits none has a larger smallest part, and the largest part is at most twice the best
+    one. `min_max_partition` finds that best one; this is the guarantee on evenness.
+
+    Args:
+        costs: one finite, non-negative number a unit.
+        num_parts: parts, none of them empty.
+    Returns:
+        num_parts + 1 boundaries: part k holds the units from boundaries[k] up to, but not with,
+        boundaries[k + 1].
+    Raises:
+        ValueError: a cost is negative or not finite, or there are fewer units than parts.
+    Source: Barany and Grinberg, Block partitions of sequences (2015), whose theorem this keeps.
+        They move boundaries one by one; ours builds the parts in two passes, and fills them all.
+    """
+    if not all(0 <= cost < math.inf for cost in costs):
+        raise ValueError(f"costs must be finite numbers of at least 0, got {list(costs)}")
+    if not 1 <= num_parts <= len(costs):
+        raise ValueError(
+            f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
+            f"{len(costs)} parts"
+        )
+    # Sums of floats depend on their order; a guarantee about their difference needs exact ones.
+    exact = [Fraction(cost) for cost in costs]
+    total = [Fraction(0), *accumulate(exact)]
+    smallest, latest = _largest_smallest_part(total, num_parts)
+    boundaries = [0]
+    for next_start in latest[1:]:
+        limit = total[boundaries[-1]] + smallest + max(exact)
+        boundaries.append(min(next_start, bisect_right(total, limit) - 1))
+    return tuple(boundaries)
+
+
+def _largest_smallest_part(
+    total: list[Fraction], num_parts: int
+) -> tuple[Fraction, tuple[int, ...]]:
+    """Raise the smallest sum until no split exceeds it; return it and its latest starts."""
+    smallest = Fraction(0)
+    while (better := _latest_starts(total, num_parts, smallest, strict=True)) is not None:
+        smallest = min(total[last] - total[first] for first, last in pairwise(better))
+    latest = _latest_starts(total, num_parts, smallest, strict=False)
+    assert latest is not None
+    return smallest, latest
+
+
+def _latest_starts(
+    total: list[Fraction], num_parts: int, smallest: Fraction, *, strict: bool
+) -> tuple[int, ...] | None:
+    """Start every part as late as its sum reaches (strict: exceeds) the smallest one.
+
+    Returns:
+        boundaries as of a split, its first part being all that is left; None where too little is.
+    """
+    find = bisect_left if strict else bisect_right
+    starts = [len(total) - 1]
+    for part in reversed(range(num_parts)):
+        # A part has at least one unit, also where units cost nothing.
+        start = min(find(total, total[starts[-1]] - smallest), starts[-1]) - 1
+        if start < part:
+            return None
+        starts.append(start)
+    return (0, *reversed(starts[:-1]))

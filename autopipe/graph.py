@@ -1,0 +1,121 @@
+"""Cut a model's graph at stage boundaries: each micro-batch has its own on each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autopipe.link import Gradients, Payload
+
+Starts = Sequence[Tensor] | Sequence[GradientEdge]
+"""Where a backward starts: a loss, or places in the graph."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Say where the backward of one micro-batch starts on one stage.
+
+    Args:
+        starts: a loss; or, of each output that needs a gradient, its place in the graph, which
+            does not keep the output's memory.
+        positions: which of the outputs these were; None for a loss.
+    """
+
+    starts: Starts
+    positions: tuple[int, ...] | None
+
+    @staticmethod
+    def of_loss(loss: Tensor) -> Roots:
+        """Start from a loss."""
+        return Roots((loss,) if loss.requires_grad else (), None)
+
+    @staticmethod
+    def of_outputs(outputs: Payload) -> Roots:
+        """Start from a stage's outputs."""
+        positions = tuple(n for n, tensor in enumerate(outputs.tensors) if _needs_gradient(tensor))
+        return Roots(tuple(_edge(outputs.tensors[n]) for n in positions), positions)
+
+    def with_gradients(self, gradients: Gradients) -> tuple[Starts, list[Tensor]]:
+        """Pair the starts with what came for them; those that get no gradient are left out."""
+        assert self.positions is not None, "a loss takes no gradient"
+        found = [
+            (cast(GradientEdge, start), gradient)
+            for start, n in zip(self.starts, self.positions, strict=True)
+            if (gradient := gradients[n]) is not None
+        ]
+        return [start for start, _ in found], [gradient for _, gradient in found]
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _edge(tensor: Tensor | None) -> GradientEdge:
+    assert tensor is not None
+    return get_gradient_edge(tensor)
+
+
+class _LocalInput(torch.autograd.Function):
+    """Give the layers a non-leaf that shares a leaf's memory: the first may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def enter(leaves: Payload) -> Payload:
+    """Return what the layers are given in place of the leaves."""
+    return replace(
+        leaves,
+        tensors=tuple(
+            _LocalInput.apply(leaf) if leaf is not None and leaf.requires_grad else leaf
+            for leaf in leaves.tensors
+        ),
+    )
+
+
+def cut(outputs: Payload) -> Payload:
+    """Return leaves with the outputs' memory that need a gradient where the outputs did."""
+    return replace(
+        outputs,
+        tensors=tuple(
+            None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in outputs.tensors
+        ),
+    )
+
+
+def versions(payload: Payload) -> list[int]:
+    """Return how often each tensor was changed in place; inference tensors are not counted."""
+    return [
+        -1 if tensor is None or tensor.is_inference() else tensor._version
+        for tensor in payload.tensors
+    ]
+
+
+def keeping_nothing() -> AbstractContextManager[Any]:
+    """Record graphs without the tensors their backward would need.
+
+    Unlike `torch.no_grad` this tells which outputs need a gradient, and layers take the very
+    paths they take when the forward is repeated.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse)
+
+
+def _refuse(nothing: None) -> Tensor:
+    raise AssertionError("a checkpointed forward's graph was asked for a gradient")
+
+
+def total_bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Add up the bytes of tensors."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

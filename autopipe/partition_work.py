@@ -1,0 +1,175 @@
+"""Say what one partition of a GPipe module computes on a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.batch_norm import running_statistics_kept
+from autopipe.engine import StageWork
+from autopipe.graph import Starts, cut
+from autopipe.link import Gradients, Payload
+from autopipe.micro_batch import as_batch, as_payload
+from autopipe.randomness import Randomness
+from autopipe.skip import SkipStore, using
+from autopipe.skip_layout import SkipKey
+from autopipe.task import current_task
+from autopipe.workers import CallerSettings
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Describe one partition.
+
+    Args:
+        module: its layers.
+        device: where they are.
+        arriving, leaving: skips that it pops and that were stashed below, and that it stashes and
+            that are popped above, in the order of the links.
+    """
+
+    module: nn.Sequential
+    device: torch.device
+    arriving: tuple[SkipKey, ...]
+    leaving: tuple[SkipKey, ...]
+
+
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+@dataclass
+class Ends:
+    """Hold what enters the first partition and leaves the last one, by micro-batch.
+
+    Args:
+        inputs: leaves.
+        outputs: without their graphs.
+        output_gradients: what the outputs are owed, once that is known.
+        loss: computes the value to back-propagate in the pipeline; None where the caller does.
+    """
+
+    inputs: list[Payload]
+    outputs: dict[int, Payload] = field(default_factory=dict)
+    output_gradients: list[Gradients] = field(default_factory=list)
+    loss: Callable[[int, Payload], Tensor] | None = None
+
+
+class PartitionWork(StageWork):
+    """Run a partition's layers on the micro-batches of one mini-batch.
+
+    Args:
+        partition: what to run.
+        ends: of the whole pipeline.
+        settings: of the caller.
+        randomness: of this partition and mini-batch.
+    """
+
+    def __init__(
+        self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
+    ) -> None:
+        self.parameters = [p for p in partition.module.parameters() if p.requires_grad]
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self._partition, self._ends = partition, ends
+        self._settings, self._randomness = settings, randomness
+        # A sum of ours may be added to in place; a gradient autograd gave may be shared.
+        self._summed: set[nn.Parameter] = set()
+
+    def first_input(self, micro_batch: int) -> Payload:
+        return self._ends.inputs[micro_batch]
+
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        partition = self._partition
+        first_skip = len(inputs.tensors) - len(partition.arriving)
+        hidden = Payload(inputs.tensors[:first_skip], inputs.is_bare)
+        store = SkipStore(dict(zip(partition.arriving, inputs.tensors[first_skip:], strict=True)))
+        with using(store), self._settings.autocast(), self._draws(micro_batch):
+            value = partition.module(as_batch(hidden))
+        outputs = as_payload(value, what="a partition's output")
+        skips = tuple(store.pop(key) for key in partition.leaving)
+        return Payload(outputs.tensors + skips, outputs.is_bare)
+
+    @contextmanager
+    def _draws(self, micro_batch: int) -> Iterator[None]:
+        task = current_task()
+        assert task is not None
+        if task.recomputing:
+            with (
+                running_statistics_kept(self._partition.module),
+                self._randomness.of_recomputation(micro_batch),
+            ):
+                yield
+        else:
+            with self._randomness.of_forward(micro_batch, repeated=task.checkpointing):
+                yield
+
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
+        task = current_task()
+        assert task is not None
+        if self._ends.loss is not None:
+            with self._settings.autocast():
+                return self._ends.loss(micro_batch, outputs)
+        if not task.recomputing:
+            self._ends.outputs[micro_batch] = cut(outputs)
+        return None
+
+    def output_gradients(self, micro_batch: int) -> Gradients:
+        return self._ends.output_gradients[micro_batch]
+
+    def backward(
+        self,
+        starts: Starts,
+        gradients: Sequence[Tensor] | None,
+        inputs: Payload,
+        *,
+        retain: bool,
+    ) -> Gradients:
+        """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
+        leaves = [t for t in inputs.tensors if t is not None and t.requires_grad]
+        found = torch.autograd.grad(
+            starts, [*leaves, *self.parameters], gradients, retain_graph=retain, allow_unused=True
+        )
+        for parameter, gradient in zip(self.parameters, found[len(leaves) :], strict=True):
+            if gradient is not None:
+                self._add(parameter, gradient)
+        of_leaves = iter(found)
+        return tuple(
+            next(of_leaves) if t is not None and t.requires_grad else None for t in inputs.tensors
+        )
+
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        total = self.gradients.get(parameter)
+        if total is None:
+            self.gradients[parameter] = gradient
+        elif parameter in self._summed:
+            total += gradient
+        else:
+            self.gradients[parameter] = total + gradient
+            self._summed.add(parameter)
+
+    def take_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return the sums over all micro-batches, and start over."""
+        gradients, self.gradients = self.gradients, {}
+        self._summed.clear()
+        return gradients
+
+
+@contextmanager
+def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep the parameters' hooks from seeing the parts of a gradient.
+
+    They fire once, when autograd receives the whole.
+    """
+    # torch calls whatever this dictionary holds, and has no other way to leave a hook out.
+    held = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in held:
+            hooks.update(content)

@@ -1,0 +1,225 @@
+"""Know which skips a layer declares, which partitions exchange them, and whether they pair up.
+
+    layer      0          1          2          3
+    declares   stash a    stash b    pop b      pop a
+    cut        | partition 0 ------- | partition 1 -- |
+
+Here partition 0 owes partition 1 the skips a and b: one edge, whose keys are a, b.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Tell skips of the same name apart; see `Skippable.isolate`.
+
+    Two namespaces differ; a copy equals its original, also when pickled to another process, so
+    that a copied model keeps its pairs.
+    """
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
+
+
+@dataclass(frozen=True)
+class SkipKey:
+    """Name one skip of a model: the declared name, and the namespace that isolates it."""
+
+    namespace: Namespace | None
+    name: str
+
+
+class Skippable(nn.Module):
+    """Give a layer its declared skips; the base of every class that `skippable` makes."""
+
+    stash_names: ClassVar[tuple[str, ...]] = ()
+    pop_names: ClassVar[tuple[str, ...]] = ()
+    _skip_namespaces: Mapping[str, Namespace] = types.MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.isgeneratorfunction(cls.__dict__.get("forward")):
+            raise TypeError(
+                f"{cls.__name__} overrides the forward of a skippable class by a generator, which "
+                f"nothing would run; derive it from the undecorated class and decorate it itself"
+            )
+
+    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
+        """Tell this layer's skips apart from those of the same names in other namespaces.
+
+        Args:
+            ns: shared by the layers that stash and pop them.
+            only: names to isolate; all declared ones where it is None.
+        Returns:
+            The layer itself.
+        Raises:
+            TypeError: `ns` is not a Namespace, or `only` a single string.
+            ValueError: `only` holds a name that the layer does not declare.
+        """
+        if not isinstance(ns, Namespace):
+            raise TypeError(f"isolate takes a Namespace, not {ns!r}; pass Namespace()")
+        declared = (*self.stash_names, *self.pop_names)
+        names = declared if only is None else names_of(only, what="only")
+        if unknown := [name for name in names if name not in declared]:
+            who = self.describe_skips()
+            raise ValueError(f"{who} cannot isolate {unknown}; name skips that it declares")
+        self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, ns)}
+        return self
+
+    def stashable(self) -> tuple[SkipKey, ...]:
+        """Return the skips that each forward stashes, in the order they were declared."""
+        return tuple(self.skip_key(name) for name in self.stash_names)
+
+    def poppable(self) -> tuple[SkipKey, ...]:
+        """Return the skips that each forward pops, in the order they were declared."""
+        return tuple(self.skip_key(name) for name in self.pop_names)
+
+    def skip_key(self, name: str) -> SkipKey:
+        """Return the key that a declared name stands for in this layer's namespaces."""
+        return SkipKey(self._skip_namespaces.get(name), name)
+
+    def describe_skips(self) -> str:
+        """Return the layer's class and what it declared, for messages."""
+        declared = f"stash={list(self.stash_names)}, pop={list(self.pop_names)}"
+        return f"{type(self).__name__} (declared {declared})"
+
+    def __repr__(self) -> str:
+        return f"@skippable({super().__repr__()})"
+
+
+def names_of(names: Iterable[str], *, what: str) -> tuple[str, ...]:
+    """Return distinct names in their order. Raises TypeError for a single string or no strings."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"{what} must be an iterable of names, not {names!r}; write "
+            f"skippable(stash=['name']) or only=['name']"
+        )
+    listed = tuple(dict.fromkeys(names))
+    if wrong := [name for name in listed if not isinstance(name, str)]:
+        raise TypeError(f"{what} must hold strings, not {wrong}")
+    return listed
+
+
+@dataclass(frozen=True)
+class SkipEdge:
+    """Name the skips that one partition stashes for another.
+
+    Args:
+        source: partition that stashes them.
+        target: later partition that pops them.
+        keys: in the order the source's layers come and declare them.
+    """
+
+    source: int
+    target: int
+    keys: tuple[SkipKey, ...]
+
+
+def skip_edges(partitions: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
+    """List what travels between partitions, by source and then by target.
+
+    Skips that stay inside a partition make no edge. Check the model by `verify_skippables`
+    before: a stash without a pop after it makes no edge either.
+
+    Args:
+        partitions: layers of each partition, in order; modules inside a layer count as well.
+    Returns:
+        One edge for each pair of partitions that exchange skips.
+    Source: the portals of torchgpipe, section 3.3: a skip goes straight to where it is popped.
+    """
+    poppers: dict[SkipKey, int] = {}
+    for target, layers in enumerate(partitions):
+        for module in _skippables_of(layers):
+            poppers.update(dict.fromkeys(module.poppable(), target))
+    found: dict[tuple[int, int], list[SkipKey]] = {}
+    for source, layers in enumerate(partitions):
+        for module in _skippables_of(layers):
+            for key in module.stashable():
+                if poppers.get(key, -1) > source:
+                    found.setdefault((source, poppers[key]), []).append(key)
+    return tuple(SkipEdge(*pair, tuple(found[pair])) for pair in sorted(found))
+
+
+def _skippables_of(layers: Iterable[nn.Module]) -> Iterator[Skippable]:
+    for layer in layers:
+        yield from (module for module in layer.modules() if isinstance(module, Skippable))
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that each skip of a model is stashed by one layer and popped by one after it.
+
+    Skippable modules inside a layer are checked as well; which of them runs first is the
+    layer's business, so both orders pass.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or some stash and pop do not match; every
+            failure is listed with the name of the layer in the module.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"verify_skippables checks an nn.Sequential, not {type(module).__name__}")
+    stashed: set[SkipKey] = set()
+    popped: set[SkipKey] = set()
+    failures: list[str] = []
+    # A module that stands in two places declares its skips twice.
+    named = (
+        (name, child)
+        for name, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, Skippable) and name
+    )
+    for _, layer in itertools.groupby(named, key=lambda item: item[0].split(".")[0]):
+        members = list(layer)
+        for name, child in members:
+            failures += _check_stashes(name, child, stashed)
+        for name, child in members:
+            failures += _check_pops(name, child, stashed, popped)
+    for key in sorted(stashed - popped, key=lambda key: key.name):
+        failures.append(
+            f"no module declared {key.name!r} as poppable but stashed: let a layer after it pop "
+            f"it, isolated by the same Namespace if it is isolated"
+        )
+    if failures:
+        raise TypeError("some stash and pop do not match:\n* " + "\n* ".join(failures))
+
+
+def _check_stashes(name: str, module: Skippable, stashed: set[SkipKey]) -> Iterator[str]:
+    for key in module.stashable():
+        if key in module.poppable():
+            yield (
+                f"{name!r} declared {key.name!r} both as stashable and as poppable: give the "
+                f"two skips different names"
+            )
+        elif key in stashed:
+            yield (
+                f"{name!r} redeclared {key.name!r} as stashable but not isolated by namespace: "
+                f"isolate each pair by a Namespace of its own"
+            )
+        stashed.add(key)
+
+
+def _check_pops(
+    name: str, module: Skippable, stashed: set[SkipKey], popped: set[SkipKey]
+) -> Iterator[str]:
+    for key in module.poppable():
+        if key in module.stashable():
+            pass  # reported among the stashes
+        elif key not in stashed:
+            yield (
+                f"{name!r} declared {key.name!r} as poppable but it was not stashed: let a "
+                f"layer before it stash it, isolated by the same Namespace if it is isolated"
+            )
+        elif key in popped:
+            yield (
+                f"{name!r} redeclared {key.name!r} as poppable but not isolated by namespace: "
+                f"isolate each pair by a Namespace of its own"
+            )
+        popped.add(key)

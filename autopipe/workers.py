@@ -1,0 +1,157 @@
+"""Run one job a partition at the same time, each in its own thread, as the caller would."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.thread_link import Stopped
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Hold what autocast does for one type of device."""
+
+    device_type: str
+    dtype: torch.dtype
+    cache_enabled: bool
+
+
+@dataclass(frozen=True)
+class CallerSettings:
+    """Hold the caller's settings that torch keeps for each thread alone.
+
+    Args:
+        grad_enabled, inference: its grad mode.
+        autocasts: the device types for which autocast is on.
+        streams: its current stream on each CUDA device of the pipeline.
+        num_threads: intra-op threads of each job.
+    """
+
+    grad_enabled: bool
+    inference: bool
+    autocasts: tuple[AutocastState, ...]
+    streams: tuple[torch.cuda.Stream, ...]
+    num_threads: int
+
+    @staticmethod
+    def capture(devices: Sequence[torch.device], *, at_once: int) -> CallerSettings:
+        """Read the present settings.
+
+        Args:
+            devices: of the partitions.
+            at_once: how many of them can work at the same time; those on the CPU share the
+                caller's intra-op threads.
+        """
+        types = sorted({device.type for device in devices} & {"cpu", "cuda"})
+        cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+        num_on_cpu = sum(device.type == "cpu" for device in devices)
+        return CallerSettings(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(
+                AutocastState(t, torch.get_autocast_dtype(t), torch.is_autocast_cache_enabled())
+                for t in types
+                if torch.is_autocast_enabled(t)
+            ),
+            tuple(torch.cuda.current_stream(device) for device in cuda_devices),
+            max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
+        )
+
+    @contextmanager
+    def applied(self, *, grad_enabled: bool) -> Iterator[None]:
+        """Apply them to this thread, but for autocast and intra-op threads.
+
+        Backwards run in this thread itself: handed to autograd's thread of a CUDA device, they
+        would wait for the very backward that started this job.
+        """
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad_enabled and not self.inference))
+            if self.streams:
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Apply the autocast, for one forward.
+
+        Entered and left with every forward, because leaving empties the cache of weights cast
+        before: a weight cast without a graph must not serve a forward that needs one.
+        """
+        with ExitStack() as stack:
+            for state in self.autocasts:
+                stack.enter_context(
+                    torch.autocast(
+                        state.device_type, dtype=state.dtype, cache_enabled=state.cache_enabled
+                    )
+                )
+            yield
+
+
+def run_together(
+    jobs: Sequence[Callable[[], None]],
+    *,
+    num_threads: int,
+    stop: Callable[[], None],
+    order: Callable[[int], int],
+) -> None:
+    """Run the jobs, all at the same time; one alone runs in the caller's thread.
+
+    A failure stops the others; it is raised when all have ended, with its own traceback.
+
+    Args:
+        jobs: one a partition.
+        num_threads: intra-op threads of each.
+        stop: ends every wait of a job for another.
+        order: tells for a failed job how early in the schedule it failed; the earliest failure
+            is raised.
+    """
+    if len(jobs) == 1:
+        jobs[0]()
+        return
+    failures: list[tuple[int, BaseException]] = []
+    context = contextvars.copy_context()
+
+    def work(number: int) -> None:
+        try:
+            torch.set_num_threads(num_threads)
+            jobs[number]()
+        except Stopped:
+            pass
+        except BaseException as error:
+            failures.append((order(number), error))
+            stop()
+
+    # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
+    threads = [
+        threading.Thread(
+            target=context.copy().run, args=(work, number), daemon=True, name=f"partition {number}"
+        )
+        for number in range(len(jobs))
+    ]
+    num_threads_before = torch.get_num_threads()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # The caller was interrupted.
+        stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    finally:
+        # Set in a thread, the number is also the default of threads to come.
+        torch.set_num_threads(num_threads_before)
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
