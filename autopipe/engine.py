@@ -50,7 +50,7 @@ class StageWork(ABC):
         self,
         starts: Starts,
         gradients: Sequence[Tensor] | None,
-        inputs: Payload,
+        anchors: Gradients,
         *,
         retain: bool,
     ) -> Gradients:
@@ -59,13 +59,13 @@ class StageWork(ABC):
         Args:
             starts: the places in the graph to start from.
             gradients: one a start; None for a loss.
-            inputs: the leaves that the stage's layers were given.
+            anchors: the leaves that stand for the stage's inputs.
             retain: whether the graph is needed again.
         Returns:
             the gradients of the inputs.
         """
         torch.autograd.backward(starts, gradients, retain_graph=retain)
-        return tuple(None if leaf is None else leaf.grad for leaf in inputs.tensors)
+        return tuple(None if anchor is None else anchor.grad for anchor in anchors)
 
 
 @dataclass
@@ -99,7 +99,8 @@ class _Flight:
     """Hold, by micro-batch, what a step keeps between a forward and its backward.
 
     Args:
-        inputs: leaves; where no backward follows, dropped at the forward.
+        inputs: from their arrival to the forward; checkpointed ones to the backward.
+        anchors: what gets the inputs' gradients, while their graph is alive.
         outputs: until they are sent.
         roots: of the graphs that are alive.
         versions: of a checkpointed micro-batch's inputs, where its outputs need a gradient.
@@ -109,6 +110,7 @@ class _Flight:
     """
 
     inputs: dict[int, Payload] = field(default_factory=dict)
+    anchors: dict[int, Gradients] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     roots: dict[int, Roots] = field(default_factory=dict)
     versions: dict[int, list[int]] = field(default_factory=dict)
@@ -195,21 +197,20 @@ class StageRun:
 
     def _execute(self, op: Op, i: int) -> None:
         if op is Op.FORWARD:
-            self._timed(self._forward, i, self._forward_input(i))
+            self._prepare_forward(i)
+            self._timed(self._forward, i)
         elif op is Op.RECOMPUTE:
-            self._timed(self._recompute, i, self._flight.inputs[i])
+            self._timed(self._recompute, i)
         elif op is Op.BACKWARD:
-            flight = self._flight
-            inputs = flight.inputs[i] if self._retain else flight.inputs.pop(i)
-            self._timed(self._backward, i, inputs)
+            self._timed(self._backward, i)
         elif op in (Op.RECV_ACTIVATION, Op.SEND_GRADIENT):
             self._reach_below(op, i, self._links.below)
         else:
             self._reach_above(op, i, self._links.above)
 
-    def _timed(self, compute: Callable[[int, Payload], None], i: int, inputs: Payload) -> None:
+    def _timed(self, compute: Callable[[int], None], i: int) -> None:
         start = time.perf_counter()
-        compute(i, inputs)
+        compute(i)
         self._compute_s += time.perf_counter() - start
 
     def _waited_s(self) -> float:
@@ -229,22 +230,21 @@ class StageRun:
         else:
             self._flight.gradients[i] = link.receive_gradients(i)
 
-    def _forward_input(self, i: int) -> Payload:
+    def _prepare_forward(self, i: int) -> None:
         if self._links.above is not None:
             self._links.above.reserve(i)
         if self._links.below is None:
             self._flight.inputs[i] = self._work.first_input(i)
-        keeps = self._last_backward is not None
-        return self._flight.inputs[i] if keeps else self._flight.inputs.pop(i)
 
-    def _forward(self, i: int, inputs: Payload) -> None:
-        checkpointing = i in self._checkpointed
-        before = versions(inputs)
+    def _forward(self, i: int) -> None:
+        flight, checkpointing = self._flight, i in self._checkpointed
+        before = versions(flight.inputs[i])
         with (
             running(Task(i, self._num_micro_batches, checkpointing=checkpointing)),
             keeping_nothing() if checkpointing else nullcontext(),
         ):
-            outputs = self._work.forward(i, enter(inputs))
+            # Nobody here holds the inputs, so that a skip can be freed when it has been popped.
+            outputs = self._work.forward(i, self._enter(i, self._take_inputs(i)))
             if checkpointing:
                 outputs = cut(outputs)
                 if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
@@ -252,6 +252,15 @@ class StageRun:
             roots = self._pass_on(i, outputs)
         if self._last_backward is not None and not checkpointing:
             self._flight.keep(i, roots)
+
+    def _take_inputs(self, i: int) -> Payload:
+        inputs = self._flight.inputs
+        return inputs[i] if i in self._checkpointed else inputs.pop(i)
+
+    def _enter(self, i: int, inputs: Payload) -> Payload:
+        entered = enter(inputs)
+        self._flight.anchors[i] = entered.anchors
+        return entered.inputs
 
     def _pass_on(self, i: int, outputs: Payload) -> Roots:
         """Leave the outputs to be sent, or finish them; return where the backward starts."""
@@ -261,26 +270,30 @@ class StageRun:
             return Roots.of_loss(loss)
         return Roots.of_outputs(outputs)
 
-    def _recompute(self, i: int, inputs: Payload) -> None:
-        if i not in self._flight.versions:
+    def _recompute(self, i: int) -> None:
+        flight = self._flight
+        if i not in flight.versions:
             return
-        if versions(inputs) != self._flight.versions[i]:
+        inputs = flight.inputs[i]
+        if versions(inputs) != flight.versions[i]:
             raise RuntimeError(
                 f"micro-batch {i}: the input of a checkpointed partition was changed in place, so "
                 "its forward cannot be repeated; let the partition's first layers work out of "
                 "place, leave the input alone until the backward, or use checkpoint='never'"
             )
         with running(Task(i, self._num_micro_batches, recomputing=True)), torch.enable_grad():
-            roots = self._pass_on(i, self._work.forward(i, enter(inputs)))
-        self._flight.outputs.pop(i, None)
-        self._flight.keep(i, roots)
+            roots = self._pass_on(i, self._work.forward(i, self._enter(i, inputs)))
+        flight.outputs.pop(i, None)
+        flight.keep(i, roots)
 
-    def _backward(self, i: int, inputs: Payload) -> None:
-        flight = self._flight
+    def _backward(self, i: int) -> None:
+        flight, gradients = self._flight, self._flight.gradients.pop(i, None)
         again = self._retain and i not in self._checkpointed
         roots = flight.roots.get(i) if again else flight.roots.pop(i, None)
-        gradients = flight.gradients.pop(i, None)
-        flight.input_gradients[i] = (None,) * len(inputs.tensors)
+        anchors = flight.anchors[i] if again else flight.anchors.pop(i)
+        if not self._retain:
+            flight.inputs.pop(i, None)
+        flight.input_gradients[i] = (None,) * len(anchors)
         if roots is None:
             return
         starts: Starts = roots.starts
@@ -291,7 +304,7 @@ class StageRun:
             assert gradients is not None, "a backward before its gradient"
             starts, values = roots.with_gradients(gradients)
         if starts:
-            flight.input_gradients[i] = self._work.backward(starts, values, inputs, retain=again)
+            flight.input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
 
 
 def run_program(

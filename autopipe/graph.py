@@ -61,27 +61,48 @@ def _edge(tensor: Tensor | None) -> GradientEdge:
     return get_gradient_edge(tensor)
 
 
-class _LocalInput(torch.autograd.Function):
-    """Give the layers a non-leaf that shares a leaf's memory: the first may work in place."""
+class _Entry(torch.autograd.Function):
+    """Give the layers data whose gradient arrives at an anchor."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
+    def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
+        return data.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
-def enter(leaves: Payload) -> Payload:
-    """Return what the layers are given in place of the leaves."""
-    return replace(
-        leaves,
-        tensors=tuple(
-            _LocalInput.apply(leaf) if leaf is not None and leaf.requires_grad else leaf
-            for leaf in leaves.tensors
-        ),
+@dataclass(frozen=True)
+class Entered:
+    """Hold a stage's inputs as its layers are given them.
+
+    Args:
+        anchors: leaves of the inputs' shapes, without memory of their own, that get the inputs'
+            gradients; None where none is needed. The graph keeps an input itself only if a layer
+            saves it.
+        inputs: no leaves, so that the first layer may work in place.
+    """
+
+    anchors: Gradients
+    inputs: Payload
+
+
+def enter(inputs: Payload) -> Entered:
+    """Start a graph at a stage's inputs."""
+    anchors = tuple(
+        torch.empty((), dtype=tensor.dtype, device=tensor.device)
+        .expand(tensor.shape)
+        .requires_grad_()
+        if tensor is not None and tensor.requires_grad
+        else None
+        for tensor in inputs.tensors
     )
+    tensors = tuple(
+        tensor if anchor is None or tensor is None else _Entry.apply(anchor, tensor.detach())
+        for anchor, tensor in zip(anchors, inputs.tensors, strict=True)
+    )
+    return Entered(anchors, replace(inputs, tensors=tensors))
 
 
 def cut(outputs: Payload) -> Payload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,49 +73,65 @@ def scatter(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tenso
     return list(zip(*pieces, strict=True))
 
 
-def gather(payloads: Sequence[Payload]) -> Payload:
-    """Concatenate the micro-batches' outputs; the result has no graph.
+@dataclass(frozen=True)
+class Gathered:
+    """Hold a mini-batch's outputs.
+
+    Args:
+        payload: the outputs, without a graph.
+        lengths: of each tensor, how much of its first dimension each micro-batch gave.
+        need_gradient: of each tensor, whether it depends on anything that needs a gradient.
+    """
+
+    payload: Payload
+    lengths: tuple[tuple[int, ...], ...]
+    need_gradient: tuple[bool, ...]
+
+
+def gather(outputs: Sequence[Payload]) -> Gathered:
+    """Concatenate the micro-batches' outputs.
 
     Raises:
         ValueError: they do not fit together.
     """
-    kinds = {(payload.is_bare, len(payload.tensors)) for payload in payloads}
-    if len(kinds) > 1:
+    if len({(payload.is_bare, len(payload.tensors)) for payload in outputs}) > 1:
         raise ValueError(
-            "the last layer returned another number of tensors for some "
-            "micro-batches than for others"
+            "the last layer returned another number of tensors for some micro-batches than for "
+            "others"
         )
-    if len(payloads) == 1:
-        return replace(
-            payloads[0],
-            tensors=tuple(None if t is None else t.detach() for t in payloads[0].tensors),
-        )
-    columns = list(zip(*(payload.tensors for payload in payloads), strict=True))
-    if any(tensor.ndim == 0 for column in columns for tensor in column):
+    columns = [
+        [t for t in column if t is not None]
+        for column in zip(*(payload.tensors for payload in outputs), strict=True)
+    ]
+    if len(outputs) > 1 and any(tensor.ndim == 0 for column in columns for tensor in column):
         raise ValueError(
-            f"the last layer returned a 0-dim tensor for each of {len(payloads)} "
-            "micro-batches; a pipeline's outputs are put together along the first "
-            "dimension: return one value a sample, or compute the loss outside"
+            f"the last layer returned a 0-dim tensor for each of {len(outputs)} micro-batches; a "
+            "pipeline's outputs are put together along the first dimension: return one value a "
+            "sample, or compute the loss outside"
         )
     with torch.no_grad():
-        return Payload(tuple(torch.cat(column) for column in columns), payloads[0].is_bare)
+        tensors = tuple(
+            torch.cat(column) if len(column) > 1 else column[0].detach() for column in columns
+        )
+    return Gathered(
+        Payload(tensors, outputs[0].is_bare),
+        tuple(tuple(len(t) if t.ndim else 1 for t in column) for column in columns),
+        tuple(any(tensor.requires_grad for tensor in column) for column in columns),
+    )
 
 
-def split_gradients(gradients: Gradients, outputs: Sequence[Payload]) -> list[Gradients]:
+def split_gradients(gradients: Gradients, lengths: Sequence[Sequence[int]]) -> list[Gradients]:
     """Part the gradients of gathered outputs by micro-batch.
 
     Args:
         gradients: of each gathered tensor; None for none.
-        outputs: what was gathered.
+        lengths: as `Gathered` has them.
     """
-    if len(outputs) == 1:
+    num_micro_batches = len(lengths[0])
+    if num_micro_batches == 1:
         return [gradients]
-    lengths = [
-        [len(t) for t in column if t is not None]
-        for column in zip(*(payload.tensors for payload in outputs), strict=True)
-    ]
     columns = [
-        [None] * len(outputs) if gradient is None else list(gradient.split(length))
+        [None] * num_micro_batches if gradient is None else list(gradient.split(list(length)))
         for gradient, length in zip(gradients, lengths, strict=True)
     ]
     return list(zip(*columns, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,10 +85,12 @@ class PartitionWork(StageWork):
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
         partition = self._partition
         first_skip = len(inputs.tensors) - len(partition.arriving)
-        hidden = Payload(inputs.tensors[:first_skip], inputs.is_bare)
         store = SkipStore(dict(zip(partition.arriving, inputs.tensors[first_skip:], strict=True)))
+        hidden = as_batch(replace(inputs, tensors=inputs.tensors[:first_skip]))
+        # A tensor that only this frame held would live as long as the partition's forward.
+        del inputs
         with using(store), self._settings.autocast(), self._draws(micro_batch):
-            value = partition.module(as_batch(hidden))
+            value = partition.module(hidden)
         outputs = as_payload(value, what="a partition's output")
         skips = tuple(store.pop(key) for key in partition.leaving)
         return Payload(outputs.tensors + skips, outputs.is_bare)
@@ -124,12 +126,12 @@ class PartitionWork(StageWork):
         self,
         starts: Starts,
         gradients: Sequence[Tensor] | None,
-        inputs: Payload,
+        anchors: Gradients,
         *,
         retain: bool,
     ) -> Gradients:
         """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
-        leaves = [t for t in inputs.tensors if t is not None and t.requires_grad]
+        leaves = [anchor for anchor in anchors if anchor is not None]
         found = torch.autograd.grad(
             starts, [*leaves, *self.parameters], gradients, retain_graph=retain, allow_unused=True
         )
@@ -137,9 +139,7 @@ class PartitionWork(StageWork):
             if gradient is not None:
                 self._add(parameter, gradient)
         of_leaves = iter(found)
-        return tuple(
-            next(of_leaves) if t is not None and t.requires_grad else None for t in inputs.tensors
-        )
+        return tuple(None if anchor is None else next(of_leaves) for anchor in anchors)
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         total = self.gradients.get(parameter)

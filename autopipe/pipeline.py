@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopipe.engine import StageLinks, StageRun
 from autopipe.link import Gradients, Payload
-from autopipe.micro_batch import gather, split_gradients
+from autopipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.randomness import Randomness, may_draw
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
@@ -78,6 +78,8 @@ class PipelineRun:
     ) -> None:
         self._layout, self._schedule, self._ends = layout, schedule, ends
         at_once = min(len(sizes), len(schedule))
+        self.gives_bare_tensor = True
+        self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
         self._settings = CallerSettings.capture(layout.devices, at_once=at_once)
         self._recorders: list[Recorder | None] = [
@@ -97,30 +99,23 @@ class PipelineRun:
             )
         ]
 
-    def forward(self) -> Payload:
+    def forward(self) -> Gathered:
         """Run the forwards; return the gathered outputs, without a graph."""
         programs = [split_at_first_backward(program)[0] for program in self._schedule]
         self._run(programs, grad_enabled=self.keeps_graph)
-        return gather(self._outputs())
-
-    def outputs_needing_gradients(self) -> list[bool]:
-        """Tell of each gathered output whether it depends on anything that needs a gradient."""
-        columns = zip(*(payload.tensors for payload in self._outputs()), strict=True)
-        return [any(t is not None and t.requires_grad for t in column) for column in columns]
-
-    def gives_bare_tensor(self) -> bool:
-        """Tell whether the last layer returned a tensor by itself."""
-        return self._ends.outputs[0].is_bare
+        outputs, self._ends.outputs = self._ends.outputs, {}
+        gathered = gather([outputs[i] for i in range(len(outputs))])
+        self._lengths = gathered.lengths
+        self.gives_bare_tensor = gathered.payload.is_bare
+        return gathered
 
     def backward(self, gradients: Gradients, *, retain: bool) -> None:
         """Run the backwards for the gradients of the gathered outputs."""
-        self._ends.output_gradients = split_gradients(gradients, self._outputs())
+        self._ends.output_gradients = split_gradients(gradients, self._lengths)
         programs = [split_at_first_backward(program)[1] for program in self._schedule]
         with hooks_held(self._layout.parameters()):
             self._run(programs, grad_enabled=True, retain=retain)
-
-    def _outputs(self) -> list[Payload]:
-        return [self._ends.outputs[i] for i in range(len(self._ends.inputs))]
+        self._ends.output_gradients = []
 
     def step(self) -> None:
         """Run the whole schedule, with the loss inside the pipeline."""
@@ -225,14 +220,9 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Nothing to save but the right to go backward once; asked for again, torch refuses.
         ctx.save_for_backward(torch.empty(0))
-        ctx.mark_non_differentiable(
-            *(
-                t
-                for t, needed in zip(outputs.tensors, run.outputs_needing_gradients(), strict=True)
-                if not needed
-            )
-        )
-        return outputs.tensors
+        pairs = zip(outputs.payload.tensors, outputs.need_gradient, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
+        return outputs.payload.tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -274,8 +264,9 @@ def run_forward(run: PipelineRun, layout: Layout, inputs: Sequence[Tensor]) -> P
     """Run a forward that the caller can go backward through, if anything needs a gradient."""
     parameters = layout.parameters()
     if not run.keeps_graph:
-        return run.forward()
-    return Payload(_Forward.apply(run, parameters, *inputs, *parameters), run.gives_bare_tensor())
+        return run.forward().payload
+    tensors = _Forward.apply(run, parameters, *inputs, *parameters)
+    return Payload(tensors, run.gives_bare_tensor)
 
 
 def deliver(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -3,7 +3,16 @@
 The whole public API is here; a user never needs another import.
 """
 
-from autopipe import PipelinePlan, Profile
+from autopipe import (
+    GPipe,
+    PipelinePlan,
+    Profile,
+    balance,
+    flatten_sequential,
+    is_checkpointing,
+    is_recomputing,
+    skip,
+)
 from freeze import (
     ClosedForm,
     FreezeContext,
@@ -28,6 +37,7 @@ __all__ = [
     "FreezeDecision",
     "FreezePolicy",
     "FreezeSchedule",
+    "GPipe",
     "LayerStats",
     "LayeredModel",
     "Never",
@@ -40,9 +50,14 @@ __all__ = [
     "Trainer",
     "WorkerFailedError",
     "adamw",
+    "balance",
     "cosine_with_warmup",
     "fastest_plan",
+    "flatten_sequential",
+    "is_checkpointing",
+    "is_recomputing",
     "launch",
     "polynomial_with_warmup",
     "register_adapter",
+    "skip",
 ]

@@ -18,6 +18,7 @@ from autopipe import (
     Sender,
     StageLinks,
     StageWork,
+    is_recomputing,
 )
 from tests.models import tiny_data, tiny_model
 
@@ -90,7 +91,7 @@ class StackWork(StageWork):
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
         (hidden,) = inputs.tensors
-        self.events.append(f"F{micro_batch}")
+        self.events.append(f"{'R' if is_recomputing() else 'F'}{micro_batch}")
         self.alive += [name for name, tensor in self._seen if tensor() is not None]
         self._seen.append((f"input {micro_batch}", weakref.ref(hidden)))
         output = self._layers(hidden)

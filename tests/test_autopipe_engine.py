@@ -55,7 +55,7 @@ class Outcome:
 
 
 def train(schedule: str, steps: Sequence[Sequence[int]], num_frozen: int = 0,
-          inplace: bool = False) -> list[Outcome]:
+          inplace: bool = False, checkpoint: str = "never") -> list[Outcome]:
     """Run steps of the given micro-batch sizes over the same links, each with a fresh model."""
     stage, length, group = place()
     links, outcomes = connect(group), []
@@ -64,7 +64,10 @@ def train(schedule: str, steps: Sequence[Sequence[int]], num_frozen: int = 0,
         model[:num_frozen].requires_grad_(False)
         layers = layers_of(model, stage, length)
         work = StackWork(layers, sizes)
-        report = run_program(SCHEDULES[schedule](length, len(sizes))[stage], work, links, sizes,
+        recomputed = range(len(sizes) - (checkpoint == "except_last"))
+        program = SCHEDULES[schedule](
+            length, len(sizes), recomputed=() if checkpoint == "never" else recomputed)[stage]
+        report = run_program(program, work, links, sizes,
                              before_last_backward=partial(work.events.append, "last"))
         sender = getattr(links.below, "gradients", None)
         sent = sender.num_sent if isinstance(sender, CountingSender) else 0
@@ -128,6 +131,24 @@ def test_with_frozen_layers_only_trained_ones_below_are_sent_gradients(
 def test_a_stage_may_begin_with_a_layer_that_works_in_place(
         run_stages: RunStages, schedule: str) -> None:
     assert_plain_gradients(run_stages(train, schedule, SIZES[:3], 0, True), inplace=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_checkpointing_keeps_one_graph_and_gives_the_plain_models_gradients(
+        run_stages: RunStages, schedule: str, checkpoint: str) -> None:
+    stages = run_stages(train, schedule, SIZES, 0, False, checkpoint)
+    assert_plain_gradients(stages)
+    for outcomes in stages:
+        for sizes, outcome in zip(SIZES, outcomes, strict=True):
+            # Under except_last, 1F1B also keeps the last one's while others are repeated.
+            assert outcome.report.peak_in_flight <= (1 if checkpoint == "always" else 2)
+            repeated = [f"R{i}" for i in range(len(sizes) - (checkpoint == "except_last"))]
+            events = [event for event in outcome.events if event != "last"]
+            assert sorted(event for event in events if event[0] == "R") == repeated
+            for event in repeated:
+                following = events[events.index(event) + 1]
+                assert following == event.replace("R", "B")
 
 
 def test_1f1b_keeps_at_most_k_minus_j_micro_batches_and_gpipe_all(run_stages: RunStages) -> None:
