@@ -24,9 +24,8 @@ def dropout(x: Tensor) -> Tensor:
     return nn.functional.dropout(torch.ones_like(x), 0.5)
 
 
-def fractional_pool(x: Tensor) -> Tensor:
-    images = (torch.arange(400.0) ** 2 % 97).view(1, 1, 20, 20)
-    return nn.functional.fractional_max_pool2d(images, 2, output_size=(7, 7)).sum() + x * 0
+def rrelu(x: Tensor) -> Tensor:
+    return nn.functional.rrelu(-torch.ones_like(x), training=True)
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,7 +39,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: torch.multinomial(torch.ones(50), x.numel()).view(x.shape).float(),
     "bernoulli": bernoulli,
     "dropout": dropout,
-    "fractional_pool": fractional_pool,
+    "rrelu": rrelu,
 }
 
 
