@@ -107,6 +107,7 @@ class GPipe(nn.Module):
             partition.to(device)
             for partition, device in zip(_split(module, self.balance), self.devices, strict=True)
         )
+        self._skip_edges = skip_edges(self._partition_list())
         self._trace: Trace | None = None
         self.register_state_dict_post_hook(_name_as_wrapped)
         self.register_load_state_dict_pre_hook(_name_as_partitioned)
@@ -139,7 +140,7 @@ class GPipe(nn.Module):
             schedule = forward_only(len(self.balance), len(sizes))
         ends = Ends(_leaves(payload, sizes, with_gradients=keeps_graph))
         run = PipelineRun(layout, schedule, ends, sizes, trace=self._trace)
-        return as_batch(run_forward(run, layout, tensors))
+        return as_batch(run_forward(run, tensors))
 
     def step(
         self, input: Batch, target: Any, loss_fn: LossFunction, *, schedule: str | None = None
@@ -203,8 +204,7 @@ class GPipe(nn.Module):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self.partitions:
-            assert isinstance(partition, nn.Sequential)
+        for partition in self._partition_list():
             yield from partition
 
     def cuda(self, device: Any = None) -> NoReturn:
@@ -242,23 +242,24 @@ class GPipe(nn.Module):
             return range(0)
         return range(num_micro_batches - (self.checkpoint == "except_last"))
 
+    def _partition_list(self) -> list[nn.Sequential]:
+        return [part for part in self.partitions if isinstance(part, nn.Sequential)]
+
     def _layout(self) -> Layout:
-        modules = [
-            partition for partition in self.partitions if isinstance(partition, nn.Sequential)
+        edges = self._skip_edges
+        partitions = [
+            Partition(
+                module,
+                device,
+                tuple(p for p in module.parameters() if p.requires_grad),
+                arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
+                leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
+            )
+            for j, (module, device) in enumerate(
+                zip(self._partition_list(), self.devices, strict=True)
+            )
         ]
-        edges = skip_edges(modules)
-        return Layout(
-            tuple(
-                Partition(
-                    module,
-                    device,
-                    arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
-                    leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
-                )
-                for j, (module, device) in enumerate(zip(modules, self.devices, strict=True))
-            ),
-            edges,
-        )
+        return Layout(tuple(partitions), edges)
 
 
 _MOVED = (

@@ -29,12 +29,14 @@ class Partition:
     Args:
         module: its layers.
         device: where they are.
+        parameters: of the layers, those that need a gradient.
         arriving, leaving: skips that it pops and that were stashed below, and that it stashes and
             that are popped above, in the order of the links.
     """
 
     module: nn.Sequential
     device: torch.device
+    parameters: tuple[nn.Parameter, ...]
     arriving: tuple[SkipKey, ...]
     leaving: tuple[SkipKey, ...]
 
@@ -72,7 +74,6 @@ class PartitionWork(StageWork):
     def __init__(
         self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
     ) -> None:
-        self.parameters = [p for p in partition.module.parameters() if p.requires_grad]
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._partition, self._ends = partition, ends
         self._settings, self._randomness = settings, randomness
@@ -133,9 +134,15 @@ class PartitionWork(StageWork):
         """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
         leaves = [anchor for anchor in anchors if anchor is not None]
         found = torch.autograd.grad(
-            starts, [*leaves, *self.parameters], gradients, retain_graph=retain, allow_unused=True
+            starts,
+            [*leaves, *self._partition.parameters],
+            gradients,
+            retain_graph=retain,
+            allow_unused=True,
         )
-        for parameter, gradient in zip(self.parameters, found[len(leaves) :], strict=True):
+        for parameter, gradient in zip(
+            self._partition.parameters, found[len(leaves) :], strict=True
+        ):
             if gradient is not None:
                 self._add(parameter, gradient)
         of_leaves = iter(found)

@@ -47,13 +47,7 @@ class Layout:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that need a gradient, each once."""
-        found = {
-            p: None
-            for partition in self.partitions
-            for p in partition.module.parameters()
-            if p.requires_grad
-        }
-        return list(found)
+        return list(dict.fromkeys(p for part in self.partitions for p in part.parameters))
 
 
 class PipelineRun:
@@ -78,6 +72,7 @@ class PipelineRun:
     ) -> None:
         self._layout, self._schedule, self._ends = layout, schedule, ends
         at_once = min(len(sizes), len(schedule))
+        self.parameters = layout.parameters()
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
@@ -113,13 +108,13 @@ class PipelineRun:
         """Run the backwards for the gradients of the gathered outputs."""
         self._ends.output_gradients = split_gradients(gradients, self._lengths)
         programs = [split_at_first_backward(program)[1] for program in self._schedule]
-        with hooks_held(self._layout.parameters()):
+        with hooks_held(self.parameters):
             self._run(programs, grad_enabled=True, retain=retain)
         self._ends.output_gradients = []
 
     def step(self) -> None:
         """Run the whole schedule, with the loss inside the pipeline."""
-        with hooks_held(self._layout.parameters()):
+        with hooks_held(self.parameters):
             self._run(list(self._schedule), grad_enabled=True)
 
     def take_parameter_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -212,11 +207,9 @@ class _Forward(torch.autograd.Function):
     """Stand for a pipeline's forward in the caller's graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: PipelineRun, parameters: Sequence[nn.Parameter], *tensors: Tensor
-    ) -> Any:
+    def forward(ctx: Any, run: PipelineRun, *tensors: Tensor) -> Any:
         outputs = run.forward()
-        ctx.run, ctx.parameters = run, parameters
+        ctx.run = run
         ctx.set_materialize_grads(False)
         # Nothing to save but the right to go backward once; asked for again, torch refuses.
         ctx.save_for_backward(torch.empty(0))
@@ -232,8 +225,8 @@ class _Forward(torch.autograd.Function):
             ctx.run.backward(gradients, retain=retain)
             of_inputs = ctx.run.take_input_gradients()
             of_parameters = ctx.run.take_parameter_gradients()
-        found = (*of_inputs, *(of_parameters.get(p) for p in ctx.parameters))
-        return (None, None, *(_differentiable_once(found) if torch.is_grad_enabled() else found))
+        found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
+        return (None, *(_differentiable_once(found) if torch.is_grad_enabled() else found))
 
 
 class _Refusal(torch.autograd.Function):
@@ -260,12 +253,11 @@ def _differentiable_once(gradients: Gradients) -> Gradients:
     return tuple(None if gradient is None else next(tensors) for gradient in gradients)
 
 
-def run_forward(run: PipelineRun, layout: Layout, inputs: Sequence[Tensor]) -> Payload:
+def run_forward(run: PipelineRun, inputs: Sequence[Tensor]) -> Payload:
     """Run a forward that the caller can go backward through, if anything needs a gradient."""
-    parameters = layout.parameters()
     if not run.keeps_graph:
         return run.forward().payload
-    tensors = _Forward.apply(run, parameters, *inputs, *parameters)
+    tensors = _Forward.apply(run, *inputs, *run.parameters)
     return Payload(tensors, run.gives_bare_tensor)
 
 

@@ -147,9 +147,11 @@ def _carry(
         copy_stream(device, micro_batch) for device in (source, target) if device.type == "cuda"
     ]
     with ExitStack() as stack:
+        if source.type == "cuda":
+            # Only the computation that makes the tensors is waited for; what the target computes
+            # goes on meanwhile.
+            copy_stream(source, micro_batch).wait_stream(torch.cuda.current_stream(source))
         for stream in streams:
-            # The copy may begin when all that was asked of the device so far is done.
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
             stack.enter_context(torch.cuda.stream(stream))
         # Copies to the CPU must be complete before anybody reads them.
         copies = tuple(
