@@ -40,7 +40,7 @@ from autopipe.schedule import (
 )
 from autopipe.simulate import Simulation, simulate
 from autopipe.task import is_checkpointing, is_recomputing
-from autopipe.timeline import Span, Trace
+from autopipe.timeline import Recorder, Span, Trace
 
 __all__ = [
     "DeferredBatchNorm",
@@ -60,6 +60,7 @@ __all__ = [
     "Profile",
     "ProfiledSublayer",
     "Receiver",
+    "Recorder",
     "SCHEDULES",
     "Schedule",
     "Sender",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from autopipe.graph import Roots, Starts, cut, enter, keeping_nothing, versions
+from autopipe.graph import Roots, Starts, cut, enter, total_bytes, versions
 from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.task import Task, running
@@ -180,8 +179,10 @@ class StageRun:
             self.current = instruction
             if instruction == self._last_backward:
                 before_last_backward()
-            with nullcontext() if self._recorder is None else self._recorder.span(instruction):
+            if self._recorder is None:
                 self._execute(instruction.op, instruction.micro_batch)
+            else:
+                self._record(self._recorder, instruction)
         start = time.perf_counter()
         for link in self._links:
             link.flush()
@@ -194,6 +195,22 @@ class StageRun:
         """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
         gradients, self._flight.input_gradients = self._flight.input_gradients, {}
         return gradients
+
+    def _record(self, recorder: Recorder, instruction: Instruction) -> None:
+        """Execute an instruction; note when, what it sends, and what is kept then."""
+        op, i, flight = instruction.op, instruction.micro_batch, self._flight
+        sent_bytes = 0
+        if op is Op.SEND_ACTIVATION:
+            sent_bytes = total_bytes(flight.outputs[i].tensors)
+        elif op is Op.SEND_GRADIENT:
+            sent_bytes = total_bytes(flight.input_gradients[i])
+        with recorder.span(instruction, sent_bytes=sent_bytes):
+            self._execute(op, i)
+            recorder.keeps(
+                in_flight=len(flight.roots.keys() | flight.inputs.keys()),
+                graphs=len(flight.roots),
+                inputs=[t for payload in flight.inputs.values() for t in payload.tensors],
+            )
 
     def _execute(self, op: Op, i: int) -> None:
         if op is Op.FORWARD:
@@ -235,17 +252,18 @@ class StageRun:
             self._links.above.reserve(i)
         if self._links.below is None:
             self._flight.inputs[i] = self._work.first_input(i)
+        if self._recorder is not None:
+            self._recorder.starts_forward(self._flight.inputs[i].tensors)
 
     def _forward(self, i: int) -> None:
         flight, checkpointing = self._flight, i in self._checkpointed
         before = versions(flight.inputs[i])
-        with (
-            running(Task(i, self._num_micro_batches, checkpointing=checkpointing)),
-            keeping_nothing() if checkpointing else nullcontext(),
-        ):
+        with running(Task(i, self._num_micro_batches, checkpointing=checkpointing)):
             # Nobody here holds the inputs, so that a skip can be freed when it has been popped.
             outputs = self._work.forward(i, self._enter(i, self._take_inputs(i)))
             if checkpointing:
+                # The graph ends here; only with one do layers go the way they will go again, and
+                # is it known which outputs need a gradient.
                 outputs = cut(outputs)
                 if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
                     self._flight.versions[i] = before

@@ -20,7 +20,7 @@ from autopipe.batch_norm import convert_deferred_batch_norm
 from autopipe.gpipe_checks import check_balance, check_module, check_sharing, choose_devices
 from autopipe.link import Payload
 from autopipe.micro_batch import Batch, as_batch, as_payload, scatter, split_sizes
-from autopipe.partition_work import Ends, LossFunction, Partition
+from autopipe.partition_work import Ends, LossFunction, Partition, trained_tensors
 from autopipe.pipeline import Layout, PipelineRun, deliver, run_forward
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.skip_layout import skip_edges, verify_skippables
@@ -221,7 +221,7 @@ class GPipe(nn.Module):
         Raises:
             TypeError: a device, or a tensor whose device is meant, is given.
         """
-        moves = bool(args) and not isinstance(args[0], torch.dtype)
+        moves = bool(args) and not isinstance(args[0], (torch.dtype, type(None)))
         if moves or kwargs.get("device") is not None or "tensor" in kwargs:
             raise TypeError(_MOVED)
         return super().to(*args, **kwargs)
@@ -251,7 +251,7 @@ class GPipe(nn.Module):
             Partition(
                 module,
                 device,
-                tuple(p for p in module.parameters() if p.requires_grad),
+                tuple(trained_tensors(module)),
                 arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
                 leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
             )

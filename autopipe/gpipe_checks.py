@@ -74,6 +74,8 @@ def choose_devices(
 
 def _device(name: int | str | torch.device) -> torch.device:
     device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")  # An index means nothing, and tensors do not carry it.
     if device.type != "cuda":
         return device
     if (device.index or 0) >= torch.cuda.device_count():

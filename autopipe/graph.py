@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -122,19 +121,6 @@ def versions(payload: Payload) -> list[int]:
         -1 if tensor is None or tensor.is_inference() else tensor._version
         for tensor in payload.tensors
     ]
-
-
-def keeping_nothing() -> AbstractContextManager[Any]:
-    """Record graphs without the tensors their backward would need.
-
-    Unlike `torch.no_grad` this tells which outputs need a gradient, and layers take the very
-    paths they take when the forward is repeated.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse)
-
-
-def _refuse(nothing: None) -> Tensor:
-    raise AssertionError("a checkpointed forward's graph was asked for a gradient")
 
 
 def total_bytes(tensors: Sequence[Tensor | None]) -> int:

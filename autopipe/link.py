@@ -30,7 +30,10 @@ class Payload:
 class LinkBelow(ABC):
     """Connect a stage to the one below: activations come in, gradients go out."""
 
-    waited_s: float = 0.0
+    @property
+    @abstractmethod
+    def waited_s(self) -> float:
+        """Return the seconds waited for the neighbour so far."""
 
     @abstractmethod
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
@@ -52,7 +55,10 @@ class LinkBelow(ABC):
 class LinkAbove(ABC):
     """Connect a stage to the one above: activations go out, gradients come in."""
 
-    waited_s: float = 0.0
+    @property
+    @abstractmethod
+    def waited_s(self) -> float:
+        """Return the seconds waited for the neighbour so far."""
 
     @abstractmethod
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:

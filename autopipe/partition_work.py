@@ -29,16 +29,28 @@ class Partition:
     Args:
         module: its layers.
         device: where they are.
-        parameters: of the layers, those that need a gradient.
+        parameters: what `trained_tensors` finds in the layers.
         arriving, leaving: skips that it pops and that were stashed below, and that it stashes and
             that are popped above, in the order of the links.
     """
 
     module: nn.Sequential
     device: torch.device
-    parameters: tuple[nn.Parameter, ...]
+    parameters: tuple[Tensor, ...]
     arriving: tuple[SkipKey, ...]
     leaving: tuple[SkipKey, ...]
+
+
+def trained_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Return a module's parameters that need a gradient, and tensors its layers hold besides.
+
+    Autograd gives a tensor that is a layer's plain attribute its gradient, too.
+    """
+    yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
+    for layer in module.modules():
+        for value in vars(layer).values():
+            if isinstance(value, Tensor) and value.requires_grad:
+                yield value
 
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
@@ -74,11 +86,11 @@ class PartitionWork(StageWork):
     def __init__(
         self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
     ) -> None:
-        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.gradients: dict[Tensor, Tensor] = {}
         self._partition, self._ends = partition, ends
         self._settings, self._randomness = settings, randomness
         # A sum of ours may be added to in place; a gradient autograd gave may be shared.
-        self._summed: set[nn.Parameter] = set()
+        self._summed: set[Tensor] = set()
 
     def first_input(self, micro_batch: int) -> Payload:
         return self._ends.inputs[micro_batch]
@@ -114,6 +126,10 @@ class PartitionWork(StageWork):
         task = current_task()
         assert task is not None
         if self._ends.loss is not None:
+            if task.checkpointing and any(
+                t is not None and t.requires_grad for t in outputs.tensors
+            ):
+                return None  # The repetition computes it.
             with self._settings.autocast():
                 return self._ends.loss(micro_batch, outputs)
         if not task.recomputing:
@@ -148,7 +164,7 @@ class PartitionWork(StageWork):
         of_leaves = iter(found)
         return tuple(None if anchor is None else next(of_leaves) for anchor in anchors)
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         total = self.gradients.get(parameter)
         if total is None:
             self.gradients[parameter] = gradient
@@ -158,7 +174,7 @@ class PartitionWork(StageWork):
             self.gradients[parameter] = total + gradient
             self._summed.add(parameter)
 
-    def take_gradients(self) -> dict[nn.Parameter, Tensor]:
+    def take_gradients(self) -> dict[Tensor, Tensor]:
         """Return the sums over all micro-batches, and start over."""
         gradients, self.gradients = self.gradients, {}
         self._summed.clear()
@@ -166,7 +182,7 @@ class PartitionWork(StageWork):
 
 
 @contextmanager
-def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def hooks_held(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keep the parameters' hooks from seeing the parts of a gradient.
 
     They fire once, when autograd receives the whole.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopipe.engine import StageLinks, StageRun
 from autopipe.link import Gradients, Payload
@@ -45,7 +45,7 @@ class Layout:
         """Return each partition's device."""
         return [partition.device for partition in self.partitions]
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """Return the parameters that need a gradient, each once."""
         return list(dict.fromkeys(p for part in self.partitions for p in part.parameters))
 
@@ -78,7 +78,8 @@ class PipelineRun:
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
         self._settings = CallerSettings.capture(layout.devices, at_once=at_once)
         self._recorders: list[Recorder | None] = [
-            None if trace is None else trace.recorder(stage) for stage in range(len(schedule))
+            None if trace is None else trace.recorder(stage, device=device)
+            for stage, device in enumerate(layout.devices)
         ]
         self._crossings: list[Crossing] = []
         links = self._connect()
@@ -117,9 +118,9 @@ class PipelineRun:
         with hooks_held(self.parameters):
             self._run(list(self._schedule), grad_enabled=True)
 
-    def take_parameter_gradients(self) -> dict[nn.Parameter, Tensor]:
+    def take_parameter_gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of the last backward; a parameter of several partitions has one."""
-        totals: dict[nn.Parameter, Tensor] = {}
+        totals: dict[Tensor, Tensor] = {}
         for work in self._works:
             for parameter, gradient in work.take_gradients().items():
                 before = totals.get(parameter)
@@ -172,24 +173,30 @@ class PipelineRun:
 
     def _connect(self) -> list[StageLinks]:
         devices = self._layout.devices
-        hidden = [Crossing(a, b) for a, b in zip(devices, devices[1:])]  # noqa: B905
+        hidden = [self._crossing(stage, stage + 1) for stage in range(len(devices) - 1)]
         skips = [
-            SkipCrossing(Crossing(devices[edge.source], devices[edge.target]), len(edge.keys))
+            SkipCrossing(self._crossing(edge.source, edge.target), len(edge.keys))
             for edge in self._layout.skip_edges
         ]
         self._crossings = [*hidden, *(skip.crossing for skip in skips)]
         pairs = list(zip(self._layout.skip_edges, skips, strict=True))
         links = []
-        for stage, recorder in enumerate(self._recorders):
+        for stage in range(len(devices)):
             below = above = None
             if stage > 0:
                 arriving = [skip for edge, skip in pairs if edge.target == stage]
-                below = ThreadLinkBelow(hidden[stage - 1], arriving, recorder)
+                below = ThreadLinkBelow(hidden[stage - 1], arriving)
             if stage < len(devices) - 1:
                 leaving = [skip for edge, skip in pairs if edge.source == stage]
-                above = ThreadLinkAbove(hidden[stage], leaving, recorder)
+                above = ThreadLinkAbove(hidden[stage], leaving)
             links.append(StageLinks(below, above))
         return links
+
+    def _crossing(self, below: int, above: int) -> Crossing:
+        devices, recorders = self._layout.devices, self._recorders
+        return Crossing(
+            devices[below], devices[above], recorders=(recorders[below], recorders[above])
+        )
 
     def _randomness(self, num_micro_batches: int, *, concurrent: bool) -> list[Randomness]:
         draws = [may_draw(partition.module) for partition in self._layout.partitions]

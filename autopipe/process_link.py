@@ -191,7 +191,7 @@ class ProcessLinkBelow(LinkBelow):
         self._sizes: Sequence[int] = ()
 
     @property
-    def waited_s(self) -> float:  # type: ignore[override]
+    def waited_s(self) -> float:
         """Return the seconds waited so far, over all steps."""
         return self.activations.waited_s
 
@@ -231,7 +231,7 @@ class ProcessLinkAbove(LinkAbove):
         self.gradients = gradients
 
     @property
-    def waited_s(self) -> float:  # type: ignore[override]
+    def waited_s(self) -> float:
         """Return the seconds waited so far, over all steps."""
         return self.gradients.waited_s
 

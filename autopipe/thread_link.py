@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.graph import total_bytes
 from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
-from autopipe.schedule import StageProgram
+from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.timeline import Recorder
 
 
@@ -31,7 +32,6 @@ class Mailbox:
     """Hand things from one thread to another, each under its micro-batch."""
 
     def __init__(self) -> None:
-        self.waited_s = 0.0
         self._changed = threading.Condition()
         self._items: dict[int, Any] = {}
         self._stopped = False
@@ -65,10 +65,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
-        if not ready() and not self._stopped:
-            start = time.perf_counter()
-            self._changed.wait_for(lambda: self._stopped or ready())
-            self.waited_s += time.perf_counter() - start
+        self._changed.wait_for(lambda: self._stopped or ready())
         if self._stopped:
             raise Stopped
 
@@ -93,12 +90,20 @@ class Crossing:
     Args:
         source, target: devices of the partition that sends activations and of the one that takes
             them.
+        recorders: theirs; None where nobody traces.
     """
 
-    def __init__(self, source: torch.device, target: torch.device) -> None:
+    def __init__(
+        self,
+        source: torch.device,
+        target: torch.device,
+        *,
+        recorders: tuple[Recorder | None, Recorder | None] = (None, None),
+    ) -> None:
         self.activations = Mailbox()
         self.gradients = Mailbox()
         self._source, self._target = source, target
+        self._recorders = recorders
 
     def stop(self) -> None:
         """End all waits."""
@@ -108,7 +113,8 @@ class Crossing:
     def send(self, micro_batch: int, payload: Payload) -> int:
         """Send activations; return the bytes copied."""
         cut = tuple(None if t is None else t.detach() for t in payload.tensors)
-        copy = _carry(cut, self._source, self._target, micro_batch)
+        noted = self._noted(Op.SEND_ACTIVATION, micro_batch, cut)
+        copy = _carry(cut, self._source, self._target, micro_batch, noted=noted)
         needs_gradient = [t is not None and t.requires_grad for t in payload.tensors]
         self.activations.put(micro_batch, (copy, needs_gradient, payload.is_bare))
         return self._copied_bytes(cut)
@@ -124,7 +130,9 @@ class Crossing:
 
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> int:
         """Send gradients; return the bytes copied."""
-        self.gradients.put(micro_batch, _carry(gradients, self._target, self._source, micro_batch))
+        noted = self._noted(Op.SEND_GRADIENT, micro_batch, gradients)
+        copy = _carry(gradients, self._target, self._source, micro_batch, noted=noted)
+        self.gradients.put(micro_batch, copy)
         return self._copied_bytes(gradients)
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
@@ -134,15 +142,42 @@ class Crossing:
     def _copied_bytes(self, tensors: Gradients) -> int:
         if self._source == self._target:
             return 0
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return total_bytes(tensors)
+
+    def _noted(
+        self, send: Op, micro_batch: int, tensors: Gradients
+    ) -> AbstractContextManager[None]:
+        """Return what notes the transfer while it is open, on the stream that copies."""
+        sender, receiver = self._recorders
+        if sender is None or receiver is None:
+            return nullcontext()
+        copies_from, copies_to = self._source, self._target
+        if send is Op.SEND_GRADIENT:
+            sender, receiver = receiver, sender
+            copies_from, copies_to = copies_to, copies_from
+        copies = copies_from != copies_to
+        return sender.transfer(
+            Instruction(send, micro_batch),
+            peer=receiver.stage,
+            payload_bytes=total_bytes(tensors),
+            copied_bytes=self._copied_bytes(tensors),
+            # A copy between two GPUs runs on the stream of the one that it reads from.
+            device=(copies_from if copies_from.type == "cuda" else copies_to) if copies else None,
+        )
 
 
 def _carry(
-    tensors: Gradients, source: torch.device, target: torch.device, micro_batch: int
+    tensors: Gradients,
+    source: torch.device,
+    target: torch.device,
+    micro_batch: int,
+    *,
+    noted: AbstractContextManager[None],
 ) -> _Copy:
     """Copy tensors to the target, if they are not there already."""
     if source == target:
-        return _Copy(tensors)
+        with noted:
+            return _Copy(tensors)
     streams = [
         copy_stream(device, micro_batch) for device in (source, target) if device.type == "cuda"
     ]
@@ -153,6 +188,7 @@ def _carry(
             copy_stream(source, micro_batch).wait_stream(torch.cuda.current_stream(source))
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(noted)
         # Copies to the CPU must be complete before anybody reads them.
         copies = tuple(
             None if t is None else t.to(target, non_blocking=target.type == "cuda")
@@ -199,16 +235,13 @@ def _parts(tensors: Gradients, skips: Sequence[SkipCrossing]) -> tuple[Gradients
 class ThreadLinkBelow(LinkBelow):
     """Take activations from the partition below, and skips from whichever stashed them."""
 
-    def __init__(
-        self, hidden: Crossing, skips: Sequence[SkipCrossing], recorder: Recorder | None
-    ) -> None:
-        self._hidden, self._skips, self._recorder = hidden, skips, recorder
+    def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
+        self._hidden, self._skips = hidden, skips
+        self._waited_s = 0.0
 
     @property
-    def waited_s(self) -> float:  # type: ignore[override]
-        """Return the seconds waited so far."""
-        crossings = [self._hidden, *(skip.crossing for skip in self._skips)]
-        return sum(crossing.activations.waited_s for crossing in crossings)
+    def waited_s(self) -> float:
+        return self._waited_s
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Need nothing: a payload says itself what it is."""
@@ -217,34 +250,31 @@ class ThreadLinkBelow(LinkBelow):
         """Wait for nothing: whatever was sent is in its mailbox."""
 
     def receive(self, micro_batch: int) -> Payload:
+        start = time.perf_counter()
         payload = self._hidden.receive(micro_batch)
         tensors = payload.tensors
         for skip in self._skips:
             tensors += skip.crossing.receive(micro_batch).tensors
+        self._waited_s += time.perf_counter() - start
         return Payload(tensors, payload.is_bare)
 
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
         hidden, parts = _parts(gradients, self._skips)
-        copied = self._hidden.send_gradients(micro_batch, hidden)
+        self._hidden.send_gradients(micro_batch, hidden)
         for skip, part in zip(self._skips, parts, strict=True):
-            copied += skip.crossing.send_gradients(micro_batch, part)
-        if self._recorder is not None:
-            self._recorder.sent_bytes += copied
+            skip.crossing.send_gradients(micro_batch, part)
 
 
 class ThreadLinkAbove(LinkAbove):
     """Give activations to the partition above, and skips to whichever pops them."""
 
-    def __init__(
-        self, hidden: Crossing, skips: Sequence[SkipCrossing], recorder: Recorder | None
-    ) -> None:
-        self._hidden, self._skips, self._recorder = hidden, skips, recorder
+    def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
+        self._hidden, self._skips = hidden, skips
+        self._waited_s = 0.0
 
     @property
-    def waited_s(self) -> float:  # type: ignore[override]
-        """Return the seconds waited so far."""
-        crossings = [self._hidden, *(skip.crossing for skip in self._skips)]
-        return sum(crossing.gradients.waited_s for crossing in crossings)
+    def waited_s(self) -> float:
+        return self._waited_s
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Need nothing: a payload says itself what it is."""
@@ -254,21 +284,21 @@ class ThreadLinkAbove(LinkAbove):
 
     def reserve(self, micro_batch: int) -> None:
         # One micro-batch may wait for the partition above; more would only take memory.
+        start = time.perf_counter()
         self._hidden.activations.await_empty()
+        self._waited_s += time.perf_counter() - start
 
     def send(self, micro_batch: int, payload: Payload) -> None:
         hidden, parts = _parts(payload.tensors, self._skips)
         # Skips first: whoever takes the hidden state may look for them next.
-        copied = sum(
+        for skip, part in zip(self._skips, parts, strict=True):
             skip.crossing.send(micro_batch, Payload(part))
-            for skip, part in zip(self._skips, parts, strict=True)
-        )
-        copied += self._hidden.send(micro_batch, Payload(hidden, payload.is_bare))
-        if self._recorder is not None:
-            self._recorder.sent_bytes += copied
+        self._hidden.send(micro_batch, Payload(hidden, payload.is_bare))
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
+        start = time.perf_counter()
         gradients = self._hidden.receive_gradients(micro_batch)
         for skip in self._skips:
             gradients += skip.crossing.receive_gradients(micro_batch)
+        self._waited_s += time.perf_counter() - start
         return gradients

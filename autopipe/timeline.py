@@ -1,75 +1,108 @@
-"""Trace a step: when each stage ran which instruction, and when each copy was under way."""
+"""Trace steps: when each stage ran which instruction, what it kept, and what was under way.
+
+    with model.trace() as trace:
+        loss_fn(model(input), target).backward()
+    print(trace.grid())
+    print(trace.summary())
+    trace.save_chrome("step.json")  # for ui.perfetto.dev
+    trace.save_picture("step.png")
+
+Run a step before: the first one of a process also pays for what torch sets up once.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from pathlib import Path
 
-from autopipe.schedule import Instruction, Op
+import torch
 
+from autopipe.recorder import Clocks, Recorder
+from autopipe.span import Span
+from autopipe.timeline_chrome import chrome_trace
+from autopipe.timeline_grid import instruction_grid, time_grid
+from autopipe.timeline_picture import save_picture
+from autopipe.timeline_summary import Summary, summarize
 
-@dataclass(frozen=True)
-class Span:
-    """Say when a stage was at an instruction, in seconds of `time.perf_counter`.
-
-    Args:
-        stage: whose.
-        op: what was done; a send or receive lasts as long as the stage waited in it.
-        micro_batch: on which micro-batch.
-        start_s, end_s: when.
-        num_bytes: what crossed the link in a send; 0 where memory is shared.
-    """
-
-    stage: int
-    op: Op
-    micro_batch: int
-    start_s: float
-    end_s: float
-    num_bytes: int = 0
-
-
-class Recorder:
-    """Note when one stage ran its instructions."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-        self.spans: list[Span] = []
-        self.sent_bytes = 0
-
-    @contextmanager
-    def span(self, instruction: Instruction) -> Iterator[None]:
-        """Note when the instruction inside ran."""
-        start_s, self.sent_bytes = time.perf_counter(), 0
-        yield
-        self.spans.append(
-            Span(
-                self.stage,
-                instruction.op,
-                instruction.micro_batch,
-                start_s,
-                time.perf_counter(),
-                self.sent_bytes,
-            )
-        )
+__all__ = ["Recorder", "Span", "Trace"]
 
 
 class Trace:
-    """Hold the spans of the steps that ran while it was open."""
+    """Hold the spans of the steps that ran while it was open.
+
+    It keeps no tensor alive. On CUDA devices all times are the device's, and reading them waits
+    for it; stages that share a stream there are busy with each other's work, too. On the CPU a
+    stage whose thread waits for a core is busy: trace with no more stages than cores.
+
+    Stages in processes have a `Recorder` each, for `run_program`; `Trace.of` takes all their
+    spans.
+    """
 
     def __init__(self) -> None:
         self._recorders: list[Recorder] = []
+        self._spans: list[Span] = []
+        self._clocks = Clocks()
 
-    def recorder(self, stage: int) -> Recorder:
-        """Return a new recorder whose spans belong to this trace."""
-        self._recorders.append(Recorder(stage))
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Trace:
+        """Put spans together, of stages that may have run in several processes of one machine."""
+        trace = cls()
+        trace._spans = list(spans)
+        return trace
+
+    def recorder(self, stage: int, *, device: torch.device | None = None) -> Recorder:
+        """Return a new recorder, for a stage's next mini-batch, whose spans belong here."""
+        step = sum(recorder.stage == stage for recorder in self._recorders)
+        self._recorders.append(Recorder(stage, step=step, device=device, clocks=self._clocks))
         return self._recorders[-1]
 
     @property
     def spans(self) -> list[Span]:
         """Return all spans, by stage and start."""
-        return sorted(
-            (span for recorder in self._recorders for span in recorder.spans),
-            key=lambda span: (span.stage, span.start_s),
-        )
+        recorded = [span for recorder in self._recorders for span in recorder.spans]
+        return sorted(self._spans + recorded, key=lambda span: (span.stage, span.start_s))
+
+    @property
+    def steps(self) -> list[Trace]:
+        """Return a trace for each mini-batch."""
+        spans = self.spans
+        return [
+            Trace.of(span for span in spans if span.step == step)
+            for step in sorted({span.step for span in spans})
+        ]
+
+    def grid(self, width: int | None = None) -> str:
+        """Draw what the stages computed, one row a stage.
+
+        Args:
+            width: columns over which to spread the time. None draws the order alone, one tick an
+                instruction as `autopipe.draw` draws a schedule, and parts mini-batches by a bar.
+        """
+        if width is not None:
+            return time_grid(self.spans, width)
+        return instruction_grid([step.spans for step in self.steps])
+
+    def summary(self) -> Summary:
+        """Sum up times, memory and traffic beside their formulas.
+
+        Raises:
+            ValueError: nothing was computed.
+        """
+        return summarize(self.spans)
+
+    def chrome(self) -> dict[str, object]:
+        """Return the trace in the Trace Event Format."""
+        return chrome_trace(self.spans)
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write a file for ui.perfetto.dev or chrome://tracing."""
+        Path(path).write_text(json.dumps(self.chrome()))
+
+    def save_picture(self, path: str | Path) -> None:
+        """Draw the stages over time; the path's ending tells the format, such as .png or .svg.
+
+        Raises:
+            ValueError: nothing was computed.
+        """
+        save_picture(self.spans, path)

@@ -113,12 +113,12 @@ def run_together(
         num_threads: intra-op threads of each.
         stop: ends every wait of a job for another.
         order: tells for a failed job how early in the schedule it failed; the earliest failure
-            is raised.
+            is raised, of several as early the lowest job's.
     """
     if len(jobs) == 1:
         jobs[0]()
         return
-    failures: list[tuple[int, BaseException]] = []
+    failures: list[tuple[int, int, BaseException]] = []
     context = contextvars.copy_context()
 
     def work(number: int) -> None:
@@ -128,7 +128,7 @@ def run_together(
         except Stopped:
             pass
         except BaseException as error:
-            failures.append((order(number), error))
+            failures.append((order(number), number, error))
             stop()
 
     # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
@@ -154,4 +154,4 @@ def run_together(
         # Set in a thread, the number is also the default of threads to come.
         torch.set_num_threads(num_threads_before)
     if failures:
-        raise min(failures, key=lambda failure: failure[0])[1]
+        raise min(failures, key=lambda failure: failure[:2])[2]

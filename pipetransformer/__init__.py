@@ -11,6 +11,7 @@ from autopipe import (
     flatten_sequential,
     is_checkpointing,
     is_recomputing,
+    restore_batch_norm,
     skip,
 )
 from freeze import (
@@ -59,5 +60,6 @@ __all__ = [
     "launch",
     "polynomial_with_warmup",
     "register_adapter",
+    "restore_batch_norm",
     "skip",
 ]

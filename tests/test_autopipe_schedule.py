@@ -18,6 +18,7 @@ from autopipe.schedule import (
     forward_only,
     gpipe,
     one_f_one_b,
+    split_at_first_backward,
 )
 
 SIZES = [(num_stages, num_micro_batches)
@@ -160,3 +161,37 @@ def test_drawing_stages_that_wait_for_each_other_is_an_error() -> None:
     forward, backward = Instruction(Op.FORWARD, 0), Instruction(Op.BACKWARD, 0)
     with pytest.raises(ValueError, match="its stages wait for each other"):
         draw(((backward, forward), (forward, backward)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_recomputation_comes_after_its_forward_and_before_the_wait_for_its_gradient(
+    name: str
+) -> None:
+    for k, m in SIZES:
+        for recomputed in (range(m), range(m - 1), ()):
+            for stage, program in enumerate(SCHEDULES[name](k, m, recomputed=recomputed)):
+                assert sorted(order(program, Op.RECOMPUTE)) == list(recomputed)
+                for i in recomputed:
+                    at = program.index(Instruction(Op.RECOMPUTE, i))
+                    assert program.index(Instruction(Op.FORWARD, i)) < at
+                    following = [Instruction(Op.BACKWARD, i)]
+                    if stage < k - 1:
+                        following.insert(0, Instruction(Op.RECV_GRADIENT, i))
+                    assert list(program[at + 1:at + 1 + len(following)]) == following
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_its_recomputations_a_schedule_is_the_one_without_checkpointing(name: str) -> None:
+    for k, m in SIZES:
+        repeating = SCHEDULES[name](k, m, recomputed=range(m))
+        assert tuple(tuple(ins for ins in program if ins.op is not Op.RECOMPUTE)
+                     for program in repeating) == SCHEDULES[name](k, m)
+
+
+def test_a_program_parts_into_its_forwards_and_the_rest() -> None:
+    for k, m in SIZES:
+        for program in gpipe(k, m, recomputed=range(m)):
+            forwards, rest = split_at_first_backward(program)
+            assert forwards + rest == program
+            assert order(forwards, Op.FORWARD) == list(range(m))
+            assert order(rest, Op.FORWARD) == order(rest, Op.SEND_ACTIVATION) == []

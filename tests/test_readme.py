@@ -1,4 +1,4 @@
-"""Prove that the README's programs run as printed."""
+"""Prove that the programs of the README and of the pages beside it run as printed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["sequential", "bert"])
+def programs(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("program", programs("README.md"), ids=["sequential", "bert"])
 def test_a_program_of_the_readme_runs_in_at_most_twenty_lines(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
+
+
+@pytest.mark.parametrize(
+    "program", programs("docs/gpipe.md"), ids=["gpipe", "step", "skips", "trace"])
+def test_a_program_of_the_page_on_gpipe_runs(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "gpipe.md", "exec"), {"__name__": "__main__"})

@@ -1,0 +1,133 @@
+"""Count the bytes of activations that a stage keeps, while they are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _View(NamedTuple):
+    """Name a part of a storage, by addresses; views of the same part are the same memory."""
+
+    storage: int
+    start: int
+    num_bytes: int
+
+
+@dataclass
+class _Storage:
+    """Count a storage's kept parts; they may overlap, but are never more than the whole."""
+
+    total_bytes: int
+    part_bytes: int = 0
+    holders: dict[_View, int] = field(default_factory=dict)
+
+    def num_bytes(self) -> int:
+        return min(self.total_bytes, self.part_bytes)
+
+
+class KeptMemory:
+    """Count the activations of one stage that graphs saved or that wait as inputs.
+
+    Each memory counts once, however many graphs and views hold it. Parameters and their views
+    do not count: they are there anyway. Not seen are tensors that a layer keeps in its own
+    saved-tensor hooks, or in an autograd.Function without `save_for_backward`.
+
+    Attributes:
+        peak_bytes: the most kept since it was last set.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._num_bytes = 0
+        self._storages: dict[int, _Storage] = {}
+        self._inputs: list[_View] = []
+        # A graph may be freed by any thread, and amid a count: what it lets go of waits here.
+        self._released: deque[_View] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes kept now."""
+        while self._released:
+            self._let_go(self._released.popleft())
+        return self._num_bytes
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Count what graphs built inside save, until they let go of it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def set_inputs(self, tensors: Sequence[Tensor | None]) -> None:
+        """Count these tensors, too, until the next call; they are not kept from being freed."""
+        self._released.extend(self._inputs)
+        self._inputs = [self._keep(tensor) for tensor in tensors if tensor is not None]
+
+    def release(self, view: _View) -> None:
+        """Count a view once less."""
+        self._released.append(view)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        base = tensor if tensor._base is None else tensor._base
+        view = None if isinstance(base, nn.Parameter) else self._keep(tensor)
+        return _Saved(self, tensor, view)
+
+    def _keep(self, tensor: Tensor) -> _View:
+        if tensor.layout is not torch.strided:
+            # Other layouts have several storages; the tensor stands for them.
+            return self._hold(_View(id(tensor), 0, tensor.nbytes), tensor.nbytes)
+        storage = tensor.untyped_storage()
+        view = _View(storage.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return self._hold(view, storage.nbytes())
+
+    def _hold(self, view: _View, total_bytes: int) -> _View:
+        kept_bytes = self.num_bytes
+        storage = self._storages.setdefault(view.storage, _Storage(total_bytes))
+        storage.holders[view] = storage.holders.get(view, 0) + 1
+        if storage.holders[view] == 1:
+            before = storage.num_bytes()
+            storage.part_bytes += view.num_bytes
+            self._num_bytes = kept_bytes + storage.num_bytes() - before
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        return view
+
+    def _let_go(self, view: _View) -> None:
+        storage = self._storages[view.storage]
+        storage.holders[view] -= 1
+        if not storage.holders[view]:
+            del storage.holders[view]
+            before = storage.num_bytes()
+            storage.part_bytes -= view.num_bytes
+            self._num_bytes += storage.num_bytes() - before
+        if not storage.holders:
+            del self._storages[view.storage]
+
+
+class _Saved:
+    """Hold a saved tensor in a graph; its end tells that the graph let go of it."""
+
+    __slots__ = ("memory", "tensor", "version", "view")
+
+    def __init__(self, memory: KeptMemory, tensor: Tensor, view: _View | None) -> None:
+        # Detached, because a graph must not hold its own output.
+        self.memory, self.tensor, self.view = memory, tensor.detach(), view
+        self.version = tensor._version
+
+    def __del__(self) -> None:
+        if self.view is not None:
+            self.memory.release(self.view)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    # torch leaves this check to the hooks where there are any.
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tuple(saved.tensor.shape)} tensor is at version "
+            f"{saved.tensor._version}; expected version {saved.version}"
+        )
+    return saved.tensor

@@ -1,0 +1,68 @@
+"""Say what a stage was doing when, and what it then kept and sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.schedule import LETTERS, Instruction, Op
+
+
+@dataclass(frozen=True)
+class Span:
+    """Say when a stage was at an instruction, or when what it sent was under way.
+
+    Spans are numbers only, so that processes can send them to each other.
+
+    Args:
+        stage: whose.
+        op: what was done; a receive lasts as long as the stage waited in it.
+        micro_batch: on which micro-batch.
+        start_s, end_s: seconds of `time.perf_counter`, which processes of one machine share. On a
+            CUDA device, when its stream came to the instruction and was done with it.
+        num_bytes: of a transfer, what was copied; 0 where it was handed over in shared memory.
+        payload_bytes: of a transfer, what was copied or handed over; of a forward, its input.
+        peer: of a transfer, the stage that it goes to; None for a stage's own instruction.
+        step: which mini-batch of the trace, from 0.
+        num_in_flight: of an instruction, micro-batches of which the stage kept anything at
+            the end: a graph, or an input to repeat a forward with.
+        num_graphs: those with a graph.
+        kept_bytes: activations kept at the end: what graphs saved, and inputs.
+        peak_bytes: the most kept at any moment of the span.
+    """
+
+    stage: int
+    op: Op
+    micro_batch: int
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    payload_bytes: int = 0
+    peer: int | None = None
+    step: int = 0
+    num_in_flight: int = 0
+    num_graphs: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def is_compute(self) -> bool:
+        """Tell forwards, recomputations and backwards from waits and transfers."""
+        return self.op in LETTERS
+
+    @property
+    def duration_s(self) -> float:
+        """Return how long it took."""
+        return self.end_s - self.start_s
+
+    @property
+    def label(self) -> str:
+        """Return the grid's cell, such as F0; of a transfer a0 or g0."""
+        letter = LETTERS.get(self.op)
+        if letter is None:
+            letter = "a" if self.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "g"
+        return f"{letter}{self.micro_batch}"
+
+    @property
+    def instruction(self) -> Instruction:
+        """Return the instruction that it belongs to."""
+        return Instruction(self.op, self.micro_batch)

@@ -1,0 +1,180 @@
+"""Compare GPipe on thread links to the plain model, to the bubble's bound, and to torchgpipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+
+from autopipe import GPipe, Op, Trace
+from autopipe.balance import balance_by_time
+from experiments.benchmarks.engine_workloads import (
+    Contestant,
+    Encoder,
+    Workload,
+    by_schedule,
+    plain,
+    through_autograd,
+    verify_all,
+)
+from experiments.benchmarks.kept_bytes import peak_kept_bytes
+from experiments.benchmarks.pairs import Ratio
+from experiments.benchmarks.rounds import (
+    Comparison,
+    compare,
+    faster,
+    interleave,
+    of_bubble_bound,
+)
+from experiments.benchmarks.stage_copies import StageCopy, run_in_threads
+
+
+def balance_of(workload: Workload, num_stages: int) -> list[int]:
+    """Return the layers of each partition: an encoder's blocks are equal, a U-Net's are timed."""
+    if isinstance(workload, Encoder):
+        return [workload.num_blocks // num_stages] * num_stages
+    batch = workload.mini_batch()
+    return balance_by_time(num_stages, workload.build(), batch.input[:4])
+
+
+def pipeline(
+    workload: Workload, balance: Sequence[int], *, chunks: int, checkpoint: str = "never"
+) -> GPipe:
+    """Wrap the workload's model, on CPU partitions."""
+    devices = ["cpu"] * len(balance)
+    return GPipe(workload.build(), balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+
+
+def overhead_of_one_partition(workload: Encoder, num_pairs: int) -> Comparison:
+    """Compare one partition with one micro-batch to the plain model: ours / plain.
+
+    The batch is a quarter of the workload's: what GPipe adds weighs the more.
+    """
+    workload = replace(workload, batch_size=workload.batch_size // 4)
+    batch = workload.mini_batch()
+    contestants = {
+        "ours": through_autograd(pipeline(workload, [workload.num_blocks], chunks=1), batch),
+        "plain": through_autograd(workload.build(), batch),
+    }
+    verify_all(contestants, contestants["plain"])
+    seconds = interleave(steps(contestants), num_rounds=num_pairs, warm_up=2)
+    return compare(
+        ("k1_overhead",),
+        f"K=1 M=1 batch {workload.batch_size}, ours / plain model",
+        seconds["ours"] / seconds["plain"],
+        seconds["ours"],
+        seconds["plain"],
+    )
+
+
+def steps(contestants: dict[str, Contestant]) -> dict[str, Callable[[], object]]:
+    """Return what is to be timed."""
+    return {name: contestant.step for name, contestant in contestants.items()}
+
+
+def against_bound(
+    workload: Encoder, num_stages: int, *, num_micro_batches: int, num_rounds: int
+) -> list[Comparison]:
+    """Compare the speed-up of both schedules to its bound, on thread links."""
+    batch = workload.mini_batch()
+    module = pipeline(workload, balance_of(workload, num_stages), chunks=num_micro_batches)
+    base = plain(workload.build(), batch, num_micro_batches)
+    ours = {
+        "gpipe": through_autograd(module, batch),
+        "1f1b": by_schedule(module, batch, "1f1b"),
+    }
+    verify_all(ours, base)
+    hidden = batch.split(num_micro_batches)[0].input
+    copies = [StageCopy.of(module.partitions[0], hidden) for _ in range(num_stages)]
+    actions = steps(ours | {"plain": base}) | {
+        "alone": partial(run_in_threads, copies[:1]),
+        "together": partial(run_in_threads, copies),
+    }
+    seconds = interleave(actions, num_rounds=num_rounds)
+    how = {"gpipe": "autograd, GPipe", "1f1b": "step, 1F1B"}
+    return [
+        of_bubble_bound(
+            seconds,
+            name,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            key=("of_bubble_bound", "threads", name) if num_stages == 2 else (),
+            what=f"threads K={num_stages} M={num_micro_batches}, {how[name]}",
+        )
+        for name in ours
+    ]
+
+
+def against_torchgpipe(
+    peer: ModuleType,
+    workload: Workload,
+    num_stages: int,
+    *,
+    num_micro_batches: int,
+    checkpoints: Sequence[str],
+    num_rounds: int,
+) -> dict[str, Comparison]:
+    """Compare to torchgpipe in each checkpoint mode; by mode.
+
+    A U-Net's plain model joins in, as "plain model"; the encoder's is beside its bound.
+    """
+    batch, balance = workload.mini_batch(), balance_of(workload, num_stages)
+    base = plain(workload.build(), batch, num_micro_batches)
+    contestants: dict[str, Contestant] = {}
+    for mode in checkpoints:
+        module = pipeline(workload, balance, chunks=num_micro_batches, checkpoint=mode)
+        contestants[f"ours {mode}"] = through_autograd(module, batch)
+        contestants[f"torchgpipe {mode}"] = peer.contestant(
+            workload, balance, batch, chunks=num_micro_batches, checkpoint=mode
+        )
+    verify_all(contestants, base)
+    theirs = {f"torchgpipe {mode}": mode for mode in checkpoints}
+    if not isinstance(workload, Encoder) and "never" in checkpoints:
+        contestants["plain model"] = base
+        theirs["plain model"] = "never"
+    # The verified step has warmed up.
+    seconds = interleave(steps(contestants), num_rounds=num_rounds, warm_up=0)
+    where = f"{workload.name} K={num_stages} M={num_micro_batches}"
+    return {
+        mode if name != "plain model" else name: faster(
+            seconds, f"ours {mode}", name, what=f"{where}, {mode} against {name.split()[0]}"
+        )
+        for name, mode in theirs.items()
+    }
+
+
+def peak_of_1f1b(workload: Encoder, num_stages: int, *, num_micro_batches: int) -> Comparison:
+    """Count what stage 0 keeps at its peak: 1F1B / GPipe, in bytes of activations."""
+    batch = workload.mini_batch()
+    module = pipeline(workload, balance_of(workload, num_stages), chunks=num_micro_batches)
+    peaks, in_flight = {}, {}
+    for schedule in ("gpipe", "1f1b"):
+        contestant = by_schedule(module, batch, schedule)
+        contestant.step()
+        with module.trace() as trace:
+            contestant.step()
+        in_flight[schedule] = most_in_flight(trace)
+        peaks[schedule] = peak_kept_bytes(
+            contestant.step,
+            module.partitions[0].children(),
+            [batch.input, batch.target, *module.parameters()],
+        )
+    ratio = peaks["1f1b"] / peaks["gpipe"]
+    # Counted, not timed: the program alone decides it, and the interval is a point.
+    return Comparison(
+        ("peak_memory_ratio_1f1b_vs_gpipe",),
+        f"K={num_stages} M={num_micro_batches}, bytes kept at stage 0",
+        Ratio(ratio, ratio, ratio),
+        1,
+        facts={"peak_bytes": peaks, "micro_batches": in_flight},
+    )
+
+
+def most_in_flight(trace: Trace) -> int:
+    """Return the most micro-batches that stage 0 had run forward and not yet backward."""
+    changes = {Op.FORWARD: 1, Op.BACKWARD: -1}
+    moves = [changes[s.op] for s in trace.spans if s.stage == 0 and s.op in changes]
+    return int(np.cumsum(moves).max())
