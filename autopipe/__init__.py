@@ -28,6 +28,7 @@ from autopipe.process_link import (
 )
 from autopipe.profile import LinkCost, Profile, ProfiledSublayer, SublayerCost, profile_sublayers
 from autopipe.profile import merge as merge_profiles
+from autopipe.recorder import Recorder
 from autopipe.schedule import (
     SCHEDULES,
     Instruction,
@@ -39,8 +40,9 @@ from autopipe.schedule import (
     one_f_one_b,
 )
 from autopipe.simulate import Simulation, simulate
+from autopipe.span import Span
 from autopipe.task import is_checkpointing, is_recomputing
-from autopipe.timeline import Recorder, Span, Trace
+from autopipe.timeline import Trace
 
 __all__ = [
     "DeferredBatchNorm",

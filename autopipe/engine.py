@@ -16,9 +16,9 @@ from torch import Tensor
 
 from autopipe.graph import Roots, Starts, cut, enter, total_bytes, versions
 from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.recorder import Recorder
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.task import Task, running
-from autopipe.timeline import Recorder
 
 
 class StageWork(ABC):

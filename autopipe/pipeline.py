@@ -21,10 +21,11 @@ from autopipe.link import Gradients, Payload
 from autopipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.randomness import Randomness, may_draw
+from autopipe.recorder import Recorder
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
 from autopipe.skip_layout import SkipEdge
 from autopipe.thread_link import Crossing, SkipCrossing, ThreadLinkAbove, ThreadLinkBelow
-from autopipe.timeline import Recorder, Trace
+from autopipe.timeline import Trace
 from autopipe.workers import CallerSettings, run_together
 
 
@@ -205,7 +206,7 @@ class PipelineRun:
             base = int(torch.randint(2**62, ()))
             seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
         return [
-            Randomness(partition.device, seed=seed, draws=drawn)
+            Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
             for partition, seed, drawn in zip(self._layout.partitions, seeds, draws, strict=True)
         ]
 

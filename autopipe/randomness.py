@@ -61,14 +61,14 @@ class _DrawFrom(TorchDispatchMode):
 
     def _lend_default_generator(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run an operation that always draws from the default generator, in our state."""
-        with _default_generator_lock(torch.device("cpu")):
-            before = torch.get_rng_state()
-            torch.set_rng_state(self._generator.get_state())
+        with (
+            _default_generator_lock(torch.device("cpu")),
+            _default_generator_at(self._generator.get_state()),
+        ):
             try:
                 return func(*args, **kwargs)
             finally:
                 self._generator.set_state(torch.get_rng_state())
-                torch.set_rng_state(before)
 
 
 @cache
@@ -88,6 +88,17 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(device.type == "cpu" for device in devices)
 
 
+@contextmanager
+def _default_generator_at(state: Tensor) -> Iterator[None]:
+    """Put the CPU's generator in a state, and back."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
 class Randomness:
     """Give one partition's forwards their random numbers during one step.
 
@@ -96,10 +107,14 @@ class Randomness:
         seed: of this partition and step, for partitions that run at the same time; None where
             one runs after another, which then draw as the model alone would.
         draws: whether there is anything to manage.
+        alone: whether there is no other partition, so that torch's own generator can be put back
+            for a repetition.
     """
 
-    def __init__(self, device: torch.device, *, seed: int | None, draws: bool) -> None:
-        self._device, self._seed, self._draws = device, seed, draws
+    def __init__(
+        self, device: torch.device, *, seed: int | None, draws: bool, alone: bool = False
+    ) -> None:
+        self._device, self._seed, self._draws, self._alone = device, seed, draws, alone
         self._states: dict[int, list[Tensor]] = {}
 
     def of_forward(self, micro_batch: int, *, repeated: bool) -> AbstractContextManager[None]:
@@ -141,7 +156,8 @@ class Randomness:
     def _replayed(self, states: list[Tensor]) -> Iterator[None]:
         generator = torch.Generator()
         generator.set_state(states[0])
-        with _DrawFrom(generator), self._cuda_generator_at(states[-1], None):
+        from_state = _default_generator_at(states[0]) if self._alone else _DrawFrom(generator)
+        with from_state, self._cuda_generator_at(states[-1], None):
             yield
 
     @contextmanager

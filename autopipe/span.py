@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from autopipe.schedule import LETTERS, Instruction, Op
 
@@ -43,6 +44,15 @@ class Span:
     num_graphs: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as values that JSON holds."""
+        return {**asdict(self), "op": self.op.value}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Span:
+        """Undo `to_json`."""
+        return Span(**{**fields, "op": Op(fields["op"])})
 
     @property
     def is_compute(self) -> bool:

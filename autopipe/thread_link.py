@@ -20,8 +20,8 @@ from torch import Tensor
 
 from autopipe.graph import total_bytes
 from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.recorder import Recorder
 from autopipe.schedule import Instruction, Op, StageProgram
-from autopipe.timeline import Recorder
 
 
 class Stopped(Exception):

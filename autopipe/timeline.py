@@ -25,8 +25,6 @@ from autopipe.timeline_grid import instruction_grid, time_grid
 from autopipe.timeline_picture import save_picture
 from autopipe.timeline_summary import Summary, summarize
 
-__all__ = ["Recorder", "Span", "Trace"]
-
 
 class Trace:
     """Hold the spans of the steps that ran while it was open.

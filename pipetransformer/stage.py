@@ -20,6 +20,7 @@ from autopipe import (
     ProcessLinkAbove,
     ProcessLinkBelow,
     Receiver,
+    Recorder,
     Sender,
     StageLinks,
     StageReport,
@@ -119,6 +120,7 @@ class Stage:
                 for i in self._trained
             }
         )
+        self.recorder: Recorder | None = None
         self._reducer = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
@@ -210,7 +212,14 @@ class Stage:
             return StageReport(0.0, 0.0, 0)
         program = SCHEDULES[self.plan.schedule](self.topology.length, len(sizes))[self._index]
         arm = self._reducer.arm if self._reducer is not None else lambda: None
-        report = run_program(program, work, self._links, sizes, before_last_backward=arm)
+        report = run_program(
+            program,
+            work,
+            self._links,
+            sizes,
+            before_last_backward=arm,
+            recorder=self.recorder,
+        )
         work.finish_step()
         return report
 

@@ -11,6 +11,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from autodp import EpochSampler, broadcast_json, gather_json
+from autopipe import Span, Trace
 from freeze import Never, as_policy
 from pipetransformer.adapters import LayeredModel, LossFunction, adapt
 from pipetransformer.checkpoint import open_checkpoint, open_latest
@@ -99,6 +100,7 @@ class Trainer:
         self._timeline = Timeline(self.config, len(train_set))
         self.report = FitReport()
         self._controller: Controller | None = None
+        self._trace: Trace | None = None
         self.measurements: Measurements | None = None
         self._log = RunLog(
             self.world,
@@ -163,7 +165,13 @@ class Trainer:
         ids = self._sampler.global_batch(
             position.epoch, position.sample, timeline.global_batch(self._replicas)
         )
-        result = self._deployment.active_stage.train_step(
+        stage = self._deployment.active_stage
+        stage.recorder = (
+            None
+            if self._trace is None
+            else self._trace.recorder(stage.index, device=self.world.device)
+        )
+        result = stage.train_step(
             ids,
             self._prefix.rows(position.epoch),
             step=position.step,
@@ -173,6 +181,22 @@ class Trainer:
         self._note_step(result, len(ids))
         timeline.advance(len(ids))
         return result
+
+    def trace_step(self) -> Trace:
+        """Train on the next global batch, as `step` does, and take down what ran when. Collective.
+
+        Returns:
+            what the first pipeline's stages did, on every rank.
+        """
+        self._trace = Trace()
+        try:
+            self.step()
+            is_first = self.world.rank == self._deployment.active_stage.index
+            spans = [span.to_json() for span in self._trace.spans] if is_first else []
+        finally:
+            self._trace = None
+        gathered = gather_json(spans, group=self.world.group)
+        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
         """Return the loss and the metrics over a dataset (the eval_set by default). Collective.

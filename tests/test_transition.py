@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autodp import gather_json
+from autopipe import draw, one_f_one_b
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.deployment import Deployment
@@ -198,3 +199,21 @@ def test_a_rank_holds_its_own_layers_and_nothing_else(two_ranks: Pool) -> None:
     assert two_ranks.run(held_sublayers, Scenario({0: Shape(2, 2)})) == [[0, 1, 2], [3, 4, 5]]
     frozen = Scenario({0: Shape(2, 2)}, frozen=(0, 2))
     assert two_ranks.run(held_sublayers, frozen) == [[0, 1, 2, 3], [4, 5]]
+
+
+def trace_one_step() -> tuple[str, list[int], float]:
+    """Train one traced step; return its grid, the peaks of kept micro-batches and the loss."""
+    scenario = Scenario({0: Shape(2, 3)})
+    with Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(),
+                 **scenario.options) as trainer:
+        trace = trainer.trace_step()
+        peaks = [max(span.num_graphs for span in trace.spans if span.stage == stage)
+                 for stage in range(2)]
+        return trace.grid(), peaks, trainer.step().loss
+
+
+def test_a_traced_step_shows_the_first_pipelines_schedule_on_every_rank(two_ranks: Pool) -> None:
+    outcomes = two_ranks.run(trace_one_step)
+    for grid, peaks, _ in outcomes:
+        assert grid == draw(one_f_one_b(2, 3))
+        assert peaks == [2, 1]
