@@ -46,8 +46,11 @@ lint: setup ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Measure the overhead over a hand-written PyTorch loop
-	$(BIN)/python -m experiments.benchmarks.overhead
+bench: setup ## Measure the overhead over a plain loop, and the engine beside its peers
+	@$(BIN)/python -m pip install -q -e '.[bench]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.components
 
 wheel: setup ## Build the wheel into dist/
 	@# A leftover build/ would carry deleted modules into the wheel.

@@ -27,8 +27,8 @@ class Payload:
     is_bare: bool = True
 
 
-class LinkBelow(ABC):
-    """Connect a stage to the one below: activations come in, gradients go out."""
+class Link(ABC):
+    """Connect a stage to a neighbour."""
 
     @property
     @abstractmethod
@@ -38,6 +38,14 @@ class LinkBelow(ABC):
     @abstractmethod
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Prepare a step of this program with micro-batches of these sizes."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until everything sent has been taken over."""
+
+
+class LinkBelow(Link):
+    """Connect a stage to the one below: activations come in, gradients go out."""
 
     @abstractmethod
     def receive(self, micro_batch: int) -> Payload:
@@ -47,22 +55,9 @@ class LinkBelow(ABC):
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
         """Send what the tensors received for this micro-batch are owed."""
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Wait until everything sent has been taken over."""
 
-
-class LinkAbove(ABC):
+class LinkAbove(Link):
     """Connect a stage to the one above: activations go out, gradients come in."""
-
-    @property
-    @abstractmethod
-    def waited_s(self) -> float:
-        """Return the seconds waited for the neighbour so far."""
-
-    @abstractmethod
-    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
-        """Prepare a step of this program with micro-batches of these sizes."""
 
     @abstractmethod
     def reserve(self, micro_batch: int) -> None:
@@ -75,7 +70,3 @@ class LinkAbove(ABC):
     @abstractmethod
     def receive_gradients(self, micro_batch: int) -> Gradients:
         """Wait for the gradients of the tensors sent for this micro-batch."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Wait until everything sent has been taken over."""

@@ -148,7 +148,8 @@ class PipelineRun:
         self, programs: Sequence[StageProgram], *, grad_enabled: bool, retain: bool = False
     ) -> None:
         def run_stage(stage: int) -> None:
-            with self._settings.applied(grad_enabled=grad_enabled):
+            device = self._layout.devices[stage]
+            with self._settings.applied(device, grad_enabled=grad_enabled):
                 self._stages[stage].run(programs[stage], retain=retain)
 
         run_together(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autopipe.graph import total_bytes
-from autopipe.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.link import Gradients, Link, LinkAbove, LinkBelow, Payload
 from autopipe.recorder import Recorder
 from autopipe.schedule import Instruction, Op, StageProgram
 
@@ -110,14 +110,13 @@ class Crossing:
         self.activations.stop()
         self.gradients.stop()
 
-    def send(self, micro_batch: int, payload: Payload) -> int:
-        """Send activations; return the bytes copied."""
+    def send(self, micro_batch: int, payload: Payload) -> None:
+        """Send activations."""
         cut = tuple(None if t is None else t.detach() for t in payload.tensors)
         noted = self._noted(Op.SEND_ACTIVATION, micro_batch, cut)
         copy = _carry(cut, self._source, self._target, micro_batch, noted=noted)
         needs_gradient = [t is not None and t.requires_grad for t in payload.tensors]
         self.activations.put(micro_batch, (copy, needs_gradient, payload.is_bare))
-        return self._copied_bytes(cut)
 
     def receive(self, micro_batch: int) -> Payload:
         """Wait for activations; they are leaves."""
@@ -128,21 +127,15 @@ class Crossing:
                 leaf.requires_grad_()
         return Payload(leaves, is_bare)
 
-    def send_gradients(self, micro_batch: int, gradients: Gradients) -> int:
-        """Send gradients; return the bytes copied."""
+    def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
+        """Send gradients."""
         noted = self._noted(Op.SEND_GRADIENT, micro_batch, gradients)
         copy = _carry(gradients, self._target, self._source, micro_batch, noted=noted)
         self.gradients.put(micro_batch, copy)
-        return self._copied_bytes(gradients)
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
         """Wait for gradients."""
         return _accept(self.gradients.take(micro_batch), self._source)
-
-    def _copied_bytes(self, tensors: Gradients) -> int:
-        if self._source == self._target:
-            return 0
-        return total_bytes(tensors)
 
     def _noted(
         self, send: Op, micro_batch: int, tensors: Gradients
@@ -160,7 +153,7 @@ class Crossing:
             Instruction(send, micro_batch),
             peer=receiver.stage,
             payload_bytes=total_bytes(tensors),
-            copied_bytes=self._copied_bytes(tensors),
+            copied_bytes=total_bytes(tensors) if copies else 0,
             # A copy between two GPUs runs on the stream of the one that it reads from.
             device=(copies_from if copies_from.type == "cuda" else copies_to) if copies else None,
         )
@@ -232,8 +225,13 @@ def _parts(tensors: Gradients, skips: Sequence[SkipCrossing]) -> tuple[Gradients
     return hidden, parts
 
 
-class ThreadLinkBelow(LinkBelow):
-    """Take activations from the partition below, and skips from whichever stashed them."""
+class ThreadLink(Link):
+    """Hold what both directions share.
+
+    Args:
+        hidden: to the neighbouring partition.
+        skips: to partitions anywhere on that side.
+    """
 
     def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
         self._hidden, self._skips = hidden, skips
@@ -249,13 +247,22 @@ class ThreadLinkBelow(LinkBelow):
     def flush(self) -> None:
         """Wait for nothing: whatever was sent is in its mailbox."""
 
-    def receive(self, micro_batch: int) -> Payload:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         start = time.perf_counter()
-        payload = self._hidden.receive(micro_batch)
-        tensors = payload.tensors
-        for skip in self._skips:
-            tensors += skip.crossing.receive(micro_batch).tensors
+        yield
         self._waited_s += time.perf_counter() - start
+
+
+class ThreadLinkBelow(ThreadLink, LinkBelow):
+    """Take activations from the partition below, and skips from whichever stashed them."""
+
+    def receive(self, micro_batch: int) -> Payload:
+        with self._waiting():
+            payload = self._hidden.receive(micro_batch)
+            tensors = payload.tensors
+            for skip in self._skips:
+                tensors += skip.crossing.receive(micro_batch).tensors
         return Payload(tensors, payload.is_bare)
 
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
@@ -265,28 +272,13 @@ class ThreadLinkBelow(LinkBelow):
             skip.crossing.send_gradients(micro_batch, part)
 
 
-class ThreadLinkAbove(LinkAbove):
+class ThreadLinkAbove(ThreadLink, LinkAbove):
     """Give activations to the partition above, and skips to whichever pops them."""
-
-    def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
-        self._hidden, self._skips = hidden, skips
-        self._waited_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
-
-    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
-        """Need nothing: a payload says itself what it is."""
-
-    def flush(self) -> None:
-        """Wait for nothing: whatever was sent is in its mailbox."""
 
     def reserve(self, micro_batch: int) -> None:
         # One micro-batch may wait for the partition above; more would only take memory.
-        start = time.perf_counter()
-        self._hidden.activations.await_empty()
-        self._waited_s += time.perf_counter() - start
+        with self._waiting():
+            self._hidden.activations.await_empty()
 
     def send(self, micro_batch: int, payload: Payload) -> None:
         hidden, parts = _parts(payload.tensors, self._skips)
@@ -296,9 +288,8 @@ class ThreadLinkAbove(LinkAbove):
         self._hidden.send(micro_batch, Payload(hidden, payload.is_bare))
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
-        start = time.perf_counter()
-        gradients = self._hidden.receive_gradients(micro_batch)
-        for skip in self._skips:
-            gradients += skip.crossing.receive_gradients(micro_batch)
-        self._waited_s += time.perf_counter() - start
+        with self._waiting():
+            gradients = self._hidden.receive_gradients(micro_batch)
+            for skip in self._skips:
+                gradients += skip.crossing.receive_gradients(micro_batch)
         return gradients

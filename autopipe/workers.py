@@ -64,8 +64,8 @@ class CallerSettings:
         )
 
     @contextmanager
-    def applied(self, *, grad_enabled: bool) -> Iterator[None]:
-        """Apply them to this thread, but for autocast and intra-op threads.
+    def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
+        """Apply them to the thread of a device's partition, but for autocast and threads.
 
         Backwards run in this thread itself: handed to autograd's thread of a CUDA device, they
         would wait for the very backward that started this job.
@@ -78,6 +78,8 @@ class CallerSettings:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
             yield
 
     @contextmanager

@@ -68,7 +68,7 @@ def test_stopping_ends_present_and_future_waits_and_gives_nothing_more_out() -> 
 def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
     crossing = Crossing(CPU, CPU)
     hidden = torch.rand(2, 3, requires_grad=True) * 2
-    assert crossing.send(0, Payload((hidden, None), is_bare=False)) == 0
+    crossing.send(0, Payload((hidden, None), is_bare=False))
     received = crossing.receive(0)
     leaf, nothing = received.tensors
     assert nothing is None and not received.is_bare and leaf is not None
@@ -129,13 +129,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     counts: dict[str, list[int]] = {"activations": [], "gradients": []}
     send, send_gradients = Crossing.send, Crossing.send_gradients
 
-    def counting_send(self: Crossing, micro_batch: int, payload: Payload) -> int:
+    def counting_send(self: Crossing, micro_batch: int, payload: Payload) -> None:
         counts["activations"].append(len(payload.tensors))
-        return send(self, micro_batch, payload)
+        send(self, micro_batch, payload)
 
-    def counting_gradients(self: Crossing, micro_batch: int, gradients: tuple) -> int:
+    def counting_gradients(self: Crossing, micro_batch: int, gradients: tuple) -> None:
         counts["gradients"].append(sum(gradient is not None for gradient in gradients))
-        return send_gradients(self, micro_batch, gradients)
+        send_gradients(self, micro_batch, gradients)
 
     monkeypatch.setattr(Crossing, "send", counting_send)
     monkeypatch.setattr(Crossing, "send_gradients", counting_gradients)
