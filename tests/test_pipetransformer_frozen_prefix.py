@@ -168,7 +168,8 @@ def test_a_rank_that_leaves_stage_0_and_returns_serves_the_weights_it_then_holds
 
 
 def test_layers_of_other_widths_get_a_store_of_their_own(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Linear(8, 10), nn.Linear(10, 10), nn.Linear(10, 3))
+    widths = ((NUM_FEATURES, 8), (8, 10), (10, 10), (10, 3))
+    model = nn.Sequential(*[nn.Linear(*width) for width in widths])
     feed = Feed(tmp_path, model=model.double())
     for depth, expected in ((1, (0, 0, 5)), (2, (0, 0, 5)), (3, (0, 5, 0)), (1, (0, 0, 5))):
         feed.set_depth(depth)
