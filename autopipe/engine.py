@@ -83,7 +83,7 @@ class StageReport:
     """Report what a stage did.
 
     Args:
-        compute_s: seconds in forwards, recomputations and backwards.
+        compute_s: seconds in forwards, recomputations and backwards; on a GPU, of launching them.
         wait_s: seconds waiting for a neighbour to send or to take.
         peak_in_flight: most micro-batches whose activations were kept at once.
     """

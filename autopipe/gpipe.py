@@ -24,6 +24,7 @@ from autopipe.partition_work import Ends, LossFunction, Partition, trained_tenso
 from autopipe.pipeline import Layout, PipelineRun, deliver, run_forward
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.skip_layout import skip_edges, verify_skippables
+from autopipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.step_loss import StepLoss
 from autopipe.timeline import Trace
 
@@ -100,6 +101,11 @@ class GPipe(nn.Module):
         self.schedule = _checked_schedule(schedule)
         self.devices = choose_devices(devices, num_partitions=len(self.balance))
         verify_skippables(module)
+        if any(isinstance(layer, GPipe) for layer in module.modules()) and any(
+            device.type == "cuda" for device in self.devices
+        ):
+            # Each would wait for the device's random generator, which the other holds.
+            raise ValueError("a GPipe inside a GPipe runs on CPU partitions only")
         check_sharing(module, self.balance, self.devices)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module)
@@ -109,8 +115,8 @@ class GPipe(nn.Module):
         )
         self._skip_edges = skip_edges(self._partition_list())
         self._trace: Trace | None = None
-        self.register_state_dict_post_hook(_name_as_wrapped)
-        self.register_load_state_dict_pre_hook(_name_as_partitioned)
+        self.register_state_dict_post_hook(name_as_wrapped)
+        self.register_load_state_dict_pre_hook(name_as_partitioned)
 
     def forward(self, input: Batch) -> Batch:
         """Run the module on a mini-batch.
@@ -162,6 +168,8 @@ class GPipe(nn.Module):
             TypeError, ValueError: as `forward`; or the target does not fit the input.
         """
         name = self.schedule if schedule is None else _checked_schedule(schedule)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("step trains, and inference mode keeps no graph; call the module")
         payload = as_payload(input, what="the input")
         if not self.partitions:
             raise ValueError("a module without layers has nothing to train")
@@ -251,7 +259,7 @@ class GPipe(nn.Module):
             Partition(
                 module,
                 device,
-                tuple(trained_tensors(module)),
+                trained_tensors(module),
                 arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
                 leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
             )
@@ -291,45 +299,3 @@ def _leaves(payload: Payload, sizes: Sequence[int], *, with_gradients: bool) -> 
                 assert leaf is not None
                 leaf.requires_grad_(tensor.requires_grad)
     return pieces
-
-
-def _wrapped_names(module: GPipe) -> dict[str, str]:
-    """Map the names of layers in the partitions to their names in the wrapped module."""
-    return {
-        f"partitions.{j}.{name}": name
-        for j, partition in enumerate(module.partitions)
-        for name, _ in partition.named_children()
-    }
-
-
-def _rename(names: dict[str, str], state: Any, prefix: str) -> None:
-    """Rename entries of a state dict in place, keeping their order."""
-    lengths = sorted({name.count(".") + 1 for name in names}, reverse=True)
-
-    def renamed(key: str) -> str:
-        if not key.startswith(prefix):
-            return key
-        parts = key[len(prefix) :].split(".")
-        for length in lengths:
-            layer = ".".join(parts[:length])
-            if layer in names:
-                return prefix + ".".join([names[layer], *parts[length:]])
-        return key
-
-    entries = [(renamed(key), value) for key, value in state.items()]
-    state.clear()
-    state.update(entries)
-
-
-def _name_as_wrapped(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    """Give a state dict the names of the wrapped module."""
-    assert isinstance(module, GPipe)
-    _rename(_wrapped_names(module), state, prefix)
-    if isinstance(getattr(state, "_metadata", None), dict):
-        _rename(_wrapped_names(module), state._metadata, prefix)
-
-
-def _name_as_partitioned(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Take a state dict with the names of the wrapped module or of the partitions."""
-    assert isinstance(module, GPipe)
-    _rename({name: inner for inner, name in _wrapped_names(module).items()}, state, prefix)

@@ -41,16 +41,16 @@ class Partition:
     leaving: tuple[SkipKey, ...]
 
 
-def trained_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Return a module's parameters that need a gradient, and tensors its layers hold besides.
+def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    """Return the parameters that need a gradient, and such leaves as layers hold besides.
 
-    Autograd gives a tensor that is a layer's plain attribute its gradient, too.
+    Autograd gives a leaf that is a layer's plain attribute its gradient, too. What is no leaf may
+    be left there by an earlier forward, with a graph that is none of ours.
     """
-    yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
-    for layer in module.modules():
-        for value in vars(layer).values():
-            if isinstance(value, Tensor) and value.requires_grad:
-                yield value
+    attributes = [value for layer in module.modules() for value in vars(layer).values()]
+    held = [value for value in attributes if isinstance(value, Tensor) and value.is_leaf]
+    found = dict.fromkeys([*module.parameters(), *held])
+    return tuple(tensor for tensor in found if tensor.requires_grad)
 
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]

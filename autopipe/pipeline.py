@@ -9,6 +9,7 @@ DistributedDataParallel alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,6 +84,7 @@ class PipelineRun:
             for stage, device in enumerate(layout.devices)
         ]
         self._crossings: list[Crossing] = []
+        self._failed = False
         links = self._connect()
         randomness = self._randomness(len(sizes), concurrent=at_once > 1)
         self._works = [
@@ -119,6 +121,14 @@ class PipelineRun:
         with hooks_held(self.parameters):
             self._run(list(self._schedule), grad_enabled=True)
 
+    def on_its_streams(self) -> AbstractContextManager[None]:
+        """Work on the streams that the partitions worked on."""
+        return self._settings.applied(self._layout.devices[-1], grad_enabled=False)
+
+    def join_streams(self) -> None:
+        """Let whoever uses the gradients on other streams wait for them."""
+        self._settings.join_streams()
+
     def take_parameter_gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of the last backward; a parameter of several partitions has one."""
         totals: dict[Tensor, Tensor] = {}
@@ -147,6 +157,12 @@ class PipelineRun:
     def _run(
         self, programs: Sequence[StageProgram], *, grad_enabled: bool, retain: bool = False
     ) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "a backward through this output of a GPipe module failed; run its forward again"
+            )
+        self._failed = True
+
         def run_stage(stage: int) -> None:
             device = self._layout.devices[stage]
             with self._settings.applied(device, grad_enabled=grad_enabled):
@@ -158,15 +174,17 @@ class PipelineRun:
             stop=self._stop,
             order=self._failed_at,
         )
+        self._failed = False
 
     def _stop(self) -> None:
         for crossing in self._crossings:
             crossing.stop()
 
     def _failed_at(self, stage: int) -> int:
-        """Return the clock tick at which the schedule has a stage's present instruction."""
+        """Return how early GPipe's schedule has a stage's present instruction, in ticks."""
         instruction = self._stages[stage].current
-        assert instruction is not None
+        if instruction is None:
+            return 0
         num_stages, num_micro_batches = len(self._stages), len(self._ends.inputs)
         if instruction.op in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION):
             return stage + instruction.micro_batch
@@ -204,7 +222,7 @@ class PipelineRun:
         draws = [may_draw(partition.module) for partition in self._layout.partitions]
         seeds: list[int | None] = [None] * len(draws)
         if concurrent and any(draws):
-            base = int(torch.randint(2**62, ()))
+            base = int(torch.randint(2**62, (), device="cpu"))
             seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
         return [
             Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
@@ -228,12 +246,14 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        assert len(ctx.saved_tensors) == 1
+        _ = ctx.saved_tensors  # Refuses a second time; not an assert, which -O would drop.
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
             ctx.run.backward(gradients, retain=retain)
-            of_inputs = ctx.run.take_input_gradients()
-            of_parameters = ctx.run.take_parameter_gradients()
+            with ctx.run.on_its_streams():
+                of_inputs = ctx.run.take_input_gradients()
+                of_parameters = ctx.run.take_parameter_gradients()
+        ctx.run.join_streams()
         found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
         return (None, *(_differentiable_once(found) if torch.is_grad_enabled() else found))
 

@@ -46,13 +46,15 @@ class TensorSpec:
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
         """Describe a tensor whose first dimension is the sample."""
-        return TensorSpec(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."),
-                          tensor.requires_grad)
+        return TensorSpec(
+            tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
 
     def empty(self, num_samples: int, device: torch.device) -> Tensor:
         """Return uninitialised memory for a micro-batch."""
-        return torch.empty((num_samples, *self.shape), dtype=getattr(torch, self.dtype),
-                           device=device)
+        return torch.empty(
+            (num_samples, *self.shape), dtype=getattr(torch, self.dtype), device=device
+        )
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ class Sender:
         Raises:
             ValueError: the description does not fit the header.
         """
-        text = json.dumps({name: [list(s.shape), s.dtype, s.requires_grad]
-                           for name, s in specs.items()}).encode()
+        text = json.dumps(
+            {name: [list(s.shape), s.dtype, s.requires_grad] for name, s in specs.items()}
+        ).encode()
         if len(text) > _HEADER_BYTES:
             raise ValueError(
                 f"a batch with {len(specs)} entries needs a header of {len(text)} bytes; "
-                f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names")
+                f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names"
+            )
         self.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8))
 
     def send(self, tensor: Tensor) -> None:
@@ -133,8 +137,9 @@ class Receiver:
         self.spec: TensorSpec | None = None
         self.waited_s = 0.0
 
-    def begin(self, order: Sequence[int], sizes: Sequence[int],
-              spec: TensorSpec | None = None) -> None:
+    def begin(
+        self, order: Sequence[int], sizes: Sequence[int], spec: TensorSpec | None = None
+    ) -> None:
         """Prepare a step.
 
         Args:
@@ -150,8 +155,10 @@ class Receiver:
         text = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         work = dist.irecv(text, self._peer.rank, group=self._peer.group, tag=self._peer.tag)
         self._timed_wait(work)
-        return {name: TensorSpec(tuple(shape), dtype, grad)
-                for name, (shape, dtype, grad) in json.loads(text.numpy().tobytes()).items()}
+        return {
+            name: TensorSpec(tuple(shape), dtype, grad)
+            for name, (shape, dtype, grad) in json.loads(text.numpy().tobytes()).items()
+        }
 
     def post(self) -> None:
         """Post the next receive, if its shape is known."""
@@ -244,8 +251,10 @@ class ProcessLinkAbove(LinkAbove):
     def send(self, micro_batch: int, payload: Payload) -> None:
         hidden = payload.tensors[0]
         if hidden is None or len(payload.tensors) > 1 or not payload.is_bare:
-            raise TypeError(f"a stage of a process pipeline returned {len(payload.tensors)} "
-                            "tensors; it must return one: move the others into the batch")
+            raise TypeError(
+                f"a stage of a process pipeline returned {len(payload.tensors)} "
+                "tensors; it must return one: move the others into the batch"
+            )
         spec = TensorSpec.of(hidden)
         receiver = self.gradients
         if receiver.spec is None:
@@ -254,9 +263,11 @@ class ProcessLinkAbove(LinkAbove):
             if spec.requires_grad:
                 receiver.post()
         elif receiver.spec != spec:
-            raise ValueError(f"micro-batch {micro_batch} leaves the stage as {spec}, the step's "
-                             f"first one as {receiver.spec}; samples of one step need one shape: "
-                             "pad them")
+            raise ValueError(
+                f"micro-batch {micro_batch} leaves the stage as {spec}, the step's "
+                f"first one as {receiver.spec}; samples of one step need one shape: "
+                "pad them"
+            )
         self.activations.send(hidden)
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
@@ -279,5 +290,6 @@ def _wait(work: dist.Work | None, peer: Peer, what: str) -> None:
     try:
         work.wait(timedelta(seconds=peer.timeout_s))
     except RuntimeError as error:
-        raise LinkError(f"rank {dist.get_rank()} waited {what} "
-                               f"(limit {peer.timeout_s:g} s): {error}") from error
+        raise LinkError(
+            f"rank {dist.get_rank()} waited {what} (limit {peer.timeout_s:g} s): {error}"
+        ) from error

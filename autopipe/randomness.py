@@ -31,7 +31,7 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    if module._forward_hooks or module._forward_pre_hooks:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return True
     if not type(module).__module__.startswith("torch.nn.modules"):
         return True
@@ -49,13 +49,18 @@ class _DrawFrom(TorchDispatchMode):
         super().__init__()
         self._generator = generator
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled layers run compiled; what they draw while they run comes here."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func) or kwargs.get("generator") is not None:
+        if not _draws(func) or kwargs.get("generator") is not None or not _is_on_cpu(args, kwargs):
             return func(*args, **kwargs)
-        if _takes_generator(func) and _is_on_cpu(args, kwargs):
+        if _takes_generator(func):
             return func(*args, **kwargs, generator=self._generator)
         return self._lend_default_generator(func, args, kwargs)
 

@@ -44,6 +44,7 @@ class StepLoss:
         self._loss_fn, self._sizes = loss_fn, sizes
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
         self._counts_given = False
+        self._totals: dict[torch.device, Any] = {}
 
     def __call__(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return what to back-propagate for a micro-batch; asked again, the same."""
@@ -64,11 +65,18 @@ class StepLoss:
     def mean(self) -> Tensor:
         """Return the loss of the mini-batch."""
         totals = torch.stack([total for total, _ in self._sums.values()])
-        return totals.sum() / self._count()
+        total = totals.sum()
+        return total / self._count(total.device)
 
     def scaled(self, gradient: Tensor) -> Tensor:
         """Turn the gradient of what was back-propagated into the mean's."""
-        return gradient / self._count() if self._counts_given else gradient
+        return gradient / self._count(gradient.device) if self._counts_given else gradient
 
-    def _count(self) -> Any:
-        return sum(count for _, count in self._sums.values())
+    def _count(self, device: torch.device) -> Any:
+        # Once a device, not once a parameter; a count may be a tensor of the last device.
+        if device not in self._totals:
+            total = sum(count for _, count in self._sums.values())
+            self._totals[device] = (
+                total.to(device, non_blocking=True) if isinstance(total, Tensor) else total
+            )
+        return self._totals[device]

@@ -178,7 +178,7 @@ def _carry(
         if source.type == "cuda":
             # Only the computation that makes the tensors is waited for; what the target computes
             # goes on meanwhile.
-            copy_stream(source, micro_batch).wait_stream(torch.cuda.current_stream(source))
+            streams[0].wait_stream(torch.cuda.current_stream(source))
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         stack.enter_context(noted)
@@ -191,7 +191,7 @@ def _carry(
             for tensor in tensors:
                 if tensor is not None:
                     # Else its memory could be given away before the copy has read it.
-                    tensor.record_stream(copy_stream(source, micro_batch))
+                    tensor.record_stream(streams[0])
         arrived = streams[-1].record_event() if target.type == "cuda" else None
     return _Copy(copies, arrived)
 

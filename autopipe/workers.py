@@ -27,17 +27,18 @@ class CallerSettings:
     """Hold the caller's settings that torch keeps for each thread alone.
 
     Args:
-        grad_enabled, inference: its grad mode.
+        inference: whether it is in inference mode.
         autocasts: the device types for which autocast is on.
         streams: its current stream on each CUDA device of the pipeline.
         num_threads: intra-op threads of each job.
+        default_device: where tensors are made unless told otherwise.
     """
 
-    grad_enabled: bool
     inference: bool
     autocasts: tuple[AutocastState, ...]
     streams: tuple[torch.cuda.Stream, ...]
     num_threads: int
+    default_device: torch.device
 
     @staticmethod
     def capture(devices: Sequence[torch.device], *, at_once: int) -> CallerSettings:
@@ -52,7 +53,6 @@ class CallerSettings:
         cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
         num_on_cpu = sum(device.type == "cpu" for device in devices)
         return CallerSettings(
-            torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple(
                 AutocastState(t, torch.get_autocast_dtype(t), torch.is_autocast_cache_enabled())
@@ -61,6 +61,7 @@ class CallerSettings:
             ),
             tuple(torch.cuda.current_stream(device) for device in cuda_devices),
             max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
+            torch.get_default_device(),
         )
 
     @contextmanager
@@ -74,20 +75,35 @@ class CallerSettings:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad_enabled and not self.inference))
-            if self.streams:
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            for stream in self.streams:
-                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
+            # A stream makes its device the current one, so the partition's own comes last.
+            for stream in sorted(self.streams, key=lambda stream: stream.device == device):
+                stack.enter_context(torch.cuda.stream(stream))
+            # Off, but entered: a weight is cast once for all micro-batches of the portion, not
+            # once for each, as leaving the outermost autocast empties the cache.
+            for state in self.autocasts:
+                stack.enter_context(torch.autocast(state.device_type, enabled=False))
             yield
+
+    def join_streams(self) -> None:
+        """Let the present streams of every device wait for what the partitions did.
+
+        autograd knows one stream of a node, and expects all gradients to be ready on it.
+        """
+        for ours in self.streams:
+            for theirs in self.streams:
+                torch.cuda.current_stream(theirs.device).wait_stream(ours)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Apply the autocast, for one forward.
 
-        Entered and left with every forward, because leaving empties the cache of weights cast
-        before: a weight cast without a graph must not serve a forward that needs one.
+        `applied` empties the cache of weights cast before: one cast without a graph must not serve
+        a forward that needs one.
         """
         with ExitStack() as stack:
             for state in self.autocasts:
@@ -130,8 +146,8 @@ def run_together(
         except Stopped:
             pass
         except BaseException as error:
-            failures.append((order(number), number, error))
             stop()
+            failures.append((order(number), number, error))
 
     # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
     threads = [
@@ -156,4 +172,10 @@ def run_together(
         # Set in a thread, the number is also the default of threads to come.
         torch.set_num_threads(num_threads_before)
     if failures:
-        raise min(failures, key=lambda failure: failure[:2])[2]
+        first = min(failures, key=lambda failure: failure[:2])[2]
+        # An error whose traceback leads back to it keeps the failed step's tensors alive.
+        failures.clear()
+        try:
+            raise first
+        finally:
+            del first

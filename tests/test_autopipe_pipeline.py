@@ -250,3 +250,38 @@ def test_what_ran_follows_the_dependency_graph(
             repeated = checkpoint == "always" or (
                 checkpoint == "except_last" and i < num_micro_batches - 1)
             assert ((Op.RECOMPUTE, i, stage) in spans) == repeated
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_tensor_that_a_forward_leaves_in_its_layer_does_not_join_the_next_step(
+    balance: list[int], checkpoint: str
+) -> None:
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.feature = super().forward(x)
+            return self.feature
+
+    ours = GPipe(nn.Sequential(Leaves(3, 3), Leaves(3, 3)), balance, chunks=2,
+                 checkpoint=checkpoint)
+    for _ in range(2):
+        ours(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_failed_backward_is_not_continued(balance: list[int]) -> None:
+    fails = Fails("backward")
+    layers = nn.Sequential(nn.Linear(3, 3), fails)
+    ours = GPipe(layers, balance, chunks=3, checkpoint="never")
+    loss = ours(torch.ones(6, 3)).sum()
+    with pytest.raises(ArithmeticError, match="deliberate"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run its forward again"):
+        loss.backward(retain_graph=True)
+    assert all(gradient is None for gradient in gradients(ours))
+
+
+def test_a_step_in_inference_mode_is_refused() -> None:
+    ours = GPipe(nn.Sequential(nn.Linear(3, 3)), [1])
+    with (torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode")):
+        ours.step(torch.ones(2, 3), torch.ones(2, 3), nn.functional.mse_loss)
