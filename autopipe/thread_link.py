@@ -54,9 +54,15 @@ class Mailbox:
         return item
 
     def await_empty(self) -> None:
-        """Wait until everything has been taken."""
+        """Wait until everything has been taken.
+
+        It ends well even if whoever took it has failed since: what the schedule has at the same
+        time as the failure runs, whichever thread is faster.
+        """
         with self._changed:
-            self._wait_for(lambda: not self._items)
+            self._changed.wait_for(lambda: self._stopped or not self._items)
+            if self._items:
+                raise Stopped
 
     def stop(self) -> None:
         """Make every wait, present and future, end in `Stopped`."""

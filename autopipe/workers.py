@@ -115,6 +115,17 @@ class CallerSettings:
             yield
 
 
+def _await_end(thread: threading.Thread, ended: threading.Event) -> None:
+    """Wait for a thread to end, if it has begun at all.
+
+    Not by `join` alone: interrupted once, that takes the thread for ended (in Python 3.11).
+    """
+    while not ended.wait(0.1):
+        if thread.ident is None:
+            return  # The caller was interrupted before the thread began.
+    thread.join()
+
+
 def run_together(
     jobs: Sequence[Callable[[], None]],
     *,
@@ -148,6 +159,8 @@ def run_together(
         except BaseException as error:
             stop()
             failures.append((order(number), number, error))
+        finally:
+            ended[number].set()
 
     # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
     threads = [
@@ -156,17 +169,21 @@ def run_together(
         )
         for number in range(len(jobs))
     ]
+    ended = [threading.Event() for _ in jobs]
+    started: list[threading.Thread] = []
     num_threads_before = torch.get_num_threads()
     try:
         for thread in threads:
+            started.append(thread)
             thread.start()
+        for event in ended:
+            event.wait()
         for thread in threads:
             thread.join()
     except BaseException:  # The caller was interrupted.
         stop()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for thread, event in zip(started, ended, strict=False):
+            _await_end(thread, event)
         raise
     finally:
         # Set in a thread, the number is also the default of threads to come.

@@ -65,6 +65,15 @@ def test_stopping_ends_present_and_future_waits_and_gives_nothing_more_out() -> 
         mailbox.take(0)
 
 
+def test_room_is_given_after_a_failure_too_but_not_where_something_still_waits() -> None:
+    mailbox = Mailbox()
+    mailbox.stop()
+    mailbox.await_empty()
+    mailbox.put(0, "zero")
+    with pytest.raises(Stopped, match="^$"):
+        mailbox.await_empty()
+
+
 def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
     crossing = Crossing(CPU, CPU)
     hidden = torch.rand(2, 3, requires_grad=True) * 2
