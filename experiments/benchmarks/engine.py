@@ -144,7 +144,7 @@ def measure_encoder(
 def measure_torchgpipe(
     options: Options, workload: Workload, peer: ModuleType, num_stages: int
 ) -> Iterator[Comparison]:
-    """Compare to torchgpipe: two modes at M = 8 well, the rest for the table."""
+    """Compare to torchgpipe: two modes at M = 8 well, the rest of the grid for the table."""
     keys = {"never": ("vs_torchgpipe",), "except_last": ("vs_torchgpipe_checkpoint",)}
     judged = num_stages == 2 and workload.name == "encoder"
     yield from (
@@ -158,8 +158,8 @@ def measure_torchgpipe(
             num_rounds=options.num_wide_pairs,
         ).items()
     )
-    rest = [(m, ["never"]) for m in (1, 2, 4, 16)] if workload.name == "encoder" else []
-    for num_micro_batches, modes in [(NUM_MICRO_BATCHES, ["always"]), *rest]:
+    rest = [(m, CHECKPOINTS) for m in (1, 2, 4, 16)] if workload.name == "encoder" else []
+    for num_micro_batches, modes in [(NUM_MICRO_BATCHES, ("always",)), *rest]:
         yield from against_torchgpipe(
             peer,
             workload,
