@@ -148,17 +148,17 @@ def run_together(
         jobs[0]()
         return
     failures: list[tuple[int, int, BaseException]] = []
+    ended = [threading.Event() for _ in jobs]
     context = contextvars.copy_context()
 
     def work(number: int) -> None:
         try:
             torch.set_num_threads(num_threads)
             jobs[number]()
-        except Stopped:
-            pass
         except BaseException as error:
             stop()
-            failures.append((order(number), number, error))
+            if not isinstance(error, Stopped):
+                failures.append((order(number), number, error))
         finally:
             ended[number].set()
 
@@ -169,22 +169,9 @@ def run_together(
         )
         for number in range(len(jobs))
     ]
-    ended = [threading.Event() for _ in jobs]
-    started: list[threading.Thread] = []
     num_threads_before = torch.get_num_threads()
     try:
-        for thread in threads:
-            started.append(thread)
-            thread.start()
-        for event in ended:
-            event.wait()
-        for thread in threads:
-            thread.join()
-    except BaseException:  # The caller was interrupted.
-        stop()
-        for thread, event in zip(started, ended, strict=False):
-            _await_end(thread, event)
-        raise
+        _run_to_the_end(threads, ended, stop)
     finally:
         # Set in a thread, the number is also the default of threads to come.
         torch.set_num_threads(num_threads_before)
@@ -196,3 +183,25 @@ def run_together(
             raise first
         finally:
             del first
+
+
+def _run_to_the_end(
+    threads: Sequence[threading.Thread],
+    ended: Sequence[threading.Event],
+    stop: Callable[[], None],
+) -> None:
+    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            started.append(thread)
+            thread.start()
+        for event in ended:
+            event.wait()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop()
+        for thread, event in zip(started, ended, strict=False):
+            _await_end(thread, event)
+        raise
