@@ -267,9 +267,9 @@ class StageRun:
                 outputs = cut(outputs)
                 if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
                     self._flight.versions[i] = before
-            roots = self._pass_on(i, outputs)
+            loss = self._pass_on(i, outputs)
         if self._last_backward is not None and not checkpointing:
-            self._flight.keep(i, roots)
+            self._flight.keep(i, Roots.of(outputs, loss))
 
     def _take_inputs(self, i: int) -> Payload:
         inputs = self._flight.inputs
@@ -280,13 +280,12 @@ class StageRun:
         self._flight.anchors[i] = entered.anchors
         return entered.inputs
 
-    def _pass_on(self, i: int, outputs: Payload) -> Roots:
-        """Leave the outputs to be sent, or finish them; return where the backward starts."""
-        if self._links.above is not None:
-            self._flight.outputs[i] = outputs
-        elif (loss := self._work.finish(i, outputs)) is not None:
-            return Roots.of_loss(loss)
-        return Roots.of_outputs(outputs)
+    def _pass_on(self, i: int, outputs: Payload) -> Tensor | None:
+        """Leave the outputs to be sent, or finish them; return the loss, if that gives one."""
+        if self._links.above is None:
+            return self._work.finish(i, outputs)
+        self._flight.outputs[i] = outputs
+        return None
 
     def _recompute(self, i: int) -> None:
         flight = self._flight
@@ -300,9 +299,9 @@ class StageRun:
                 "place, leave the input alone until the backward, or use checkpoint='never'"
             )
         with running(Task(i, self._num_micro_batches, recomputing=True)), torch.enable_grad():
-            roots = self._pass_on(i, self._work.forward(i, self._enter(i, inputs)))
-        flight.outputs.pop(i, None)
-        flight.keep(i, roots)
+            outputs = self._work.forward(i, self._enter(i, inputs))
+            loss = None if self._links.above is not None else self._work.finish(i, outputs)
+        flight.keep(i, Roots.of(outputs, loss))
 
     def _backward(self, i: int) -> None:
         flight, gradients = self._flight, self._flight.gradients.pop(i, None)

@@ -30,13 +30,10 @@ class Roots:
     positions: tuple[int, ...] | None
 
     @staticmethod
-    def of_loss(loss: Tensor) -> Roots:
-        """Start from a loss."""
-        return Roots((loss,) if loss.requires_grad else (), None)
-
-    @staticmethod
-    def of_outputs(outputs: Payload) -> Roots:
-        """Start from a stage's outputs."""
+    def of(outputs: Payload, loss: Tensor | None) -> Roots:
+        """Start from the loss, or where there is none from a stage's outputs."""
+        if loss is not None:
+            return Roots((loss,) if loss.requires_grad else (), None)
         positions = tuple(n for n, tensor in enumerate(outputs.tensors) if _needs_gradient(tensor))
         return Roots(tuple(_edge(outputs.tensors[n]) for n in positions), positions)
 

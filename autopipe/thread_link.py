@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -48,7 +48,9 @@ class Mailbox:
         The wait has no time limit, as a layer may take as long as it likes; a failure ends it.
         """
         with self._changed:
-            self._wait_for(lambda: micro_batch in self._items)
+            self._changed.wait_for(lambda: self._stopped or micro_batch in self._items)
+            if self._stopped:
+                raise Stopped
             item = self._items.pop(micro_batch)
             self._changed.notify_all()
         return item
@@ -69,11 +71,6 @@ class Mailbox:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-
-    def _wait_for(self, ready: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._stopped or ready())
-        if self._stopped:
-            raise Stopped
 
 
 @cache
