@@ -11,10 +11,13 @@ from autopipe.batch_norm import (
     restore_batch_norm,
 )
 from autopipe.block_partition import block_partition
+from autopipe.chain import chain_seconds
 from autopipe.engine import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.gpipe import GPipe
 from autopipe.gpipe_checks import flatten_sequential
 from autopipe.link import LinkAbove, LinkBelow, Payload
+from autopipe.network import AllReduceCost, LinkCost
+from autopipe.paper_plan import paper_plan, paper_split, throughput_table
 from autopipe.partition import greedy_partition, min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
 from autopipe.process_link import (
@@ -26,7 +29,7 @@ from autopipe.process_link import (
     Sender,
     TensorSpec,
 )
-from autopipe.profile import LinkCost, Profile, ProfiledSublayer, SublayerCost, profile_sublayers
+from autopipe.profile import Profile, ProfiledSublayer, SublayerCost, profile_sublayers
 from autopipe.profile import merge as merge_profiles
 from autopipe.recorder import Recorder
 from autopipe.schedule import (
@@ -45,6 +48,7 @@ from autopipe.task import is_checkpointing, is_recomputing
 from autopipe.timeline import Trace
 
 __all__ = [
+    "AllReduceCost",
     "DeferredBatchNorm",
     "GPipe",
     "Instruction",
@@ -78,6 +82,7 @@ __all__ = [
     "balance",
     "block_partition",
     "candidates",
+    "chain_seconds",
     "convert_deferred_batch_norm",
     "draw",
     "flatten_sequential",
@@ -89,6 +94,8 @@ __all__ = [
     "merge_profiles",
     "min_max_partition",
     "one_f_one_b",
+    "paper_plan",
+    "paper_split",
     "plan_pipeline",
     "predict",
     "profile_sublayers",
@@ -96,4 +103,5 @@ __all__ = [
     "run_program",
     "simulate",
     "skip",
+    "throughput_table",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,9 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
     training = [(module, module.training) for module in everything.modules()]
     buffers = [(module, name, buffer, buffer.clone()) for module in everything.modules()
                for name, buffer in module.named_buffers(recurse=False)]
-    gradients = [(parameter, parameter.grad) for parameter in everything.parameters()]
-    for parameter, _ in gradients:
+    gradients = [(parameter, parameter.grad, parameter.requires_grad)
+                 for parameter in everything.parameters()]
+    for parameter, _, _ in gradients:
         parameter.grad = None
     try:
         with (torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -47,7 +49,8 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
     finally:
         for module, flag in training:
             module.training = flag
-        for parameter, gradient in gradients:
+        for parameter, gradient, requires_grad in gradients:
+            parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
         for module, name, buffer, value in buffers:
             # A forward may put another tensor in a buffer's place instead of writing into it.
@@ -95,6 +98,8 @@ def measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
                for tensors in (sublayer.module.parameters(), sublayer.module.buffers())]
         counted.update(*own)
         sizes.append({"parameter_bytes": sum(own[0].values()),
+                      "gradient_bytes": sum(p.nbytes for p in sublayer.module.parameters()
+                                            if p.requires_grad and id(p) in own[0]),
                       "buffer_bytes": sum(own[1].values()),
                       "saved_bytes": forward.measured / num_samples,
                       "output_bytes": forward.output.nbytes / num_samples})
@@ -143,6 +148,48 @@ def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     modules.train()
     forwards = _run_chain(sublayers, timed)
     forward_s = [forward.measured for forward in forwards]
+    backward_s = _time_backwards(forwards, device)
+    modules.eval()
+    with torch.no_grad():
+        frozen_s = [forward.measured for forward in _run_chain(sublayers, timed)]
+    return [forward_s, backward_s, frozen_s]
+
+
+def chain_seconds(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]) -> float:
+    """Return the seconds of one forward, backward and frozen forward of the whole chain."""
+    device = next(iter(batch.values())).device
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        return sum(map(sum, time_chain(sublayers, modules, batch, device)))
+
+
+def input_backward_shares(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+                          batch: Mapping[str, Tensor], *, rounds: int) -> list[float]:
+    """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1].
+
+    Backwards with and without gradients for the parameters take turns; the medians of the rounds
+    are compared.
+    """
+    device = next(iter(batch.values())).device
+    trained = [parameter for parameter in modules.parameters() if parameter.requires_grad]
+    whole, inputs = list[list[float]](), list[list[float]]()
+    modules.train()
+    for _ in range(rounds):
+        for requires_grad, measured in ((True, whole), (False, inputs)):
+            for parameter in trained:
+                parameter.requires_grad_(requires_grad)
+            forwards = _run_chain(sublayers, lambda sub, hidden: (sub.call(hidden, batch), 0.0))
+            measured.append(_time_backwards(forwards, device))
+    return [_share(statistics.median(part), statistics.median(full))
+            for full, part in zip(zip(*whole, strict=True), zip(*inputs, strict=True),
+                                  strict=True)]
+
+
+def _share(part: float, full: float) -> float:
+    return min(1.0, part / full) if full else 0.0
+
+
+def _time_backwards(forwards: list[_Forward], device: torch.device) -> list[float]:
+    """Run the backwards from the last sublayer to the first; return their seconds, first first."""
     gradient: Tensor | None = torch.ones_like(forwards[-1].output)
     backward_s = []
     while forwards:
@@ -152,10 +199,7 @@ def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
             forward.output.backward(gradient)
         backward_s.append(now_s(device) - start_s)
         gradient = None if forward.below is None else forward.below.grad
-    modules.eval()
-    with torch.no_grad():
-        frozen_s = [forward.measured for forward in _run_chain(sublayers, timed)]
-    return [forward_s, backward_s[::-1], frozen_s]
+    return backward_s[::-1]
 
 
 def now_s(device: torch.device) -> float:

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from operator import add
 
+from autopipe.network import LinkCost
 from autopipe.partition import PartCost, per_part
 from autopipe.profile import Profile
 from autopipe.schedule import Schedule
-from autopipe.simulate import StageTimes, simulate
+from autopipe.simulate import Simulation, StageTimes, simulate
 
 
 class StepModel:
@@ -26,12 +27,14 @@ class StepModel:
         num_frozen: layers frozen at the bottom.
         prefix_cached_s: seconds a sample to read the prefix's activations; None where they are
             computed in each step.
+        slots_per_node: ranks of a node, which a longer pipeline leaves.
+        prefix_chunk: samples the prefix runs at a time; None for a micro-batch's.
     Raises:
         ValueError: nothing is left to train.
     """
 
-    def __init__(self, profile: Profile, *, num_frozen: int,
-                 prefix_cached_s: float | None) -> None:
+    def __init__(self, profile: Profile, *, num_frozen: int, prefix_cached_s: float | None,
+                 slots_per_node: int, prefix_chunk: int | None = None) -> None:
         costs = profile.sublayers
         self.first_active = sum(cost.layer < num_frozen for cost in costs)
         self.num_units = len(costs) - self.first_active
@@ -39,10 +42,12 @@ class StepModel:
             raise ValueError(f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
                              f"train; freeze at most {max((c.layer for c in costs), default=0)}")
         self._profile, self._prefix_cached_s = profile, prefix_cached_s
+        self._slots_per_node, self._prefix_chunk = slots_per_node, prefix_chunk
         frozen, active = costs[:self.first_active], costs[self.first_active:]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
-        self._parameters = _cumulate(cost.parameter_bytes for cost in active)
-        self._buffers = _cumulate(cost.buffer_bytes for cost in active)
+        self._gradients = _cumulate(cost.gradient_bytes for cost in active)
+        self._held = _cumulate(cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
+                               + cost.buffer_bytes for cost in active)
         self._saved = _cumulate(cost.saved_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
@@ -66,22 +71,25 @@ class StepModel:
 
         return cost
 
-    def stage_bytes(self, sizes: tuple[int, ...], in_flight: tuple[int, ...]) -> PartCost:
+    def stage_bytes(self, sizes: tuple[int, ...], in_flight: tuple[int, ...], *,
+                    num_replicas: int) -> PartCost:
         """Return the function that says how many bytes a stage needs.
 
-        They are weights, gradients and optimizer state, and for every micro-batch in flight what
-        autograd saves and the activations at the stage's two ends.
+        They are weights, gradients and optimizer state, the buckets in which replicas sum
+        gradients, and for every micro-batch in flight what autograd saves and the activations at
+        the stage's two ends.
 
         Args:
             sizes: samples of every micro-batch.
             in_flight: each stage's most micro-batches between their forward and their backward.
+            num_replicas: pipelines side by side.
         """
         num_samples = [max(sizes) * number for number in in_flight]
-        copies = 2 + self._profile.state_bytes_ratio
 
         def cost(part: int, first: int, last: int) -> float:
-            held = copies * (self._parameters[last] - self._parameters[first])
-            held += self._buffers[last] - self._buffers[first]
+            held = self._held[last] - self._held[first]
+            if num_replicas > 1:
+                held += self._gradients[last] - self._gradients[first]
             held += self._prefix_bytes if part == 0 else 0
             per_sample = (self._saved[last] - self._saved[first]
                           + self._boundary_bytes[first] + self._boundary_bytes[last])
@@ -92,8 +100,13 @@ class StepModel:
     def step_s(self, schedule: Schedule, sizes: tuple[int, ...], split: tuple[int, ...], *,
                num_replicas: int) -> float:
         """Predict the seconds of a step by executing its schedule."""
-        return (simulate(schedule, self._stage_times(sizes, split)).step_s
+        return (self.simulation(schedule, sizes, split).step_s
                 + self._outside_schedule_s(split, num_replicas))
+
+    def simulation(self, schedule: Schedule, sizes: tuple[int, ...],
+                   split: tuple[int, ...]) -> Simulation:
+        """Execute a schedule on a clock."""
+        return simulate(schedule, self._stage_times(sizes, split))
 
     def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...], *,
                      num_replicas: int) -> float:
@@ -109,29 +122,34 @@ class StepModel:
 
     def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
-        trained_bytes = max(self._parameters[last] - self._parameters[first]
+        profile = self._profile
+        trained_bytes = max(self._gradients[last] - self._gradients[first]
                             for first, last in pairwise(split))
-        seconds = (self._profile.optimizer_s_per_byte * trained_bytes
-                   + self._profile.step_overhead_s)
-        if num_replicas > 1:
-            # A ring passes on each of R pieces R - 1 times to sum them, and again to spread them.
-            seconds += self._profile.all_reduce.seconds(
-                2 * (num_replicas - 1) / num_replicas * trained_bytes)
-        return seconds
+        return (profile.optimizer_s_per_byte * trained_bytes + profile.step_overhead_s
+                + profile.all_reduce_s(num_replicas, trained_bytes))
 
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
-        link = self._profile.link
+        send_s = tuple(self._link_above(stage).overhead_s for stage in range(len(split) - 2))
+        # Stage 0 also sends targets to the last stage.
+        targets_s = send_s[-1] if send_s else 0.0
         return StageTimes(
             forward_s=tuple(
-                tuple(forward[last] - forward[first] + (0.0 if first else prefix)
+                tuple(forward[last] - forward[first] + (0.0 if first else prefix + targets_s)
                       for forward, _, prefix in work) for first, last in pairwise(split)),
             backward_s=tuple(
                 tuple(backward[last] - backward[first] for _, backward, _ in work)
                 for first, last in pairwise(split)),
             transfer_s=tuple(
-                tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
-                for unit in split[1:-1]))
+                tuple(self._link_above(stage).seconds(size * self._boundary_bytes[unit])
+                      for size in sizes)
+                for stage, unit in enumerate(split[1:-1])),
+            send_s=send_s)
+
+    def _link_above(self, stage: int) -> LinkCost:
+        """Return the link from a stage to the next; pipelines begin at a node's first slot."""
+        leaves_node = (stage + 1) % self._slots_per_node == 0
+        return self._profile.node_link if leaves_node else self._profile.link
 
     def _cumulated_work(self, size: int) -> tuple[list[float], list[float], float]:
         """Return forward and backward seconds of the units below each index; the prefix's."""
@@ -139,13 +157,19 @@ class StepModel:
             profile = self._profile
             active = range(self.first_active, len(profile.sublayers))
             if self._prefix_cached_s is None:
-                prefix = sum(profile.frozen_s(index, size) for index in range(self.first_active))
+                prefix = profile.fetch_s + profile.read_s * size + self._prefix_s(size)
             else:
-                prefix = self._prefix_cached_s * size
+                prefix = profile.fetch_s + self._prefix_cached_s * size
             self._work[size] = (
                 _cumulate(profile.forward_s(index, size) for index in active),
                 _cumulate(profile.backward_s(index, size) for index in active), prefix)
         return self._work[size]
+
+    def _prefix_s(self, size: int) -> float:
+        """Return the seconds of the frozen layers on a micro-batch, which fills whole chunks."""
+        chunk = self._prefix_chunk or size
+        one_s = sum(self._profile.frozen_s(index, chunk) for index in range(self.first_active))
+        return math.ceil(size / chunk) * one_s
 
 
 def _cumulate(values: Iterable[float]) -> list[float]:

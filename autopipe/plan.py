@@ -17,7 +17,7 @@ from autopipe.estimate import StepModel
 from autopipe.partition import PartCost, best_split, per_part
 from autopipe.profile import Profile
 from autopipe.schedule import SCHEDULES
-from autopipe.simulate import peak_in_flight
+from autopipe.simulate import Simulation, peak_in_flight
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
@@ -67,6 +67,8 @@ class PlanRequest:
         memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
         prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
             are computed in each step.
+        prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
+            micro-batch's.
         lengths: pipeline lengths to consider; None for all that fit the cluster.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
         schedules: schedules to consider; of two equally good ones the earlier is taken.
@@ -81,6 +83,7 @@ class PlanRequest:
     num_frozen: int
     memory_limit_bytes: int | None = None
     prefix_cached_s: float | None = None
+    prefix_chunk: int | None = None
     lengths: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
@@ -90,10 +93,11 @@ class PlanRequest:
                                    ("slots_per_node", self.slots_per_node, 1),
                                    ("global_batch", self.global_batch, 1),
                                    ("num_frozen", self.num_frozen, 0),
+                                   ("prefix_chunk", self.prefix_chunk or 1, 1),
                                    ("micro_batches", min(self.micro_batches or (1,)), 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
-        fitting = _fitting_lengths(self.num_ranks, self.slots_per_node)
+        fitting = fitting_lengths(self.num_ranks, self.slots_per_node)
         for length in self.lengths or ():
             if length not in fitting:
                 raise ValueError(
@@ -104,7 +108,7 @@ class PlanRequest:
                              f"{list(SCHEDULES)}")
 
 
-def _fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
+def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
     """Return the K that divide the world, and divide a node's slots or are a multiple of them."""
     return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
                  and (slots_per_node % length == 0 or length % slots_per_node == 0))
@@ -171,6 +175,27 @@ def predict(profile: Profile, request: PlanRequest, *, boundaries: tuple[int, ..
     return _plan(model, only, _Candidate(sizes, schedule, split, least_s=0.0))
 
 
+def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Simulation:
+    """Execute a plan's schedule on a clock, for its stages' busy times and timeline.
+
+    What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
+    """
+    model = _model(profile, request)
+    num_samples = math.ceil(request.global_batch / (request.num_ranks // plan.length))
+    sizes = micro_batch_sizes(num_samples, plan.num_micro_batches)
+    split = tuple(boundary - model.first_active for boundary in plan.boundaries)
+    return model.simulation(SCHEDULES[plan.schedule](plan.length, len(sizes)), sizes, split)
+
+
+def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
+    """Return the plan whose fullest stage needs the fewest bytes, whether it fits or not.
+
+    Raises:
+        ValueError: no length or micro-batch count is possible.
+    """
+    return _least_memory(_model(profile, request), request)
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """Hold what makes a plan, and seconds that its step cannot undercut."""
@@ -183,19 +208,20 @@ class _Candidate:
 
 def _model(profile: Profile, request: PlanRequest) -> StepModel:
     return StepModel(profile, num_frozen=request.num_frozen,
-                     prefix_cached_s=request.prefix_cached_s)
+                     prefix_cached_s=request.prefix_cached_s,
+                     slots_per_node=request.slots_per_node, prefix_chunk=request.prefix_chunk)
 
 
 def _shapes(model: StepModel, request: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
     """List the possible lengths with the micro-batch sizes of the largest replica."""
-    wanted = request.lengths or _fitting_lengths(request.num_ranks, request.slots_per_node)
+    wanted = request.lengths or fitting_lengths(request.num_ranks, request.slots_per_node)
     lengths = [length for length in wanted if length <= model.num_units
                and request.num_ranks // length <= request.global_batch]
     shapes = []
     for length in lengths:
         num_samples = math.ceil(request.global_batch / (request.num_ranks // length))
         shapes += [(length, micro_batch_sizes(num_samples, count))
-                   for count in request.micro_batches or _micro_batch_counts(length)
+                   for count in request.micro_batches or _micro_batch_counts(length, num_samples)
                    if count <= num_samples]
     if not shapes:
         raise ValueError(
@@ -206,10 +232,14 @@ def _shapes(model: StepModel, request: PlanRequest) -> list[tuple[int, tuple[int
     return shapes
 
 
-def _micro_batch_counts(length: int) -> list[int]:
-    """Return the powers of two and the multiples of K up to 6 K, but at least up to 8."""
+def _micro_batch_counts(length: int, num_samples: int) -> list[int]:
+    """Return the powers of two and the multiples of K up to 6 K, but at least up to 8.
+
+    A single stage gets all powers: where its activations do not fit, ever more micro-batches are
+    the way to make do with less memory.
+    """
     most = max(6 * length, 8)
-    powers = (1 << exponent for exponent in range(most.bit_length()))
+    powers = [1 << n for n in range((num_samples if length == 1 else most).bit_length())]
     return sorted({*powers, *range(length, most + 1, length)})
 
 
@@ -219,8 +249,10 @@ def _in_flight(schedule: str, length: int, num_micro_batches: int) -> tuple[int,
     return tuple(map(peak_in_flight, SCHEDULES[schedule](length, num_micro_batches)))
 
 
-def _num_bytes(model: StepModel, length: int, sizes: tuple[int, ...], schedule: str) -> PartCost:
-    return model.stage_bytes(sizes, _in_flight(schedule, length, len(sizes)))
+def _num_bytes(model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...],
+               schedule: str) -> PartCost:
+    return model.stage_bytes(sizes, _in_flight(schedule, length, len(sizes)),
+                             num_replicas=request.num_ranks // length)
 
 
 def _fitting(model: StepModel, request: PlanRequest) -> Iterator[_Candidate]:
@@ -233,7 +265,7 @@ def _fitting(model: StepModel, request: PlanRequest) -> Iterator[_Candidate]:
         for schedule in request.schedules:
             split: tuple[int, ...] | None = unlimited
             if limit is not None:
-                num_bytes = _num_bytes(model, length, sizes, schedule)
+                num_bytes = _num_bytes(model, request, length, sizes, schedule)
                 if max(per_part(num_bytes, unlimited)) > limit:
                     split = best_split(model.num_units, length, work_s,
                                        feasible=partial(_within, num_bytes, limit))
@@ -252,23 +284,30 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
     length = len(split) - 1
     step_s = model.step_s(SCHEDULES[name](length, len(sizes)), sizes, split,
                           num_replicas=request.num_ranks // length)
-    peak_bytes = per_part(_num_bytes(model, length, sizes, name), split)
+    peak_bytes = per_part(_num_bytes(model, request, length, sizes, name), split)
     return PipelinePlan(length, tuple(model.first_active + unit for unit in split), len(sizes),
                         name, step_s, tuple(map(int, peak_bytes)))
 
 
-def _nothing_fits(model: StepModel, request: PlanRequest) -> str:
-    """Say how much the pipeline that comes closest to fitting still needs, and where."""
-    smallest = (math.inf, "")
+def _least_memory(model: StepModel, request: PlanRequest) -> PipelinePlan:
+    smallest: tuple[float, _Candidate] | None = None
     for length, sizes in _shapes(model, request):
         for schedule in request.schedules:
-            num_bytes = _num_bytes(model, length, sizes, schedule)
+            num_bytes = _num_bytes(model, request, length, sizes, schedule)
             split = best_split(model.num_units, length, num_bytes)
             assert split is not None, "without a limit every shape can be split"
-            needs = per_part(num_bytes, split)
-            smallest = min(smallest, (
-                max(needs), f"{length} stages x {len(sizes)} micro-batches ({schedule}), needs "
-                            f"{int(max(needs))} bytes on stage {needs.index(max(needs))}"))
+            needs = max(per_part(num_bytes, split))
+            if smallest is None or needs < smallest[0]:
+                smallest = needs, _Candidate(sizes, schedule, split, least_s=0.0)
+    assert smallest is not None, "there is at least one shape"
+    return _plan(model, request, smallest[1])
+
+
+def _nothing_fits(model: StepModel, request: PlanRequest) -> str:
+    """Say how much the pipeline that comes closest to fitting still needs, and where."""
+    plan = _least_memory(model, request)
+    needs = max(plan.peak_bytes)
     return (f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
-            f"{smallest[1]}; raise the limit, lower the global batch, add device slots or freeze "
-            f"more layers")
+            f"{plan.length} stages x {plan.num_micro_batches} micro-batches ({plan.schedule}), "
+            f"needs {needs} bytes on stage {plan.peak_bytes.index(needs)}; raise the limit, lower "
+            f"the global batch, add device slots or freeze more layers")

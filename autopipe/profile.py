@@ -6,11 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import add, sub
 from typing import Any
 
 from torch import Tensor
 
-from autopipe.chain import ProfiledSublayer, left_as_found, measure_bytes, time_chain
+from autopipe.chain import (
+    ProfiledSublayer,
+    input_backward_shares,
+    left_as_found,
+    measure_bytes,
+    time_chain,
+)
+from autopipe.network import AllReduceCost, LinkCost
 
 
 @dataclass(frozen=True)
@@ -21,9 +29,11 @@ class SublayerCost:
         name: unique name.
         layer: the layer that it freezes with; the number of layers for the head.
         forward_s: forward in train mode with gradients recorded.
-        backward_s: backward, with its parameters' gradients added to existing ones.
+        input_backward_s: the part of the backward that the input's gradient takes.
+        weight_backward_s: the rest, for the parameters' gradients, added to existing ones.
         frozen_s: forward in eval mode without gradients.
         parameter_bytes, buffer_bytes: a tensor that several sublayers share counts in the first.
+        gradient_bytes, optimizer_bytes: of its trainable parameters.
         saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
         output_bytes: a sample's output.
     """
@@ -31,29 +41,23 @@ class SublayerCost:
     name: str
     layer: int
     forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    input_backward_s: tuple[float, ...]
+    weight_backward_s: tuple[float, ...]
     frozen_s: tuple[float, ...]
     parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
     buffer_bytes: int
     saved_bytes: float
     output_bytes: float
 
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Return the seconds of the whole backward."""
+        return tuple(map(add, self.input_backward_s, self.weight_backward_s))
 
-@dataclass(frozen=True)
-class LinkCost:
-    """State what a message costs: a fixed time and a rate (math.inf where bytes cost nothing)."""
 
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
-            raise ValueError(f"a link needs a latency of at least 0 s and a positive rate, got "
-                             f"{self.latency_s} s and {self.bytes_per_s} bytes/s")
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the time of one message."""
-        return self.latency_s + num_bytes / self.bytes_per_s
+_TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,33 @@ class Profile:
     Args:
         batch_sizes: measured micro-batch sizes, ascending.
         sublayers: bottom first.
-        optimizer_s_per_byte: optimizer step, seconds per parameter byte.
-        state_bytes_ratio: optimizer state bytes per parameter byte (AdamW: 2).
+        read_s: reading a sample of the dataset, beside what a micro-batch costs at any size.
+        optimizer_s_per_byte: optimizer step, seconds per byte of trained parameters.
         step_overhead_s: a step's time outside of all else here.
-        link: a message between neighbouring stages.
-        all_reduce: ring all-reduce; its rate is that of one worker's traffic.
+        link: a message between neighbouring stages on one node.
+        node_link: a message between neighbouring stages on two nodes.
+        all_reduce: sums over replicas, one entry for each number of them.
+        fetch_s: fetching a micro-batch's samples, whatever their number.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
     """
 
     batch_sizes: tuple[int, ...]
     sublayers: tuple[SublayerCost, ...]
+    read_s: float
     optimizer_s_per_byte: float
-    state_bytes_ratio: float
     step_overhead_s: float
     link: LinkCost
-    all_reduce: LinkCost
+    node_link: LinkCost
+    all_reduce: tuple[AllReduceCost, ...] = ()
+    fetch_s: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
         for cost in self.sublayers:
-            if {len(cost.forward_s), len(cost.backward_s), len(cost.frozen_s)} != {len(sizes)}:
+            if {len(getattr(cost, name)) for name in _TIMES} != {len(sizes)}:
                 raise ValueError(f"sublayer {cost.name!r} lacks times, or has too many; give one "
                                  f"of each kind for every micro-batch size of {sizes}")
 
@@ -101,6 +109,21 @@ class Profile:
         """Return the seconds of a frozen sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
 
+    def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
+        """Return the seconds of a sum over replicas.
+
+        Raises:
+            ValueError: it was not measured for this number of replicas.
+        """
+        if num_replicas == 1:
+            return 0.0
+        for cost in self.all_reduce:
+            if cost.num_replicas == num_replicas:
+                return cost.at(num_bytes)
+        measured = [cost.num_replicas for cost in self.all_reduce]
+        raise ValueError(f"the profile has sums over {measured} replicas, none over "
+                         f"{num_replicas}; profile the cluster that is planned for")
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
@@ -108,12 +131,13 @@ class Profile:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
         """Rebuild a profile from `to_json`."""
-        times = ("forward_s", "backward_s", "frozen_s")
-        sublayers = tuple(SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in times}})
+        sublayers = tuple(SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in _TIMES}})
                           for cost in values["sublayers"])
+        sums = tuple(AllReduceCost(cost["num_replicas"], tuple(cost["num_bytes"]),
+                                   tuple(cost["seconds"])) for cost in values["all_reduce"])
         return Profile(**{**values, "batch_sizes": tuple(values["batch_sizes"]),
                           "sublayers": sublayers, "link": LinkCost(**values["link"]),
-                          "all_reduce": LinkCost(**values["all_reduce"])})
+                          "node_link": LinkCost(**values["node_link"]), "all_reduce": sums})
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
@@ -162,7 +186,8 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     """Measure every sublayer on its real input; the modules are left as they were.
 
     Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
-    before anything is frozen: a frozen parameter has no backward.
+    before anything is frozen: a frozen parameter has no backward. How a backward divides between
+    input and weights is measured at the middle size. Optimizer state is left at 0 bytes.
 
     Args:
         sublayers: bottom first; each one's output is the next one's input.
@@ -172,15 +197,19 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
         TypeError: a sublayer returns something else than one tensor.
     """
     device = next(iter(batches[-1].values())).device
+    middle = batches[len(batches) // 2]
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         sizes = measure_bytes(sublayers, modules, batches[-1])
         rounds = [[time_chain(sublayers, modules, batch, device) for batch in batches]
                   for _ in range(repeats + 1)][1:]
+        shares = input_backward_shares(sublayers, modules, middle, rounds=repeats)
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = (
             tuple(statistics.median(chains[size][kind][index] for chains in rounds)
                   for size in range(len(batches))) for kind in range(3))
-        costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, backward_s, frozen_s,
-                                  **sizes[index]))
+        input_s = tuple(shares[index] * seconds for seconds in backward_s)
+        costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, input_s,
+                                  tuple(map(sub, backward_s, input_s)), frozen_s,
+                                  optimizer_bytes=0, **sizes[index]))
     return tuple(costs)

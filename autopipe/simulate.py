@@ -28,12 +28,15 @@ class StageTimes:
         transfer_s: one row a boundary (of stages j and j + 1), one entry a micro-batch; holds for
             its activation and for its gradient.
         lead_s: each stage's work before its first instruction; empty for none.
+        send_s: what handing over a message takes a sender's own time, one a boundary; empty for
+            none.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
     backward_s: tuple[tuple[float, ...], ...]
     transfer_s: tuple[tuple[float, ...], ...]
     lead_s: tuple[float, ...] = ()
+    send_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Simulation:
 
     Args:
         step_s: from the start to the end of the last stage.
-        busy_s: leading work, forwards, recomputations and backwards.
+        busy_s: leading work, forwards, recomputations, backwards and handing over messages.
         idle_s: the rest of the step.
         peak_in_flight: most micro-batches whose forward is done and whose backward is not.
         timeline: every forward, recomputation and backward, each stage's in its order.
@@ -127,6 +130,9 @@ class _Clock:
                 f"(forward, backward, transfer, lead) times have {shape} rows; a schedule of "
                 f"{num_stages} stages needs one a stage, and one a boundary for transfers")
         self._times = times
+        self._send_s = times.send_s or (0.0,) * (num_stages - 1)
+        if len(self._send_s) != num_stages - 1:
+            raise ValueError(f"{len(self._send_s)} times to send for {num_stages - 1} boundaries")
         self.now_s, self.busy_s = list(lead_s), list(lead_s)
         self.events: list[Event] = []
         # Boundary j's activations go to stage j + 1, its gradients to stage j.
@@ -141,9 +147,11 @@ class _Clock:
         elif op is Op.BACKWARD:
             self._compute(stage, instruction, self._times.backward_s[stage][i])
         elif op is Op.SEND_ACTIVATION:
+            self._spend(stage, self._send_s[stage])
             self._activations[stage].send(i, self.now_s[stage], self._times.transfer_s[stage][i])
         elif op is Op.SEND_GRADIENT:
             below = stage - 1
+            self._spend(stage, self._send_s[below])
             self._gradients[below].send(i, self.now_s[stage], self._times.transfer_s[below][i])
         elif op is Op.RECV_ACTIVATION:
             return self._receive(stage, i, self._activations[stage - 1])
@@ -153,10 +161,13 @@ class _Clock:
 
     def _compute(self, stage: int, instruction: Instruction, seconds: float) -> None:
         start_s = self.now_s[stage]
-        self.now_s[stage] = start_s + seconds
-        self.busy_s[stage] += seconds
+        self._spend(stage, seconds)
         self.events.append(Event(stage, instruction.op, instruction.micro_batch,
                                  start_s, self.now_s[stage]))
+
+    def _spend(self, stage: int, seconds: float) -> None:
+        self.now_s[stage] += seconds
+        self.busy_s[stage] += seconds
 
     def _receive(self, stage: int, micro_batch: int, link: _Link) -> bool:
         if not link.messages or link.messages[0][0] != micro_batch:

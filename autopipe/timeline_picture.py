@@ -31,9 +31,15 @@ _STAGE_HEIGHT, _LANE_HEIGHT, _GAP = 1.0, 0.26, 0.22
 _POINTS_A_CHARACTER = 5.6
 
 
-def save_picture(spans: Sequence[Span], path: str | Path) -> None:
+def save_picture(
+    spans: Sequence[Span], path: str | Path, *, heading: tuple[str, str] | None = None
+) -> None:
     """Draw the spans; the path's ending tells the format.
 
+    Args:
+        spans: measured, or simulated.
+        path: the picture to write.
+        heading: title and subtitle; None takes the summary's, which speaks of measurements.
     Raises:
         ValueError: nothing was computed.
     """
@@ -52,7 +58,7 @@ def save_picture(spans: Sequence[Span], path: str | Path) -> None:
     _draw_rows(axes, rows, summary)
     shown = [op for op in _KINDS if op in {span.op for span in spans}]
     handles = [Patch(color=_COLOURS[op], label=_KINDS[op]) for op in shown]
-    _dress(figure, axes, summary, handles)
+    _dress(figure, axes, heading or (summary.title, summary.times), handles)
     figure.savefig(path)
 
 
@@ -124,13 +130,12 @@ def _draw_bars(axes: Any, spans: Sequence[Span], rows: _Rows, place: tuple[float
             )  # fmt: skip
 
 
-def _dress(figure: Any, axes: Any, summary: Summary, legend: Sequence[Any]) -> None:
+def _dress(figure: Any, axes: Any, heading: tuple[str, str], legend: Sequence[Any]) -> None:
     """Add title, scale and legend."""
     height_inches = figure.get_size_inches()[1]
-    figure.text(
-        _LEFT, 1 - 0.36 / height_inches, summary.title, color=_INK, fontsize=13, weight="bold"
-    )
-    figure.text(_LEFT, 1 - 0.62 / height_inches, summary.times, color=_INK, fontsize=10)
+    title, subtitle = heading
+    figure.text(_LEFT, 1 - 0.36 / height_inches, title, color=_INK, fontsize=13, weight="bold")
+    figure.text(_LEFT, 1 - 0.62 / height_inches, subtitle, color=_INK, fontsize=10)
     axes.legend(
         handles=legend,
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False,

@@ -1,0 +1,73 @@
+"""State what it costs to send bytes from one stage to the next, and to sum them over replicas."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """State what a message costs.
+
+    Args:
+        latency_s: the time of an empty one.
+        bytes_per_s: rate of its bytes; math.inf where they cost nothing.
+        overhead_s: the sender's own time to hand it over, in which it computes nothing.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.latency_s, self.overhead_s) < 0 or self.bytes_per_s <= 0:
+            raise ValueError(
+                f"a link needs a latency of at least 0 s and a positive rate, got "
+                f"{self.latency_s} s and {self.bytes_per_s} bytes/s"
+            )
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class AllReduceCost:
+    """State what it costs to sum gradients over the replicas of a stage.
+
+    Args:
+        num_replicas: ranks that sum.
+        num_bytes: measured sizes, ascending.
+        seconds: one a size.
+    Raises:
+        ValueError: there are no replicas or sizes, or sizes do not ascend or lack a time.
+    """
+
+    num_replicas: int
+    num_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in pairwise(self.num_bytes))
+        if self.num_replicas < 2 or not self.num_bytes or not ascending:
+            raise ValueError(
+                f"a sum needs 2 or more replicas and ascending sizes, got {self.num_replicas} "
+                f"replicas and {self.num_bytes} bytes"
+            )
+        if len(self.seconds) != len(self.num_bytes):
+            raise ValueError(
+                f"{len(self.num_bytes)} sizes have {len(self.seconds)} times; give one each"
+            )
+
+    def at(self, num_bytes: float) -> float:
+        """Interpolate between the sizes; beyond the largest, bytes cost what its bytes cost."""
+        sizes, seconds = self.num_bytes, self.seconds
+        right = bisect_right(sizes, num_bytes)
+        if right == 0:
+            return seconds[0]
+        if right == len(sizes):
+            return seconds[-1] * num_bytes / sizes[-1]
+        (x0, x1), (y0, y1) = sizes[right - 1 : right + 1], seconds[right - 1 : right + 1]
+        return y0 + (y1 - y0) * (num_bytes - x0) / (x1 - x0)

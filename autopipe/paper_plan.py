@@ -1,0 +1,233 @@
+"""Choose a pipeline by the published rules, to stand beside ours in every comparison.
+
+Legend: K stages, M micro-batches, T the number of freeze decisions so far. K starts at the longest
+pipeline and halves while the largest partition stays within the largest at T = 0; sizes are
+parameter counts. M is the best of a table of throughputs that is made once for each K.
+
+Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
+our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
+the frozen parameters, which the printed algorithm never adds up, at lambda = 1/6 each on partition
+0; at least one sublayer a stage, where the greedy balance may leave stages empty; and another M
+where the table's best does not fit the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from autopipe.partition import greedy_partition
+from autopipe.plan import PipelinePlan, PlanRequest, fitting_lengths, predict
+from autopipe.profile import Profile
+
+FROZEN_COST = 1 / 6
+"""What a frozen parameter weighs beside an active one (the paper's lambda)."""
+
+_BYTES_PER_MILLION = 4e6
+"""The rules depend on the unit: they count parameters in millions, of the published float32."""
+
+
+def paper_plan(
+    profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
+) -> PipelinePlan:
+    """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
+
+    It is a pure function: what held at T = 0 is worked out anew with nothing frozen.
+
+    Args:
+        profile, request: as for `plan_pipeline`.
+        frozen_cost: lambda. The printed algorithm amounts to 0, and so do the published K.
+    Raises:
+        ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.
+    """
+    if "gpipe" not in request.schedules:
+        raise ValueError(
+            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
+            f"the schedule open"
+        )
+    length = _length(profile, request, frozen_cost)
+    boundaries = paper_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
+    table = throughput_table(profile, request, length)
+    limit, needed = request.memory_limit_bytes, []
+    for count in _best_first(table):
+        plan = predict(
+            profile, request, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
+        )
+        if limit is None or max(plan.peak_bytes) <= limit:
+            return plan
+        needed.append(max(plan.peak_bytes))
+    raise ValueError(
+        f"the published rules give {length} stages, which need {min(needed)} bytes with the best "
+        f"M of {sorted(table)}, above memory_limit_bytes = {limit}; they count parameters, not "
+        f'bytes: choose plan="fastest" or raise the limit'
+    )
+
+
+def throughput_table(profile: Profile, request: PlanRequest, length: int) -> dict[int, float]:
+    """Return samples a second by M, for M in K, 2 K, .., 6 K, with nothing frozen.
+
+    The paper measures the table before training, once for each K; ours runs the GPipe schedule
+    against the measured costs. A replica with fewer than K samples has one M, their number.
+
+    Raises:
+        ValueError: the batch or the sublayers do not allow the length.
+    """
+    start = replace(
+        request,
+        num_frozen=0,
+        prefix_cached_s=None,
+        memory_limit_bytes=None,
+        lengths=None,
+        micro_batches=None,
+    )
+    num_samples = -(-request.global_batch // (request.num_ranks // length))
+    counts = [m for m in range(length, 6 * length + 1, length) if m <= num_samples]
+    boundaries = paper_split(profile, 0, length)
+    return {
+        count: request.global_batch
+        / predict(
+            profile, start, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
+        ).predicted_step_s
+        for count in request.micro_batches or counts or [num_samples]
+    }
+
+
+def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, dict[int, float]]:
+    """Return the table of every length that the rules may come to, longest first."""
+    return {
+        length: throughput_table(profile, request, length)
+        for length in _halvings(_start(profile, request), request)
+    }
+
+
+def paper_split(
+    profile: Profile, num_frozen: int, length: int, *, frozen_cost: float = FROZEN_COST
+) -> tuple[int, ...]:
+    """Balance the active sublayers greedily by their parameters; return K + 1 boundaries.
+
+    Raises:
+        ValueError: there are fewer active sublayers than stages.
+    """
+    sizes, frozen = _sizes(profile, num_frozen)
+    if not 1 <= length <= len(sizes):
+        raise ValueError(
+            f"{len(sizes)} active sublayers cannot fill {length} stages; choose from 1 to "
+            f"{len(sizes)} stages"
+        )
+    cuts = list(greedy_partition(sizes, length, first_extra=frozen_cost * frozen))
+    # Each empty stage takes its neighbour's nearest sublayer; other cuts stay as they are.
+    for stage in range(1, length):
+        cuts[stage] = max(cuts[stage], cuts[stage - 1] + 1)
+    for stage in range(length - 1, 0, -1):
+        cuts[stage] = min(cuts[stage], cuts[stage + 1] - 1)
+    first_active = len(profile.sublayers) - len(sizes)
+    return tuple(first_active + cut for cut in cuts)
+
+
+def table_text(tables: Mapping[int, Mapping[int, float]]) -> str:
+    """Return throughput tables as text, one row for each K; the M that is taken has a star."""
+    rows = []
+    for length, table in tables.items():
+        best = best_count(table)
+        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
+        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
+    return "\n".join(["samples/s by pipeline length K and micro-batches M", *rows])
+
+
+def best_count(table: Mapping[int, float]) -> int:
+    """Return the M of the highest throughput, of equal ones the smallest."""
+    return _best_first(table)[0]
+
+
+def _best_first(table: Mapping[int, float]) -> list[int]:
+    # Nine digits, so that sums which round differently count as equal.
+    return sorted(table, key=lambda count: (-float(f"{table[count]:.9g}"), count))
+
+
+def draw_tables(tables: Mapping[int, Mapping[int, float]], path: str | Path) -> None:
+    """Draw throughput over M / K, a line for each K; the path's ending tells the format."""
+    # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
+    # pyplot, leaves the caller's backend and open figures alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for length, table in tables.items():
+        ratios = [count / length for count in table]
+        best = best_count(table)
+        (line,) = axes.plot(ratios, list(table.values()), marker="o", label=f"K = {length}")
+        axes.plot([best / length], [table[best]], marker="*", ms=14, color=line.get_color())
+    axes.set(xlabel="micro-batches M / K", ylabel="samples/s", ylim=(0, None))
+    axes.set_title("Throughput by M; the star is what is taken", loc="left", fontsize=10)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _length(profile: Profile, request: PlanRequest, frozen_cost: float) -> int:
+    """Halve K from its start while the largest partition stays within the largest at T = 0."""
+    start = _start(profile, request)
+    num_active = len(_sizes(profile, request.num_frozen)[0])
+    at_first = _largest(profile, 0, start, frozen_cost)
+    found: list[int] = []
+    for length in _halvings(start, request):
+        largest = _largest(profile, request.num_frozen, length, frozen_cost)
+        if found and found[-1] <= num_active and largest > at_first:
+            break
+        found.append(length)
+    if found[-1] > num_active:
+        raise ValueError(
+            f"{num_active} active sublayers cannot fill any of {found} stages; allow shorter "
+            f"pipelines"
+        )
+    return found[-1]
+
+
+def _start(profile: Profile, request: PlanRequest) -> int:
+    """Return K at T = 0: the longest pipeline within a node."""
+    lengths = [
+        length
+        for length in request.lengths
+        or fitting_lengths(request.num_ranks, request.slots_per_node)
+        if length <= min(request.slots_per_node, len(profile.sublayers))
+        and request.num_ranks // length <= request.global_batch
+    ]
+    if not lengths:
+        raise ValueError(
+            f"a published pipeline stays within the {request.slots_per_node} slots of a node, has "
+            f"a sublayer a stage and a sample a replica; lengths = {request.lengths} allow none"
+        )
+    return max(lengths)
+
+
+def _halvings(length: int, request: PlanRequest) -> Iterator[int]:
+    """Yield a length, its half and so on, as far as the cluster and the batch allow."""
+    allowed = request.lengths or fitting_lengths(request.num_ranks, request.slots_per_node)
+    while length in allowed and request.num_ranks // length <= request.global_batch:
+        yield length
+        if length % 2:
+            return
+        length //= 2
+
+
+def _sizes(profile: Profile, num_frozen: int) -> tuple[list[float], float]:
+    """Return the active sublayers' sizes and the size of the frozen ones together."""
+    sizes = [cost.parameter_bytes / _BYTES_PER_MILLION for cost in profile.sublayers]
+    first_active = sum(cost.layer < num_frozen for cost in profile.sublayers)
+    return sizes[first_active:], sum(sizes[:first_active])
+
+
+def _largest(profile: Profile, num_frozen: int, length: int, frozen_cost: float) -> float:
+    """Return the largest partition as published, empty ones allowed; frozen ones add to the first.
+
+    It is told apart by what the rules balance, not by what is trained in the end.
+    """
+    sizes, frozen = _sizes(profile, num_frozen)
+    extra = frozen_cost * frozen
+    parts = [
+        sum(sizes[a:b]) for a, b in pairwise(greedy_partition(sizes, length, first_extra=extra))
+    ]
+    return max(parts[0] + extra, *parts)
