@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from autocache.layout import RowField, RowLayout
 from autocache.prefix import CacheStats, PrefixCache, RunLayers, rows_layout
 from autocache.stamp import PrefixStamps, chain_hash
-from autocache.store import RowField, RowLayout, RowRead, RowStore, StoreCounts
+from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 
 __all__ = [
     "CacheStats",
+    "NamelessFilesError",
     "PrefixCache",
     "PrefixStamps",
     "RowField",

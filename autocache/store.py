@@ -14,70 +14,27 @@ is one file of fixed slots, written in place, whose size is reserved when it is 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autocache.layout import ALIGN_BYTES, RowField, RowLayout, round_up
+
 _LOGGER = logging.getLogger(__name__)
 _WORD_BYTES = 8
-_ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
-
-
-@dataclass(frozen=True)
-class RowField:
-    """Describe one tensor of a row: `shape` is one sample's, without the batch dimension."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of one sample."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Describe a row: its fields in order.
-
-    Raises:
-        ValueError: there is no field, or two fields share a name.
-    """
-
-    fields: tuple[RowField, ...]
-
-    def __post_init__(self) -> None:
-        names = [field.name for field in self.fields]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"a row layout has fields {names}; give at least one, each name once")
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Return where each field starts in the row, and last where the row ends, in bytes."""
-        ends = [0]
-        for field in self.fields:
-            ends.append(ends[-1] + _round_up(field.num_bytes, _ALIGN_BYTES))
-        return tuple(ends)
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one row, padding included."""
-        return self.offsets[-1]
 
 
 @dataclass(frozen=True)
@@ -104,24 +61,35 @@ class StoreCounts:
     bytes_written: int = 0
 
 
+class NamelessFilesError(OSError):
+    """Say that files without a name cannot be made here; others can."""
+
+
 class RowStore:
     """Read and write rows by sample id; made by `create` in one process and `open` in others.
 
-    A context manager. Every process closes its own; the file lives until the creator unlinks it
-    or closes. Reads may run while another process writes; two processes may write at once.
+    A context manager. Every process closes its own; the file can be opened until the creator
+    unlinks it or closes. Reads may run while another process writes; two processes may write at
+    once.
     """
 
     def __init__(
-        self, path: Path, layout: RowLayout, num_rows: int, *, mapping: mmap.mmap, owner: bool
+        self,
+        path: Path,
+        layout: RowLayout,
+        num_rows: int,
+        *,
+        mapping: mmap.mmap,
+        unlink: Callable[[], None] | None = None,
     ) -> None:
         """Wrap a mapped file, which stays mapped while these arrays live; for `create`, `open`."""
         self.path = path
         self.layout = layout
         self.num_rows = num_rows
         self.counts = StoreCounts()
-        self._owner = owner
+        self._unlink = unlink
         self._tags = np.frombuffer(
-            mapping, np.uint64, count=2 * num_rows, offset=_ALIGN_BYTES
+            mapping, np.uint64, count=2 * num_rows, offset=ALIGN_BYTES
         ).reshape(num_rows, 2)
         row_words = layout.row_bytes // _WORD_BYTES
         table = torch.frombuffer(
@@ -148,17 +116,46 @@ class RowStore:
             OSError: the file system has too little space. Without the reservation the first write
                 to a full /dev/shm would kill the process with SIGBUS.
         """
-        if num_rows < 1:
-            raise ValueError(f"a row store has {num_rows} rows; give at least 1, or use no store")
         path = Path(path)
         with open(path, "xb+") as file:
             try:
-                mapping = _reserve(file.fileno(), path, _file_bytes(layout, num_rows))
+                mapping = _reserve(file.fileno(), path, layout, num_rows)
             except BaseException:
                 path.unlink()
                 raise
-        np.frombuffer(mapping, np.uint64, count=1)[0] = _fingerprint(layout, num_rows)
-        return cls(path, layout, num_rows, mapping=mapping, owner=True)
+        unlink = partial(path.unlink, missing_ok=True)
+        return cls(path, layout, num_rows, mapping=mapping, unlink=unlink)
+
+    @classmethod
+    def create_nameless(cls, folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
+        """Create the file without a name: a kill at any moment leaves nothing behind.
+
+        Other processes open it by `path`, which leads through this one's descriptor.
+
+        Args:
+            folder: on the file system that gives the space.
+            num_rows: see `create`.
+        Raises:
+            ValueError, OSError: see `create`.
+            NamelessFilesError: the platform or the file system has no such files.
+        """
+        if sys.platform != "linux":
+            raise NamelessFilesError(errno.EOPNOTSUPP, "only Linux has files without a name")
+        try:
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            # So do file systems and kernels say that they have none.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+                raise
+            raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
+        try:
+            mapping = _reserve(descriptor, folder, layout, num_rows)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        unlink = partial(os.close, descriptor)
+        return cls(path, layout, num_rows, mapping=mapping, unlink=unlink)
 
     @classmethod
     def open(cls, path: str | Path, layout: RowLayout, num_rows: int) -> RowStore:
@@ -176,7 +173,7 @@ class RowStore:
                 mapping = mmap.mmap(file.fileno(), size)
                 header = np.frombuffer(mapping, np.uint64, count=1)
                 if header[0] == _fingerprint(layout, num_rows):
-                    return cls(path, layout, num_rows, mapping=mapping, owner=False)
+                    return cls(path, layout, num_rows, mapping=mapping)
         raise ValueError(
             f"cache file {path} of {found} bytes has another layout than the {num_rows} rows of "
             f"{layout.fields} asked for ({size} bytes); open it as it was created"
@@ -189,18 +186,18 @@ class RowStore:
         self.close()
 
     def unlink(self) -> None:
-        """Remove the file's name; every mapping of it stays valid and the last one frees it.
+        """End the time in which it can be opened; its creator calls it once all have opened it.
 
-        Called once all processes have opened it, this leaves nothing behind even after a SIGKILL.
+        Every mapping of the file stays valid and the last one frees it, even after a SIGKILL.
         """
-        # Forget ownership: by the time of close the name may belong to another run.
-        self._owner = False
-        self.path.unlink(missing_ok=True)
+        # Once only: by the time of close the name, or the descriptor, may belong to another file.
+        unlink, self._unlink = self._unlink, None
+        if unlink is not None:
+            unlink()
 
     def close(self) -> None:
-        """Unmap the file, and remove it if this process created it and did not unlink it."""
-        if self._owner:
-            self.unlink()
+        """Unmap the file, and unlink it if this process created it and has not yet."""
+        self.unlink()
         # The last array to go unmaps the file; unmapping by hand fails while a traceback has one.
         self._words.clear()
         self._tags = np.empty((0, 2), np.uint64)
@@ -313,11 +310,11 @@ class RowStore:
 
 
 def _num_words(field: RowField) -> int:
-    return _round_up(field.num_bytes, _WORD_BYTES) // _WORD_BYTES
+    return round_up(field.num_bytes, _WORD_BYTES) // _WORD_BYTES
 
 
 def _rows_start(num_rows: int) -> int:
-    return _round_up(_ALIGN_BYTES + 2 * _WORD_BYTES * num_rows, _PAGE_BYTES)
+    return round_up(ALIGN_BYTES + 2 * _WORD_BYTES * num_rows, _PAGE_BYTES)
 
 
 def _file_bytes(layout: RowLayout, num_rows: int) -> int:
@@ -344,15 +341,21 @@ def _checked_ids(sample_ids: Tensor) -> np.ndarray:
     raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
 
 
-def _reserve(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
+def _reserve(descriptor: int, path: Path, layout: RowLayout, num_rows: int) -> mmap.mmap:
+    """Map a new file's every byte, with all rows empty."""
+    if num_rows < 1:
+        raise ValueError(f"a row store has {num_rows} rows; give at least 1, or use no store")
+    num_bytes = _file_bytes(layout, num_rows)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        return mmap.mmap(descriptor, num_bytes)
+        mapping = mmap.mmap(descriptor, num_bytes)
+        np.frombuffer(mapping, np.uint64, count=1)[0] = _fingerprint(layout, num_rows)
+        return mapping
     except OSError as error:
         free = os.fstatvfs(descriptor)
         raise OSError(
             error.errno,
-            f"cache file {path} needs {num_bytes} bytes and could not get them "
+            f"the cache needs {num_bytes} bytes at {path} and could not get them "
             f"({error.strerror}; {free.f_bavail * free.f_frsize} bytes are free); "
             "cache fewer rows, or put the file on a larger file system",
         ) from error

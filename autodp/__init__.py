@@ -1,25 +1,34 @@
 """Decide who trains what: topology, groups, moving state between ranks, sharding the data."""
 
-from autodp.groups import Groups, build_groups
+from autodp.groups import GroupPool, Groups, build_groups
 from autodp.messages import broadcast_json, gather_json
-from autodp.redistribute import Move, Shard, execute_moves, plan_moves
+from autodp.moves import Holders, Move, largest_incoming_bytes, plan_moves
+from autodp.pieces import Shard
+from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import EpochSampler, mix_seed, split_evenly
 from autodp.topology import Topology, allowed_lengths
+from autodp.waiting import PeerError, waiting_for
 
 __all__ = [
     "EpochSampler",
     "GradientReducer",
+    "GroupPool",
     "Groups",
+    "Holders",
     "Move",
+    "PeerError",
     "Shard",
+    "ShardStore",
     "Topology",
     "allowed_lengths",
     "broadcast_json",
     "build_groups",
-    "execute_moves",
     "gather_json",
+    "largest_incoming_bytes",
     "mix_seed",
+    "move_shards",
     "plan_moves",
     "split_evenly",
+    "waiting_for",
 ]

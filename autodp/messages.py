@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autodp.waiting import waiting_for
+
 
 def broadcast_json(value: Any, *, group: dist.ProcessGroup | None, source: int = 0) -> Any:
     """Give every rank of the group the source's JSON value; the others' argument is ignored.
@@ -20,31 +22,40 @@ def broadcast_json(value: Any, *, group: dist.ProcessGroup | None, source: int =
         value: anything JSON holds; floats survive exactly, tuples arrive as lists.
         group: a group with a CPU backend; None where the world is one process.
         source: global rank that publishes.
+    Raises:
+        PeerError: a rank is gone, or silent for longer than the group's time limit.
     """
     if group is None:
         return json.loads(json.dumps(value))
     payload = _encode(value) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([payload.numel()])
-    dist.broadcast(length, source, group=group)
-    if dist.get_rank() != source:
-        payload = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(payload, source, group=group)
+    with waiting_for("a decision", group, source=source):
+        dist.broadcast(length, source, group=group)
+        if dist.get_rank() != source:
+            payload = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(payload, source, group=group)
     return _decode(payload)
 
 
 def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's JSON value, in rank order, on every rank of the group."""
+    """Return every rank's JSON value, in rank order, on every rank of the group.
+
+    Raises:
+        PeerError: a rank is gone, or silent for longer than the group's time limit.
+    """
     if group is None:
         return [json.loads(json.dumps(value))]
     payload = _encode(value)
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
+    with waiting_for("answers", group):
+        dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[:payload.numel()] = payload
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
+    with waiting_for("answers", group):
+        dist.all_gather(gathered, padded, group=group)
     return [_decode(data[:int(length)])
             for data, length in zip(gathered, lengths, strict=True)]
 

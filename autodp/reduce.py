@@ -8,27 +8,34 @@ fixed buckets, armed for one backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autodp.waiting import waiting_for
+
 
 @dataclass
 class _Bucket:
-    """Hold parameters whose gradients travel as one message, and one presence flag for each.
+    """Hold parameters whose gradients travel as one message, and what is told beside them.
+
+        | gradient | gradient | ... | in use, each parameter | not finite, each replica |
 
     A parameter no sample used has no gradient on any replica, and must have none afterwards, or
-    the optimizer would decay it; the flags, summed with the gradients, tell it from one that only
-    this replica did not use.
+    the optimizer would decay it; its flag, summed with the gradients, tells it from one that only
+    this replica did not use. A sum does not tell which replica brought a NaN into it; the last
+    flags, of which a replica sets only its own, do.
     """
 
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
-    flags: Tensor
+    gradients: Tensor
+    in_use: Tensor
+    nonfinite: Tensor
     missing: int = 0
     work: dist.Work | None = None
 
@@ -46,7 +53,11 @@ class GradientReducer:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *,
                  bucket_bytes: int = 25 << 20) -> None:
         self._group = group
-        self._buckets = _fill_buckets(parameters, bucket_bytes)
+        self._replica = dist.get_rank(group)
+        self._buckets = [
+            _make_bucket(own, dist.get_world_size(group))
+            for own in _fill_buckets(parameters, bucket_bytes)
+        ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
@@ -64,6 +75,9 @@ class GradientReducer:
         """Send what is left, wait, and put the summed gradients in place.
 
         A replica without samples calls it without arm(): it contributes zeros.
+
+        Raises:
+            PeerError: a replica is gone, or has sent nothing within the group's time limit.
         """
         if not self._armed:
             self.arm()
@@ -72,9 +86,22 @@ class GradientReducer:
             self._send_next()
         for bucket in self._buckets:
             assert bucket.work is not None
-            bucket.work.wait()
+            with waiting_for("gradients of a stage", self._group):
+                bucket.work.wait()
             bucket.work = None
             self._put_back(bucket)
+
+    def nonfinite_replicas(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Return which replicas brought a number that is not finite to the last sum.
+
+        Every replica learns the same, here waiting for the device.
+
+        Args:
+            parameters: the question is for the messages that carry these.
+        """
+        buckets = {id(bucket): bucket for bucket in map(self._bucket_of.get, parameters) if bucket}
+        found = [bucket.nonfinite.tolist() for bucket in buckets.values()]
+        return [replica for replica, flags in enumerate(zip(*found, strict=True)) if any(flags)]
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -94,24 +121,38 @@ class GradientReducer:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        # The flags are filled in place: a copy from the host would stall a GPU's backward.
-        bucket.flags.fill_(1)
+        # Flags are computed and filled in place: a copy from or to the host would stall a GPU's
+        # backward.
+        bucket.in_use.fill_(1)
         for i, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
-                bucket.flags[i] = 0
+                bucket.in_use[i] = 0
             else:
                 view.copy_(parameter.grad)
+        bucket.nonfinite.zero_()
+        bucket.nonfinite[self._replica] = _holds_nonfinite(bucket.gradients)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _put_back(self, bucket: _Bucket) -> None:
         all_here = all(parameter.grad is not None for parameter in bucket.parameters)
-        used = [True] * len(bucket.parameters) if all_here else (bucket.flags > 0).tolist()
+        used = [True] * len(bucket.parameters) if all_here else (bucket.in_use > 0).tolist()
         for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
             parameter.grad = view if in_use else None
 
 
-def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _holds_nonfinite(values: Tensor) -> Tensor | bool:
+    """Tell whether any value is not finite, in one pass and without waiting for the device."""
+    if values.numel() == 0:
+        return False
+    # Both extremes are NaN if any value is. A sum would do, but large values overflow it.
+    least, greatest = torch.aminmax(values)
+    return ~(torch.isfinite(least) & torch.isfinite(greatest))
+
+
+def _fill_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int
+) -> list[list[nn.Parameter]]:
     """Pack parameters from the last to the first, the order in which a backward finishes them."""
     groups: list[list[nn.Parameter]] = []
     room = 0
@@ -123,14 +164,17 @@ def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list
             room = bucket_bytes
         groups[-1].append(parameter)
         room -= size
-    return [_make_bucket(group) for group in groups]
+    return groups
 
 
-def _make_bucket(parameters: list[nn.Parameter]) -> _Bucket:
-    total = sum(p.numel() for p in parameters) + len(parameters)
-    flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-    views, offset = [], 0
-    for parameter in parameters:
-        views.append(flat[offset:offset + parameter.numel()].view_as(parameter))
-        offset += parameter.numel()
-    return _Bucket(parameters, flat, views, flags=flat[offset:])
+def _make_bucket(parameters: list[nn.Parameter], num_replicas: int) -> _Bucket:
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = (sum(sizes), len(parameters), num_replicas)
+    # Every value is written before it is sent; zeros would touch all of the memory here already.
+    flat = torch.empty(sum(parts), dtype=parameters[0].dtype, device=parameters[0].device)
+    gradients, in_use, nonfinite = flat.split(parts)
+    views = [
+        part.view_as(parameter)
+        for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
+    ]
+    return _Bucket(parameters, flat, views, gradients, in_use, nonfinite)

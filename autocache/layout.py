@@ -1,0 +1,61 @@
+"""Describe a row of the cache: its tensors, and where in the row each of them starts.
+
+    row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_BYTES = 64
+
+
+def round_up(num_bytes: int, unit: int) -> int:
+    """Return the next multiple of a unit."""
+    return -(-num_bytes // unit) * unit
+
+
+@dataclass(frozen=True)
+class RowField:
+    """Describe one tensor of a row: `shape` is one sample's, without the batch dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of one sample."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Describe a row: its fields in order.
+
+    Raises:
+        ValueError: there is no field, or two fields share a name.
+    """
+
+    fields: tuple[RowField, ...]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"a row layout has fields {names}; give at least one, each name once")
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return where each field starts in the row, and last where the row ends, in bytes."""
+        ends = [0]
+        for field in self.fields:
+            ends.append(ends[-1] + round_up(field.num_bytes, ALIGN_BYTES))
+        return tuple(ends)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row, padding included."""
+        return self.offsets[-1]

@@ -1,0 +1,144 @@
+"""Cut shards into pieces that travel in one round, and lay a piece's tensors out as messages.
+
+A *shard* is what a placement speaks of (the weights of a sublayer, or its optimizer state), a
+mapping of names to tensors; a *piece* is a run of its tensors::
+
+    shard    | weight, 9 MB | bias | weight, 100 MB                | bias |
+    pieces   | 0                   | 1                             | 2    |
+    messages | weight       | bias | 64 MB       | 36 MB           | bias |
+
+Where several small tensors follow one another, they share a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autodp.moves import ROUND_BYTES
+
+Shard = dict[str, Tensor]
+
+_PACKED_BYTES = 16 << 10
+"""Smaller tensors of a piece share a message: 300 of 3 kB took 21 ms over gloo one by one, and 5
+ms together. Larger ones travel from and into their own memory."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describe a tensor to a rank that has not seen it.
+
+    Args:
+        name: in its shard.
+        dtype: name in torch, for instance "float32".
+        shape: its sizes.
+        on_cpu: whether it lives, and travels, in host memory.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    on_cpu: bool
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> TensorSpec:
+        """Describe a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorSpec(name, dtype, tuple(tensor.shape), tensor.is_cpu)
+
+    def to_json(self) -> list[Any]:
+        """Return plain values for JSON."""
+        return [self.name, self.dtype, self.shape, self.on_cpu]
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> TensorSpec:
+        """Rebuild a description from `to_json`."""
+        name, dtype, shape, on_cpu = values
+        return TensorSpec(name, dtype, tuple(shape), on_cpu)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its contents."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return memory for it, uninitialised, in RAM or on the accelerator."""
+        place = torch.device("cpu") if self.on_cpu else device
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=place)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Name tensors of one shard that travel together."""
+
+    shard: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the tensors' names."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all its tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def cut(shard: str, tensors: Sequence[TensorSpec], *, most_bytes: int) -> Iterator[Piece]:
+    """Yield a shard's tensors, in order, in as few pieces as the limit allows.
+
+    Args:
+        shard: its name.
+        tensors: what it consists of.
+        most_bytes: of a piece; a larger tensor is a piece by itself.
+    """
+    part: list[TensorSpec] = []
+    size = 0
+    for tensor in tensors:
+        if part and size + tensor.num_bytes > most_bytes:
+            yield Piece(shard, tuple(part))
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.num_bytes
+    if part:
+        yield Piece(shard, tuple(part))
+
+
+class Parcel:
+    """Lay tensors out as messages of bytes, none larger than a round.
+
+    Both ends lay out tensors of the same shapes and dtypes in the same order, so they agree on the
+    messages. A wait for a message has a time limit, so a large tensor travels in slices.
+
+    Args:
+        tensors: to send; or, to receive into, contiguous ones.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        large = [tensor for tensor in filled if tensor.nbytes > _PACKED_BYTES]
+        small = [tensor for tensor in filled if tensor.nbytes <= _PACKED_BYTES]
+        # A message is in one memory: a moment on a GPU travels beside a step count in RAM.
+        runs = [[t for t in small if t.is_cpu == on_cpu] for on_cpu in (True, False)]
+        self._packed = [(torch.cat([_bytes_of(t) for t in run]), run) for run in runs if run]
+        slices = [part for tensor in large for part in _bytes_of(tensor).split(ROUND_BYTES)]
+        self.messages = [*slices, *(message for message, _ in self._packed)]
+
+    def unpack(self) -> None:
+        """Fill the small tensors from the messages that have arrived; the large ones are."""
+        for message, tensors in self._packed:
+            parts = message.split([tensor.nbytes for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                _bytes_of(tensor).copy_(part)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return (nbytes,) uint8: the very memory of a contiguous tensor, or a copy."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
