@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo donor test test-all lint bench wheel clean
+.PHONY: help setup demo donor test test-all soak lint bench wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ test: setup ## Run the tests, without the slow ones
 
 test-all: setup ## Run all tests, with soak and fault tests
 	$(BIN)/python -m pytest -q
+
+soak: setup ## Kill ranks of real runs at 200 random points; nothing may be lost
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.soak --kills 200
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

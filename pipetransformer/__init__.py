@@ -28,7 +28,7 @@ from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.launch import WorkerFailedError, launch
 from pipetransformer.optimizer_state import adamw
-from pipetransformer.planning import PlanSituation, fastest_plan
+from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
 from pipetransformer.trainer import FitReport, Trainer
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "is_recomputing",
     "launch",
     "polynomial_with_warmup",
+    "published_plan",
     "register_adapter",
     "restore_batch_norm",
     "skip",

@@ -23,17 +23,17 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from pipetransformer.journal import encode_json, fsync_folder
+from pipetransformer.snapshot import HostShard
 
 FORMAT_VERSION = 1
 
@@ -89,13 +89,17 @@ class Checkpoint:
         _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), self.records[name].sha256)
         return safetensors.torch.load(data)
 
-    def verify(self) -> None:
-        """Compare every file's hash with the manifest, a piece at a time to bound the memory.
+    def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
+        """Compare files' hashes with the manifest, a piece at a time to bound the memory.
 
+        Args:
+            part, num_parts: which share of the files, for ranks that share the work; all of them
+                by default.
         Raises:
             CorruptCheckpointError: a file is missing, or is not the one that was written.
         """
-        for record in self.records.values():
+        by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
+        for record in by_size[part::num_parts]:
             path = self.folder / record.file
             digest = hashlib.sha256()
             with _reading(path), open(path, "rb") as file:
@@ -119,18 +123,15 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
     return folder
 
 
-def write_shards(
-    folder: Path, shards: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, ShardRecord]:
+def write_shards(folder: Path, shards: Iterable[HostShard]) -> dict[str, ShardRecord]:
     """Write the shards that this rank owns, and wait until they are on disk.
 
     Args:
-        shards: shard name ("blocks.3.attention/weights") -> tensor name -> tensor of any device
-            and strides; tensors that share memory are each written in full.
+        shards: what `Snapshot.take` returned.
     Raises:
         FileNotFoundError: the folder is not visible to this rank.
         FileExistsError: another rank has written a shard of that name; a shard has one owner.
-        ValueError: a meta tensor, whose values this rank does not hold.
+        OSError: the disk is full or gone.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -138,48 +139,59 @@ def write_shards(
             "checkpoint_folder first, in a directory that all nodes share"
         )
     records = {}
-    for name, tensors in shards.items():
-        copies = {key: _own_copy(f"{name}: {key}", tensor) for key, tensor in tensors.items()}
-        data = safetensors.torch.save(copies)
-        record = ShardRecord(_file_name(name), hashlib.sha256(data).hexdigest(), len(data))
-        _write_durably(folder / record.file, data, "xb")
-        records[name] = record
+    for shard in shards:
+        digest = hashlib.sha256(shard.header)
+        file_name = _file_name(shard.name)
+        with open(folder / file_name, "xb") as file:
+            file.write(shard.header)
+            for start in range(0, len(shard.data), _PIECE_BYTES):
+                piece = shard.data[start : start + _PIECE_BYTES]
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        num_bytes = len(shard.header) + len(shard.data)
+        records[shard.name] = ShardRecord(file_name, digest.hexdigest(), num_bytes)
     return records
 
 
+def discard(directory: Path, folder: Path) -> None:
+    """Remove the folder of a save that failed, unless the pointer names it already."""
+    try:
+        named = _read_sealed(directory / _POINTER)["checkpoints"]
+    except CorruptCheckpointError:
+        named = []
+    if folder.name not in named and folder.exists():
+        _delete(folder)
+
+
 def publish(
-    directory: Path,
-    step: int,
-    records: Mapping[str, ShardRecord],
-    scalars: Mapping[str, Any],
-    *,
-    keep: int,
-) -> Path:
-    """Make this step's save the one that a resume finds, then delete what is too old.
+    folder: Path, records: Mapping[str, ShardRecord], scalars: Mapping[str, Any], *, keep: int
+) -> None:
+    """Make a save the one that a resume finds, then delete what is too old.
 
     Rank 0 calls it once all ranks have written. Deleted are unfinished saves, and all checkpoints
     up to this step but the `keep` newest complete ones. Those of later steps (training went back
     before them) stay on disk, but no resume falls back to them.
 
     Args:
+        folder: the one that `checkpoint_folder` created.
         records: what `write_shards` returned, of all ranks together.
         scalars: plain values by name; see `journal.encode_json`.
         keep: number of checkpoints to keep, at least 1: this one.
     Raises:
-        ValueError: keep < 1, or `checkpoint_folder` was not called for this step.
+        ValueError: keep < 1, or the folder has been published before.
         TypeError: a scalar that JSON cannot hold.
         CorruptCheckpointError: a shard is missing, or has another size than was written.
+        OSError: the disk is full or gone.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; pass 1 or more, as this checkpoint itself is kept")
-    folder = next(iter(_folders(directory, step)), None)
-    if folder is None or (folder / _MANIFEST).exists():
-        raise ValueError(
-            f"no save of step {step} is under way in {directory}; "
-            "call checkpoint_folder, write_shards and publish with the same step"
-        )
+    if (folder / _MANIFEST).exists():
+        raise ValueError(f"{folder} is a checkpoint already; call checkpoint_folder for another")
     _compare_sizes(folder, records)
-    earlier = [f for f in _published(directory) if _order(f)[0] < step and _is_complete(f)]
+    directory, step = folder.parent, _order(folder)[0]
+    earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
     kept = [folder, *earlier[: keep - 1]]
     shards = {name: asdict(record) for name, record in records.items()}
     _write_sealed(folder / _MANIFEST, {"step": step, "scalars": dict(scalars), "shards": shards})
@@ -189,7 +201,6 @@ def publish(
     for other in _folders(directory):
         if other not in kept and (_order(other)[0] <= step or not (other / _MANIFEST).exists()):
             _delete(other)
-    return folder
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -206,36 +217,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, content["step"], content["scalars"], records)
 
 
-def open_latest(directory: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Find the newest usable checkpoint; warn about each newer one that is not.
+def holds_checkpoint(directory: Path) -> bool:
+    """Tell whether a save was ever completed here; it may be damaged by now."""
+    return (directory / _POINTER).exists() or any(
+        (folder / _MANIFEST).exists() for folder in _folders(directory)
+    )
 
-    Args:
-        verify: compare every file's hash, not only its size. For rank 0, which then announces
-            the folder; the other ranks call `open_checkpoint` on it.
-    Returns:
-        None if no save was ever completed in this directory.
+
+def published(directory: Path) -> list[Path]:
+    """List the folders to resume from, best first: as the pointer says or, without it, by step.
+
     Raises:
-        CorruptCheckpointError: there are checkpoints, and none is usable.
+        CorruptCheckpointError: the pointer is damaged, and there is no complete save.
     """
-    folders = _published(directory)
-    for folder in folders:
-        try:
-            checkpoint = open_checkpoint(folder)
-            if verify:
-                checkpoint.verify()
-            return checkpoint
-        except CorruptCheckpointError as error:
-            _LOG.warning("checkpoint %s cannot be used, trying an older: %s", folder.name, error)
-    if folders:
-        raise CorruptCheckpointError(
-            f"no checkpoint in {directory} is usable ({', '.join(f.name for f in folders)}); the "
-            "warnings name the files; restore one, or start anew in another directory"
-        )
-    return None
-
-
-def _published(directory: Path) -> list[Path]:
-    """List the folders to resume from, best first: as the pointer says or, without it, by step."""
     pointer = directory / _POINTER
     try:
         return [directory / name for name in _read_sealed(pointer)["checkpoints"]]
@@ -275,17 +269,7 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as error:
         # The new checkpoint is safe already; a file in use must not end the training.
-        _LOG.warning("old checkpoint %s stays on disk, delete it by hand: %s", folder, error)
-
-
-def _own_copy(what: str, tensor: Tensor) -> Tensor:
-    """Copy a tensor into contiguous CPU memory of its own, as safetensors requires."""
-    if tensor.is_meta:
-        raise ValueError(
-            f"{what} is a meta tensor, so this rank does not hold its values; "
-            "let the owner of the sublayer write its shards"
-        )
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        _LOG.warning("%s is of no more use, but stays on disk; delete it: %s", folder, error)
 
 
 def _file_name(shard: str) -> str:
@@ -294,19 +278,15 @@ def _file_name(shard: str) -> str:
     return f"{readable}-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.safetensors"
 
 
-def _write_durably(path: Path, data: bytes, mode: str) -> None:
-    with open(path, mode) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file with its own SHA-256; it appears under its name in one piece."""
     text = encode_json({"format": FORMAT_VERSION, **content}, path.name)
     seal = hashlib.sha256(text.encode()).hexdigest()
     temporary = path.with_name(path.name + ".tmp")
-    _write_durably(temporary, f'{{"sha256": "{seal}", "content": {text}}}'.encode(), "wb")
+    with open(temporary, "wb") as file:
+        file.write(f'{{"sha256": "{seal}", "content": {text}}}'.encode())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     fsync_folder(path.parent)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from autodp import allowed_lengths
@@ -59,21 +57,3 @@ def refuse_batch_norm(model: nn.Module) -> None:
                 f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
                 "micro-batches and replicas; use LayerNorm or GroupNorm"
             )
-
-
-def check_folder(config: TrainConfig) -> None:
-    """Refuse to start a new run over another one's checkpoints and journal.
-
-    Raises:
-        ValueError: the folder holds a run, and resume is not asked for.
-    """
-    if config.folder is None or config.resume:
-        return
-    found = [
-        name for name in ("checkpoints", "journal.jsonl") if (Path(config.folder) / name).exists()
-    ]
-    if found:
-        raise ValueError(
-            f"folder {str(config.folder)!r} already holds a run ({', '.join(found)}); continue it "
-            "with resume=True, or give another folder"
-        )

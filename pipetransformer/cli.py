@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipetransformer.demo import DemoSettings, run_demo
 from pipetransformer.launch import WorkerFailedError
+from pipetransformer.plan_command import add_plan_parser, read_question, run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--folder", default=DemoSettings.folder, help="where results go")
     demo.add_argument("--epochs", type=int, default=DemoSettings.epochs)
     demo.add_argument("--seed", type=int, default=DemoSettings.seed)
+    add_plan_parser(
+        commands.add_parser(
+            "plan", help="say what pipeline a model would get, here or on a described cluster"
+        )
+    )
     options = parser.parse_args(arguments)
     try:
+        if options.command == "plan":
+            return 0 if run_plan(read_question(options), print) else 1
         run_demo(
             DemoSettings(folder=options.folder, epochs=options.epochs, seed=options.seed), print
         )

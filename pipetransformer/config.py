@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pipetransformer.planning import Planner, fastest_plan
+from pipetransformer.planning import PLANS, Planner
 
 LearningRateSchedule = Callable[[float, int], float]
 Metric = Callable[[Tensor, Any], tuple[float, float]]
 
+_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 _EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
 
@@ -87,7 +88,8 @@ class TrainConfig:
         length: pipeline length K; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
-        planner: chooses the pipeline at every decision, see `PlanSituation`.
+        plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
+            "paper" follows the published rules, a function takes a `PlanSituation`.
         memory_limit_bytes: modelled bytes a device slot may use; None is no limit.
         freeze_interval_steps: steps between two decisions; None decides at the start of every
             epoch.
@@ -98,16 +100,21 @@ class TrainConfig:
         cache_limit_bytes: most bytes of the cache on a node; None holds the whole training set.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not.
         folder: where records and checkpoints go; None writes nothing.
-        checkpoint_every_epochs: 0 saves none.
+        checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
+            folder; 0 is never, both may be set, and the end of the run is always saved.
         keep_checkpoints: how many of the newest checkpoints stay.
-        resume: continue from the newest checkpoint in the folder, if there is one.
+        resume: "auto" continues from the newest usable checkpoint in the folder, or starts where
+            there is none; True insists on one; False starts, in a folder without a run. A process
+            that its launcher (torchrun --max-restarts) started again continues in any case.
         evaluate_every_epochs: 0 evaluates only when asked.
         metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
             examples; None is the accuracy where the output is (N, classes) and the targets are
             class indices.
         device: "auto" takes a GPU for each slot where there are enough, else the CPU.
-        step_timeout_s: longest wait for a neighbour within a step.
-        setup_timeout_s: longest wait while groups are built and state moves.
+        step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
+            they are predicted, and at least 60 s.
+        setup_timeout_s: longest wait while groups are built and state moves, and for the slowest
+            rank's part of a checkpoint.
         progress: show a progress bar on rank 0.
         label: names the run beside the bar.
     Raises:
@@ -123,7 +130,7 @@ class TrainConfig:
     length: int | None = None
     micro_batches: int | None = None
     schedule: str | None = None
-    planner: Planner = fastest_plan
+    plan: str | Planner = "fastest"
     memory_limit_bytes: int | None = None
     freeze_interval_steps: int | None = None
     scale_batch: bool = False
@@ -133,12 +140,13 @@ class TrainConfig:
     prefix_chunk: int = 8
     folder: str | Path | None = None
     checkpoint_every_epochs: int = 0
+    checkpoint_every_steps: int = 0
     keep_checkpoints: int = 2
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     evaluate_every_epochs: int = 1
     metrics: Mapping[str, Metric] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    step_timeout_s: float = 120.0
+    step_timeout_s: float | None = None
     setup_timeout_s: float = 300.0
     progress: bool = True
     label: str = "train"
@@ -150,12 +158,27 @@ class TrainConfig:
             raise ValueError(f"micro_batches is {self.micro_batches} for a batch_size of "
                              f"{self.batch_size}; each needs a sample: choose at most "
                              f"{self.batch_size}")
-        if self.folder is None and (self.checkpoint_every_epochs or self.resume):
-            raise ValueError("checkpoint_every_epochs and resume need a folder to save to; give "
-                             "folder=...")
-        if self.resume and not self.checkpoint_every_epochs:
-            raise ValueError("resume=True without checkpoint_every_epochs would never save again; "
-                             "give checkpoint_every_epochs=1")
+        if self.folder is None and (self.saves or self.resume):
+            raise ValueError("checkpoint_every_epochs, checkpoint_every_steps and resume need a "
+                             "folder to save to; give folder=...")
+        if self.resume and not self.saves:
+            raise ValueError(f"resume={self.resume!r} without checkpoint_every_epochs or "
+                             "checkpoint_every_steps would never save again; give "
+                             "checkpoint_every_epochs=1")
+
+    @property
+    def saves(self) -> bool:
+        """Tell whether checkpoints are written."""
+        return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
+
+    def step_limit_s(self, predicted_step_s: float) -> float:
+        """Return the longest wait for another rank within a step of a predicted time.
+
+        A step's own time is no limit: one rank may be slowed down, or read its data from afar.
+        """
+        if self.step_timeout_s is not None:
+            return self.step_timeout_s
+        return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
 
     def _check_numbers(self) -> None:
         for name in ("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"):
@@ -165,13 +188,14 @@ class TrainConfig:
             value = getattr(self, name)
             self._require(name, value is None or _is_whole(value, 1),
                           "None or a whole number, at least 1")
-        for name in ("checkpoint_every_epochs", "evaluate_every_epochs"):
+        for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"):
             self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
         self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
-        for name in ("step_timeout_s", "setup_timeout_s"):
+        for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
             value = getattr(self, name)
-            self._require(name, _is_positive(value) and value < math.inf,
-                          "a finite number of seconds above 0")
+            allowed = (_is_positive(value) and value < math.inf) or (optional and value is None)
+            self._require(name, allowed, f"{'None or ' * optional}a finite number of seconds "
+                          "above 0")
         self._require("clip_norm", self.clip_norm is None or _is_positive(self.clip_norm),
                       "None or a number above 0")
 
@@ -181,10 +205,14 @@ class TrainConfig:
                               ("device", ("auto", "cpu", "cuda"))):
             self._require(name, getattr(self, name) in allowed,
                           f"one of {', '.join(map(repr, allowed))}")
-        for name in ("scale_batch", "cache", "resume", "progress"):
+        for name in ("scale_batch", "cache", "progress"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        for name in ("learning_rate_schedule", "planner"):
-            self._require(name, callable(getattr(self, name)), "a function")
+        self._require("resume", isinstance(self.resume, bool) or self.resume == "auto",
+                      "True, False or 'auto'")
+        self._require("learning_rate_schedule", callable(self.learning_rate_schedule),
+                      "a function")
+        self._require("plan", callable(self.plan) or self.plan in tuple(PLANS),
+                      f"one of {', '.join(map(repr, PLANS))}, or a function")
         self._require("folder", self.folder is None or isinstance(self.folder, (str, Path)),
                       "None or a path")
         self._require("cache_folder", isinstance(self.cache_folder, (str, Path)), "a path")

@@ -23,11 +23,10 @@ from freeze import (
 from pipetransformer.deployment import Decision
 from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
-from pipetransformer.planning import PlanSituation
+from pipetransformer.planning import PlanSituation, planner_of
 from pipetransformer.stage import Task
+from pipetransformer.transition_cost import TransitionCost
 from pipetransformer.world import World
-
-_FIRST_TRANSITION_GUESS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,11 @@ class Controller:
         self._task = task
         self._world = world
         self.policy = policy
-        self._measurements = measurements
+        self.measurements = measurements
         self._journal: Journal | None = None
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
-        self.transition_s = _FIRST_TRANSITION_GUESS_S
+        self.transition_cost = TransitionCost(world)
 
     def open_journal(self, folder: Path | None, *, from_step: int | None) -> None:
         """Record decisions in a folder, and replay those of steps from `from_step` on (rank 0)."""
@@ -122,11 +121,21 @@ class Controller:
 
     def executed(self, decision: Decision, seconds: float | None) -> None:
         """Note that a decision holds now, and what the transition cost."""
+        if seconds is not None and self.current is not None:
+            self.transition_cost.note(
+                self.measurements.profile, self.current.plan, decision.plan, seconds=seconds
+            )
         kept = self.frozen_since[: decision.num_frozen]
         self.frozen_since = kept + (decision.step,) * (decision.num_frozen - len(kept))
         self.current = decision
-        if seconds is not None:
-            self.transition_s = seconds
+
+    def predict_transition_s(self, plan: PipelinePlan) -> float:
+        """Return the seconds that going from the current plan to another is predicted to cost."""
+        if self.current is None:
+            return 0.0
+        return self.transition_cost.predict_s(
+            self.measurements.profile, self.current.plan, plan
+        )
 
     def plan(self, clock: Clock, num_frozen: int) -> tuple[PipelinePlan, bool]:
         """Return the pipeline for a number of frozen layers, and whether the prefix is cached."""
@@ -139,6 +148,7 @@ class Controller:
             num_frozen=num_frozen,
             memory_limit_bytes=config.memory_limit_bytes,
             prefix_cached_s=cached_s,
+            prefix_chunk=config.prefix_chunk,
             lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
@@ -146,13 +156,13 @@ class Controller:
         situation = PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
-            self._measurements.profile,
+            self.measurements.profile,
             request,
             self.current.plan if self.current else None,
-            self.transition_s,
+            self.predict_transition_s,
             config.scale_batch,
         )
-        return config.planner(situation), cached_s is not None
+        return planner_of(config.plan)(situation), cached_s is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -161,7 +171,7 @@ class Controller:
             "policy": self.policy.state_dict(),
             "current": self.current.to_json(),
             "frozen_since": list(self.frozen_since),
-            "transition_s": self.transition_s,
+            "transition_cost": self.transition_cost.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,7 +179,7 @@ class Controller:
         self.policy.load_state_dict(state["policy"])
         self.current = Decision.from_json(state["current"])
         self.frozen_since = tuple(state["frozen_since"])
-        self.transition_s = state["transition_s"]
+        self.transition_cost.load_state_dict(state["transition_cost"])
 
     def close(self) -> None:
         """Close the journal."""
@@ -257,8 +267,8 @@ class Controller:
         """Return a cached sample's read time, or None where computing the prefix is no slower."""
         if not self._task.config.cache or num_frozen == 0:
             return None
-        profile, chunk = self._measurements.profile, self._task.config.prefix_chunk
+        profile, chunk = self.measurements.profile, self._task.config.prefix_chunk
         last = self._task.model.first_active(num_frozen)
         computed_s = sum(profile.frozen_s(i, chunk) for i in range(last)) / chunk
-        read_s = profile.sublayers[last - 1].output_bytes / self._measurements.copy_bytes_per_s
+        read_s = profile.sublayers[last - 1].output_bytes / self.measurements.copy_bytes_per_s
         return read_s if read_s < computed_s else None

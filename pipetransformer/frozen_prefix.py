@@ -1,7 +1,8 @@
 """Feed stage 0: read samples, run the frozen prefix, and share its activations on the node.
 
-The cache's file is created by one process of a node, opened by all, and its name removed at once:
-whatever happens to the run, nothing is left behind.
+The cache's file is created by one process of a node and opened by all. It has no name where the
+platform allows for that, and loses it at once where not: whatever happens to the run, nothing is
+left behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from autocache import (
     CacheStats,
+    NamelessFilesError,
     PrefixCache,
     PrefixStamps,
     RowField,
@@ -193,17 +195,14 @@ class FrozenPrefix:
         Where the file system is too small, training goes on without a cache, warned.
         """
         leader = self._world.rank % self._world.slots_per_node == 0
-        path = (
-            Path(self._task.config.cache_folder)
-            / f"pipetransformer-{os.getpid()}-{time.time_ns()}"
-        )
-        store, failure = None, ""
+        store, path, failure = None, "", ""
         if leader:
             try:
-                store = RowStore.create(path, layout, num_rows)
+                store = _create_store(Path(self._task.config.cache_folder), layout, num_rows)
+                path = str(store.path)
             except OSError as error:
                 failure = str(error)
-        answers = gather_json([str(path), failure], group=self._world.group)
+        answers = gather_json([path, failure], group=self._world.group)
         if store is None and not any(text for _, text in answers):
             node = self._world.rank // self._world.slots_per_node
             try:
@@ -213,7 +212,7 @@ class FrozenPrefix:
             except (OSError, ValueError) as error:
                 failure = str(error)
         failures = [text for text in gather_json(failure, group=self._world.group) if text]
-        # All have opened it, or given up: its name can go.
+        # All have opened it, or given up.
         if leader and store is not None:
             store.unlink()
         if not failures:
@@ -227,3 +226,13 @@ class FrozenPrefix:
         if store is not None:
             store.close()
         return None
+
+
+def _create_store(folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
+    """Create the file of a node's cache, without a name where such files can be made."""
+    try:
+        return RowStore.create_nameless(folder, layout, num_rows)
+    except NamelessFilesError as error:
+        _LOGGER.info("the cache's file has a name until all have opened it: %s", error)
+        name = f"pipetransformer-{os.getpid()}-{time.time_ns()}"
+        return RowStore.create(folder / name, layout, num_rows)

@@ -1,17 +1,20 @@
 """Write every decision to disk before it is executed, so that a resume repeats it.
 
-One JSON object a line, in the order decided; its int "step" says when the decision takes effect.
+One JSON object a line, in the order decided; its int "step" says when the decision takes effect,
+and "check" is a hash of the rest.
 
-    {"step": 200, "num_frozen": 4, "length": 2}     fsynced, then executed
-    {"step": 400, "num_frozen": 6, "length": 1}     fsynced, then executed
-    {"step": 600, "num_fro                          killed while writing: never executed, dropped
+    {"step": 200, "num_frozen": 4, "length": 2, "check": "5f..."}    fsynced, then executed
+    {"step": 400, "num_frozen": 7, "length": 1, "check": "b0..."}    a bit has flipped: dropped
+    {"step": 600, "num_fro                                           killed here: never executed
 
-A resume from the checkpoint of step s takes the decisions of steps >= s from here and does not ask
-the policy again: one that looks at clocks, or at a new measurement, might choose differently.
+A resume from the checkpoint of step s takes the decisions of steps >= s from here: a policy that
+looks at clocks, or a planner with new measurements, might choose differently. A decision whose
+line is damaged is taken anew, saying so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -49,11 +52,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read all entries in the order of their writing; drop a torn last line with a warning.
+    """Read the entries in the order of their writing; warn of each line that is not as written.
 
     Raises:
         FileNotFoundError: there is no journal.
-        ValueError: a complete line is not an entry, so something else has changed the file.
     """
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
@@ -63,30 +65,47 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             path,
             len(torn),
         )
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append(_unseal(line))
+        except ValueError as error:
+            _LOG.warning(
+                "journal %s, line %d is damaged (%s): its decision is taken anew if its step is "
+                "trained again",
+                path,
+                number,
+                error,
+            )
+    return entries
 
 
 class Journal:
-    """Append decisions durably, and know those recorded for the steps to come. For rank 0 only.
-
-    `Journal(path)` starts a run's journal; `Journal.resume(path, from_step)` continues it.
-    """
+    """Append decisions durably, and know those recorded for the steps to come. For rank 0 only."""
 
     def __init__(self, path: Path, *, from_step: int | None = None) -> None:
         """Open the journal for appending; create it and its folder where needed.
 
         Args:
-            from_step: first step that is trained again; None starts a new journal.
+            from_step: first step that is trained again, whose and later decisions are offered;
+                None starts a new journal.
         Raises:
             FileExistsError: a new journal was asked for in place of another run's decisions; a
                 later resume would replay a mixture of both.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        if from_step and not path.exists():
+            _LOG.warning(
+                "journal %s is missing: decisions from step %d on are taken anew, and may differ "
+                "from those of the interrupted run",
+                path,
+                from_step,
+            )
         entries = read_journal(path) if path.exists() else []
-        if entries and from_step is None:
+        if from_step is None and path.exists() and b"\n" in path.read_bytes():
             raise FileExistsError(
-                f"journal {path} already holds {len(entries)} decisions of a run; "
-                "resume that run, or choose another directory"
+                f"journal {path} already holds {len(entries)} decisions of a run; continue it "
+                "with resume='auto', or choose another directory"
             )
         first = from_step or 0
         self._recorded = {entry["step"]: entry for entry in entries if entry["step"] >= first}
@@ -94,33 +113,23 @@ class Journal:
         self._file = open(path, "ab")
         fsync_folder(path.parent)
 
-    @classmethod
-    def resume(cls, path: Path, from_step: int) -> Journal:
-        """Continue a journal: keep its entries and offer those of steps >= from_step."""
-        if not path.exists():
-            _LOG.warning(
-                "journal %s is missing: decisions from step %d on are taken anew, and may differ "
-                "from those of the interrupted run",
-                path,
-                from_step,
-            )
-        return cls(path, from_step=from_step)
-
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one decision and wait until it is on disk; execute it only after this returns.
 
         A replayed decision, equal to the one recorded for its step, is not written again.
 
         Raises:
-            ValueError: the entry has no int "step" >= 0.
+            ValueError: the entry has no int "step" >= 0, or a "check" of its own.
             TypeError: it holds a value that JSON cannot hold.
         """
         line = encode_json(dict(entry), "journal entry")
         plain: dict[str, Any] = json.loads(line)
         step = _step_of(plain)
+        if "check" in plain:
+            raise ValueError("a journal entry holds 'check', which is added to it; rename that")
         if _canonical(plain) == _canonical(self._recorded.get(step)):
             return
-        self._file.write(line.encode() + b"\n")
+        self._file.write(f'{line[:-1]}, "check": "{_check_value(line)}"}}\n'.encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._recorded[step] = plain
@@ -170,16 +179,19 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        entry: dict[str, Any] = json.loads(line)
-        _step_of(entry)
-    except ValueError as error:
-        raise ValueError(
-            f"{where} is no journal entry ({error}); restore the file, or delete it to have the "
-            "decisions after the checkpoint taken anew"
-        ) from error
+def _unseal(line: bytes) -> dict[str, Any]:
+    """Return the entry of a line; a ValueError unless it is as it was written."""
+    entry: dict[str, Any] = json.loads(line)
+    _step_of(entry)
+    check = entry.pop("check", None)
+    # What json.loads reads, json.dumps turns back into the very text that was hashed.
+    if check != _check_value(json.dumps(entry)):
+        raise ValueError(f"it does not fit its check value {check!r}")
     return entry
+
+
+def _check_value(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 def _step_of(entry: Any) -> int:

@@ -1,24 +1,46 @@
-"""Measure, on the live devices and before training, what the planner needs to know."""
+"""Measure, on the live devices, what the planner needs to know.
+
+It takes a few seconds before the first step, and is repeated where a run's steps no longer take
+what they took.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp import broadcast_json, gather_json
-from autopipe import LinkCost, Profile, ProfiledSublayer, merge_profiles, profile_sublayers
+from autopipe import (
+    Profile,
+    ProfiledSublayer,
+    SublayerCost,
+    chain_seconds,
+    merge_profiles,
+    profile_sublayers,
+)
+from freeze import GradientSignals
+from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
+from pipetransformer.measure_network import (
+    measure_agreement,
+    measure_links,
+    measure_sums,
+    median_s,
+)
 from pipetransformer.optimizer_state import take_state
 from pipetransformer.stage import Task, trained_parameters
 from pipetransformer.world import World
 
-_PROBE_BYTES = 1 << 20
-_REPEATS = 10
+_BUDGET_S = 4.0
+"""Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
+
+_MOST_ROUNDS, _MOST_SIZES = 3, 6
+_UPDATED_BYTES = 64 << 20
+"""Parameters on which an update is timed: with gradients and state far beyond a cache's size."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +54,41 @@ class Measurements:
 def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measurements:
     """Measure sublayers, optimizer, links and memory; every rank measures, all get the medians.
 
+    It may be called while training: sublayers that a rank does not hold get random weights for
+    as long, and everything is left as it was. Collective.
+
     Args:
         task, world: what is trained, and where.
         read: reads samples of the training set.
     """
     # Start together: the ranks of a node slow each other down.
     gather_json(None, group=world.group)
-    # Far beyond the largest measured size a prediction would be a guess.
-    largest = min(max(task.config.batch_size // 2, 1), 32)
-    sizes = tuple(sorted({max(1, largest // 4), largest}))
-    batches = [_on(world.device, read(torch.arange(size))) for size in sizes]
-    task.model.model.to(world.device)
-    sublayers = [ProfiledSublayer(sub.name, sub.layer, sub.module, _caller(task, index))
-                 for index, sub in enumerate(task.model.sublayers)]
-    costs = profile_sublayers(sublayers, batches)
-    optimizer_s_per_byte, state_ratio = _measure_optimizer(task)
-    task.model.model.to("cpu")
-    link, all_reduce = _measure_link(world), _measure_all_reduce(world)
-    own = Profile(batch_sizes=sizes, sublayers=costs, optimizer_s_per_byte=optimizer_s_per_byte,
-                  state_bytes_ratio=state_ratio, step_overhead_s=2 * all_reduce.latency_s,
-                  link=link, all_reduce=all_reduce)
+    with _whole(task, world.device):
+        batches, rounds = _choose_batches(task, world, read)
+        costs = profile_sublayers(_sublayers(task), batches, repeats=rounds)
+        update_s, state_ratio = _measure_update(task)
+    costs = tuple(_with_state(cost, state_ratio) for cost in costs)
+    link, node_link = measure_links(world)
+    size = len(next(iter(batches[-1].values())))
+    one_s, whole_s = (
+        median_s(lambda n=n: read(torch.arange(n)), repeats=3)  # type: ignore[misc]
+        for n in (1, size)
+    )
+    own = Profile(
+        batch_sizes=tuple(len(next(iter(batch.values()))) for batch in batches),
+        sublayers=costs,
+        read_s=max(0.0, whole_s - one_s) / max(size - 1, 1),
+        fetch_s=one_s,
+        optimizer_s_per_byte=update_s,
+        step_overhead_s=2 * measure_agreement(world),
+        link=link,
+        node_link=node_link,
+        all_reduce=measure_sums(
+            world,
+            sum(cost.gradient_bytes for cost in costs),
+            timeout_s=task.config.setup_timeout_s,
+        ),
+    )
     gathered = gather_json([own.to_json(), _measure_copy()], group=world.group)
     merged = merge_profiles([Profile.from_json(values) for values, _ in gathered])
     rate = sorted(rate for _, rate in gathered)[len(gathered) // 2]
@@ -59,88 +96,127 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
     return Measurements(Profile.from_json(values[0]), values[1])
 
 
-def _on(device: torch.device, batch: Batch) -> Batch:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+@contextmanager
+def _whole(task: Task, device: torch.device) -> Iterator[None]:
+    """Lend the whole model on a device, trainable as the user left it."""
+    model = task.model
+    absent = [
+        i for i in range(len(model.sublayers)) if any(t.is_meta for t in model.tensors(i).values())
+    ]
+    for index in absent:
+        _fill(model, index, device)
+    parameters = dict(model.model.named_parameters())
+    flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    came_from_cpu = all(p.device.type == "cpu" for p in parameters.values())
+    try:
+        model.model.to(device)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in task.trainable)
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(flags[name])
+        if came_from_cpu:
+            model.model.to("cpu")
+        for index in absent:
+            model.release(index)
+
+
+def _fill(model: LayeredModel, index: int, device: torch.device) -> None:
+    """Give a released sublayer weights that compute at the speed of real ones."""
+    model.materialize(index, device)
+    # A generator of its own leaves the caller's random numbers as they were.
+    generator = torch.Generator(device).manual_seed(index)
+    with torch.no_grad():
+        for tensor in model.tensors(index).values():
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                tensor.normal_(0.0, 0.02, generator=generator)
+            else:
+                tensor.fill_(1)
+
+
+def _choose_batches(
+    task: Task, world: World, read: Callable[[Tensor], Batch]
+) -> tuple[list[Batch], int]:
+    """Read batches of the micro-batch sizes to measure, ascending; say how often to time them.
+
+    Sizes are halves of the largest that a sensible plan runs; the budget may exclude the larger
+    ones, for all ranks alike.
+    """
+    per_rank = -(-task.config.batch_size // world.size)
+    largest = min(task.config.batch_size, 2 * per_rank)
+    sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
+    sublayers, batches, round_s = _sublayers(task), list[Batch](), 0.0
+    for size in sizes:
+        batch = {name: t.to(world.device) for name, t in read(torch.arange(size)).items()}
+        seconds = max(gather_json(chain_seconds(sublayers, batch), group=world.group))
+        if batches and 2 * (round_s + seconds) > _BUDGET_S:
+            break
+        batches.append(batch)
+        round_s += seconds
+    return batches, max(1, min(_MOST_ROUNDS, int(_BUDGET_S / max(round_s, 1e-9))))
+
+
+def _sublayers(task: Task) -> list[ProfiledSublayer]:
+    return [
+        ProfiledSublayer(sub.name, sub.layer, sub.module, _caller(task, index))
+        for index, sub in enumerate(task.model.sublayers)
+    ]
 
 
 def _caller(task: Task, index: int) -> Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]:
+    """Return what runs a sublayer; the last one's loss counts with it."""
+    model = task.model
+    names = model.targets
+
     def call(hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        return task.model.call(index, batch if hidden is None else hidden, sides=batch)
+        output = model.call(index, batch if hidden is None else hidden, sides=batch)
+        if index < len(model.sublayers) - 1:
+            return output
+        targets = batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
+        loss = task.loss_fn(output, targets)
+        return loss[0] if isinstance(loss, tuple) else loss
+
     return call
 
 
-def _measure_optimizer(task: Task) -> tuple[float, float]:
-    """Return seconds of a step per parameter byte, and state bytes per parameter byte.
+def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:
+    return replace(cost, optimizer_bytes=round(ratio * cost.gradient_bytes))
 
-    Steps are taken on copies of one sublayer's parameters, under their names, so that nothing is
-    changed.
+
+def _measure_update(task: Task) -> tuple[float, float]:
+    """Return seconds of an update per parameter byte, and state bytes per parameter byte.
+
+    An update measures the gradients and steps the optimizer. It is timed on copies of parameters
+    under their names, so that nothing is changed.
     """
-    candidates = (trained_parameters(task, range(index, index + 1))
-                  for index in range(len(task.model.sublayers)))
-    largest = max(candidates, key=lambda found: sum(p.nbytes for p in found.values()))
-    copies = {name: nn.Parameter(p.detach().clone()) for name, p in largest.items()}
+    copies: dict[str, dict[str, nn.Parameter]] = {}
+    num_bytes = 0
+    for index, sublayer in enumerate(task.model.sublayers):
+        own = trained_parameters(task, range(index, index + 1))
+        if own and num_bytes < _UPDATED_BYTES:
+            copies[sublayer.name] = {n: nn.Parameter(p.detach().clone()) for n, p in own.items()}
+            num_bytes += sum(p.nbytes for p in own.values())
     if not copies:
         return 0.0, 0.0
-    optimizer = task.optimizer(list(copies.items()))
-    for parameter in copies.values():
+    named = {name: p for own in copies.values() for name, p in own.items()}
+    optimizer = task.optimizer(list(named.items()))
+    signals = GradientSignals({name: list(own.values()) for name, own in copies.items()})
+    for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    seconds = _least_s(optimizer.step)
-    num_bytes = sum(p.nbytes for p in copies.values())
-    state_bytes = sum(t.nbytes for t in take_state(optimizer, copies).values())
+
+    def update() -> None:
+        float(signals.squared_norm(None))
+        optimizer.step()
+
+    seconds = median_s(update, repeats=5)
+    state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
     return seconds / num_bytes, state_bytes / num_bytes
-
-
-def _measure_link(world: World) -> LinkCost:
-    """Time messages between ranks 0 and 1, there and back; all links of a node count as equal."""
-    if world.group is None:
-        return LinkCost(0.0, float(1 << 40))
-
-    def ping(num_bytes: int) -> Callable[[], None]:
-        payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
-
-        def exchange() -> None:
-            if world.rank == 0:
-                dist.send(payload, 1, group=world.group)
-                dist.recv(payload, 1, group=world.group)
-            elif world.rank == 1:
-                dist.recv(payload, 0, group=world.group)
-                dist.send(payload, 0, group=world.group)
-        return exchange
-
-    return _cost(_least_s(ping(1)) / 2, _least_s(ping(_PROBE_BYTES)) / 2, _PROBE_BYTES)
-
-
-def _measure_all_reduce(world: World) -> LinkCost:
-    """Time sums over the world; the rate is that of the 2 (N - 1) / N bytes each worker sends."""
-    if world.group is None:
-        return LinkCost(0.0, float(1 << 40))
-    small, large = (torch.zeros(size, device=world.device) for size in (1, _PROBE_BYTES // 4))
-    seconds = [_least_s(lambda t=tensor: dist.all_reduce(t, group=world.group))  # type: ignore[misc]
-               for tensor in (small, large)]
-    traffic = 2 * (world.size - 1) / world.size * _PROBE_BYTES
-    return _cost(seconds[0], seconds[1], traffic)
-
-
-def _cost(small_s: float, large_s: float, num_bytes: float) -> LinkCost:
-    return LinkCost(small_s, num_bytes / max(large_s - small_s, 1e-9))
 
 
 def _measure_copy() -> float:
     """Return the bytes per second at which rows are read from memory and summed, as a check is."""
     rows = torch.zeros(256, 1 << 13, dtype=torch.int64)
-    # A generator of its own leaves the caller's random numbers as they were.
     index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:64]
-    seconds = _least_s(lambda: rows.index_select(0, index).sum(1))
+    seconds = median_s(lambda: rows.index_select(0, index).sum(1))
     return len(index) * rows[0].nbytes / seconds
-
-
-def _least_s(action: Callable[[], object]) -> float:
-    """Return the least seconds of an action's repeats: what it takes when nothing disturbs it."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        action()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])

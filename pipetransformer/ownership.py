@@ -48,6 +48,12 @@ class Ownership:
         prefix = range(self.num_frozen_sublayers if runs_prefix else 0)
         return (*prefix, *self.trained_by(rank))
 
+    def parked_by(self, rank: int) -> range:
+        """Return the frozen sublayers whose optimizer state waits for a thaw at a rank."""
+        # Every stage 0 holds all frozen sublayers, so they have one owner.
+        frozen = self.num_frozen_sublayers
+        return range(frozen if frozen and self.owner(0) == rank else 0)
+
     def owner(self, index: int) -> int:
         """Return the lowest rank that holds a sublayer."""
         return min(self._ranks(index))

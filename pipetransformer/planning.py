@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autodp import allowed_lengths
-from autopipe import PipelinePlan, PlanRequest, Profile, plan_pipeline
+from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PlanSituation:
         request: the cluster, the batch of a pipeline or of the world, what is frozen, and the
             limits.
         current: the plan so far; None at the start.
-        transition_s: what the last transition cost, or a guess before the first.
+        transition_s: returns the seconds that going from the current plan to another will cost.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
     """
 
@@ -29,7 +29,7 @@ class PlanSituation:
     profile: Profile
     request: PlanRequest
     current: PipelinePlan | None
-    transition_s: float
+    transition_s: Callable[[PipelinePlan], float]
     scale_batch: bool = False
 
 
@@ -37,26 +37,28 @@ Planner = Callable[[PlanSituation], PipelinePlan]
 
 
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
-    """Return the fastest plan if what it saves until the end exceeds a transition's cost.
+    """Return the plan with which the rest of the run, the way there included, takes least time.
+
+    Another length is taken only where what it saves until the end exceeds the transition's cost.
+    At the start, and where the current length no longer fits, the fastest plan is taken.
 
     Raises:
         ValueError: nothing fits the memory limit.
     """
-    best = fastest_per_sample(situation)
+    plans = fastest_by_length(situation)
     current = situation.current
-    if current is None or current.length == best.length:
-        return best
-    if current.length not in (situation.request.lengths or (current.length,)):
-        return best
-    try:
-        stay = fastest_per_sample(replace(
-            situation, request=replace(situation.request, lengths=(current.length,))))
-    except ValueError:  # The current length no longer fits; there is nothing to stay with.
-        return best
-    # Steps are counted at the current batch, which with scale_batch is not the best plan's.
-    fewer_steps = best.length / stay.length if situation.scale_batch else 1.0
-    saved_s = stay.predicted_step_s - best.predicted_step_s * fewer_steps
-    return best if saved_s * situation.remaining_steps > situation.transition_s else stay
+    if current is None or current.length not in plans:
+        return fastest_per_sample(situation)
+
+    def remaining_s(plan: PipelinePlan) -> float:
+        # Steps are counted at the current batch, which with scale_batch is not the other plan's.
+        share = plan.length / current.length if situation.scale_batch else 1.0
+        going_s = 0.0 if plan.length == current.length else situation.transition_s(plan)
+        return plan.predicted_step_s * share * situation.remaining_steps + going_s
+
+    stay = plans[current.length]
+    best = min(plans.values(), key=remaining_s)
+    return best if remaining_s(best) < remaining_s(stay) else stay
 
 
 def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
@@ -68,19 +70,75 @@ def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
     Raises:
         ValueError: nothing fits the memory limit.
     """
-    request = situation.request
     if not situation.scale_batch:
-        return plan_pipeline(situation.profile, request)
-    plans, refusals = [], []
+        return plan_pipeline(situation.profile, situation.request)
+    plans = fastest_by_length(situation)
+    return min(plans.values(), key=lambda plan: (plan.predicted_step_s * plan.length, plan.length))
+
+
+def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
+    """Return the fastest plan of every length that fits.
+
+    Raises:
+        ValueError: nothing fits the memory limit.
+    """
+    request = situation.request
+    plans, refusals = {}, []
     for length in request.lengths or allowed_lengths(request.num_ranks, request.slots_per_node):
-        replicas = request.num_ranks // length
-        grown = replace(request, lengths=(length,), global_batch=request.global_batch * replicas)
+        grown = request.num_ranks // length if situation.scale_batch else 1
+        one = replace(request, lengths=(length,), global_batch=request.global_batch * grown)
         try:
-            plan = plan_pipeline(situation.profile, grown)
+            plans[length] = plan_pipeline(situation.profile, one)
         except ValueError as error:
             refusals.append(error)
-            continue
-        plans.append((plan.predicted_step_s / grown.global_batch, length, plan))
     if not plans:
         raise refusals[-1]
-    return min(plans, key=lambda entry: entry[:2])[2]
+    return plans
+
+
+def published_plan(situation: PlanSituation) -> PipelinePlan:
+    """Plan by the published rules; the pipeline never grows again, not even for a thaw.
+
+    Raises:
+        ValueError: the rules' plan does not fit the memory limit; see `paper_plan`.
+    """
+    plan = _paper_plan(situation)
+    current = situation.current
+    if current is None or plan.length <= current.length:
+        return plan
+    request = situation.request
+    if current.length not in allowed_lengths(request.num_ranks, request.slots_per_node):
+        return plan  # Another world; there is no such pipeline to stay with.
+    return _paper_plan(replace(situation, request=replace(request, lengths=(current.length,))))
+
+
+def _paper_plan(situation: PlanSituation) -> PipelinePlan:
+    request, profile = situation.request, situation.profile
+    if not situation.scale_batch:
+        return paper_plan(profile, request)
+    # The length depends on no batch, as long as every replica has a sample.
+    most = replace(
+        request,
+        global_batch=request.global_batch * request.num_ranks,
+        memory_limit_bytes=None,
+    )
+    replicas = request.num_ranks // paper_plan(profile, most).length
+    return paper_plan(profile, replace(request, global_batch=request.global_batch * replicas))
+
+
+PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "paper": published_plan}
+"""Planners by the names that a configuration takes."""
+
+
+def planner_of(plan: str | Planner) -> Planner:
+    """Return the planner that a configuration names, or is.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if not isinstance(plan, str):
+        return plan
+    if plan not in PLANS:
+        names = ", ".join(map(repr, PLANS))
+        raise ValueError(f"plan is {plan!r}; choose one of {names}, or a function")
+    return PLANS[plan]

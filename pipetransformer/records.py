@@ -8,7 +8,10 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category)
     evaluation   epoch, loss, accuracy, seconds
     transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
-                 bytes_moved, predicted_step_s, reason
+                 predicted_seconds, bytes_moved, reason; a step's predicted_step_s,
+                 predicted_step_before_s, measured_step_before_s
+    outcome      changed_step (of the transition), predicted_step_s, measured_step_s
+    measurement  seconds; the devices were profiled anew, as steps had drifted from what they took
     checkpoint   seconds, bytes
 
 Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ from autocache import CacheStats
 from autodp import gather_json
 from autopipe import Profile
 from pipetransformer.deployment import Decision
+from pipetransformer.pace import Pace
 from pipetransformer.progress import Progress
 from pipetransformer.records import Records
 from pipetransformer.stage import StepResult
 from pipetransformer.world import World
+
+
+@dataclass(frozen=True)
+class Cost:
+    """State what a transition took, what was predicted, and the bytes that all ranks received."""
+
+    seconds: float
+    predicted_s: float
+    bytes_moved: int
 
 
 class RunLog:
@@ -36,6 +47,8 @@ class RunLog:
         self._epoch_samples = 0
         self._epoch_loss = 0.0
         self._accuracy = ""
+        self._changed_step = 0
+        self.pace = Pace()
 
     def start(self, num_steps: int, profile: Profile) -> None:
         """Begin to show progress; the profile tells messages from bubbles in the time waited."""
@@ -81,6 +94,8 @@ class RunLog:
             gradient_norm=result.gradient_norm,
             **fields,
         )
+        if not misses and self.pace.note(result.seconds):
+            self._outcome(fields["step"], decision)
         if self._bar is not None and self._shown:
             hit_rate = stats.hits / max(stats.hits + misses, 1)
             self._bar.step(
@@ -99,7 +114,7 @@ class RunLog:
             )
 
     def transition(
-        self, before: Decision | None, decision: Decision, seconds: float, bytes_moved: int
+        self, before: Decision | None, decision: Decision, cost: Cost
     ) -> dict[str, Any]:
         """Note that a decision has been carried out; return its entry for the run's report."""
         plan, replicas = decision.plan, self._world.size // decision.plan.length
@@ -109,17 +124,21 @@ class RunLog:
             "length": plan.length,
             "replicas": replicas,
             "micro_batches": plan.num_micro_batches,
-            "seconds": seconds,
+            "seconds": cost.seconds,
         }
         was = before.num_frozen if before else 0
-        self._spent["transition"] += seconds if before else 0.0
+        self._changed_step = decision.step
+        self._spent["transition"] += cost.seconds if before else 0.0
         self._records.log(
             "transition",
             **entry,
             frozen_before=was,
             boundaries=list(plan.boundaries),
-            bytes_moved=bytes_moved,
+            bytes_moved=cost.bytes_moved,
+            predicted_seconds=cost.predicted_s,
             predicted_step_s=plan.predicted_step_s,
+            predicted_step_before_s=before.plan.predicted_step_s if before else None,
+            measured_step_before_s=self.pace.median_s,
             reason=decision.reason,
         )
         if self._bar is not None:
@@ -127,9 +146,24 @@ class RunLog:
             old = "start" if before is None else f"frozen {was}, {self._shape(before)}"
             self._bar.say(
                 f"step {decision.step}: {old} -> frozen {decision.num_frozen}, "
-                f"{self._shape(decision)}{cached} in {seconds * 1e3:.0f} ms"
+                f"{self._shape(decision)}{cached} in {cost.seconds * 1e3:.0f} ms"
             )
         return entry
+
+    def measurement(self, step: int, seconds: float) -> None:
+        """Note that the profile was measured anew."""
+        self._spent["other"] += seconds
+        self._records.log("measurement", step, seconds=seconds)
+
+    def _outcome(self, step: int, decision: Decision) -> None:
+        """Note what steps take under a decision, beside what was predicted."""
+        self._records.log(
+            "outcome",
+            step,
+            changed_step=self._changed_step,
+            predicted_step_s=decision.plan.predicted_step_s,
+            measured_step_s=self.pace.median_s,
+        )
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Model the time on the links of what this rank receives in a step."""

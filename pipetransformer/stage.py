@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autodp import GradientReducer, Topology, build_groups, split_evenly
+from autodp import GradientReducer, Groups, Topology, split_evenly, waiting_for
 from autopipe import (
     SCHEDULES,
     Peer,
@@ -39,10 +41,12 @@ from pipetransformer.layer_work import (
     TrainMoment,
     TrainWork,
 )
+from pipetransformer.nonfinite import Finding, NonFiniteError, highest_nonfinite, locate
 from pipetransformer.optimizer_state import OptimizerFactory
 from pipetransformer.side_inputs import SideReceiver, SideSender
 from pipetransformer.world import World
 
+_LOGGER = logging.getLogger(__name__)
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
 
 
@@ -83,30 +87,28 @@ class StepResult:
     breakdown: Mapping[str, float]
 
 
-class NonFiniteError(FloatingPointError):
-    """Say at which step a loss or a gradient stopped being a number."""
-
-
 class Stage:
     """Hold a rank's links, optimizer and reducer for one plan.
 
-    Built and closed by every rank of the world at the same point, as it creates and destroys
-    groups.
+    Args:
+        task: what is trained.
+        world: this rank's place.
+        plan: what this stage does.
+        topology: which stage it is.
+        groups: those of the topology.
     """
 
-    def __init__(self, task: Task, world: World, plan: PipelinePlan, topology: Topology) -> None:
+    def __init__(
+        self, task: Task, world: World, *, plan: PipelinePlan, topology: Topology, groups: Groups
+    ) -> None:
         self.plan = plan
         self.topology = topology
         self._task = task
         self._world = world
         self._index = topology.stage_of(world.rank)
         self._replica = topology.replica_of(world.rank)
-        self._groups = build_groups(
-            topology,
-            world.rank,
-            on_cuda=world.device.type == "cuda",
-            timeout_s=task.config.step_timeout_s,
-        )
+        self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
+        self._groups = groups
         self._trained = range(plan.boundaries[self._index], plan.boundaries[self._index + 1])
         self._layers = self._stage_layers(self._trained)
         self._links = self._stage_links()
@@ -121,7 +123,7 @@ class Stage:
             }
         )
         self.recorder: Recorder | None = None
-        self._reducer = None
+        self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
 
@@ -131,10 +133,13 @@ class Stage:
         return self._index
 
     def close(self) -> None:
-        """Remove hooks and destroy the plan's groups."""
+        """Let go of all memory that is the stage's own, even if the stage itself is kept."""
         if self._reducer is not None:
             self._reducer.close()
-        self._groups.destroy()
+            self._reducer = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.parameters, self.optimizer, self.signals = {}, None, GradientSignals({})
 
     def train_step(
         self, ids: Tensor, rows: Rows, *, step: int, epoch: int, learning_rate_factor: float
@@ -148,6 +153,7 @@ class Stage:
             learning_rate_factor: on every group's own learning rate.
         Raises:
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
+            LinkError, PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start = time.perf_counter()
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
@@ -167,11 +173,9 @@ class Stage:
         reduce_s = time.perf_counter() - reduce_start
         loss, norm = self._finish_gradients(sums, len(ids))
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        if skipped and self._task.config.on_nonfinite == "raise":
-            raise NonFiniteError(
-                f"step {step}: the loss is {loss}, the gradient's norm {norm}; lower the "
-                "learning rate, clip with clip_norm, or leave such steps out with "
-                "on_nonfinite='skip'"
+        if skipped:
+            self._report_nonfinite(
+                f"step {step}: the loss is {loss}, the gradient's norm {norm}", work.loss_sums()
             )
         self._update(learning_rate_factor, skipped)
         total = time.perf_counter() - start
@@ -236,6 +240,29 @@ class Stage:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return loss_sum / max(count, 1), norm
 
+    def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
+        """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
+        parameters = {
+            index: tuple(trained_parameters(self._task, range(index, index + 1)).values())
+            for index in self._trained
+        }
+        highest = highest_nonfinite(parameters)
+        ranks: tuple[int, ...] = (self._world.rank,)
+        if highest >= 0 and self._reducer is not None:
+            members = self.topology.stage_ranks(self._index)
+            replicas = self._reducer.nonfinite_replicas(parameters[highest])
+            ranks = tuple(members[replica] for replica in replicas)
+        finding = Finding(not math.isfinite(loss_sums[0]), highest, ranks)
+        names = [sublayer.name for sublayer in self._task.model.sublayers]
+        where = locate(finding, names.__getitem__, group=self._world.group)
+        if self._task.config.on_nonfinite == "raise":
+            raise NonFiniteError(
+                f"{what}; {where}. Lower the learning rate, clip with clip_norm, or leave such "
+                "steps out with on_nonfinite='skip'"
+            )
+        if self._world.is_main:
+            _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
+
     def _update(self, learning_rate_factor: float, skipped: bool) -> None:
         if self.optimizer is None:
             return
@@ -248,15 +275,22 @@ class Stage:
         if self._world.group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self._world.group)
+        self._all_reduce(total, "their part of the loss")
         return total.tolist()
+
+    def _all_reduce(self, values: Tensor, what: str) -> None:
+        """Add up all ranks' values on the CPU, waiting no longer than a step may take."""
+        with waiting_for(what, self._world.group):
+            work = dist.all_reduce(values, group=self._world.group, async_op=True)
+            # The world's group itself allows for the longer waits of a transition.
+            work.wait(timedelta(seconds=self._timeout_s))
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as the first replica holds them; the others' are equal."""
         if self._world.group is None:
             return value
         own = value.to("cpu") if self._replica == 0 else torch.zeros((), dtype=value.dtype)
-        dist.all_reduce(own, group=self._world.group)
+        self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)
 
     def _breakdown(
@@ -331,7 +365,7 @@ class Stage:
         rank = self.topology.pipeline_ranks(self._replica)[stage]
         group = self._groups.backward if tag == _GRADIENT_TAG else self._groups.forward
         assert group is not None
-        return Peer(rank, group, tag, name, self._task.config.step_timeout_s)
+        return Peer(rank, group, tag, name, self._timeout_s)
 
 
 def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:

@@ -32,7 +32,7 @@ class Timeline:
 
     def __init__(self, config: TrainConfig, num_samples: int) -> None:
         self._config = config
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self.position = Position()
 
     @property
@@ -57,27 +57,37 @@ class Timeline:
         interval = self._config.freeze_interval_steps
         return self.at_epoch_start if interval is None else self.position.step % interval == 0
 
+    def save_due(self) -> bool:
+        """Tell whether the state after the last step is to be saved: at the end it always is."""
+        config, position = self._config, self.position
+        if self.is_over:
+            return True
+        steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
+        return bool(steps and position.step % steps == 0) or bool(
+            epochs and self.at_epoch_start and position.epoch % epochs == 0
+        )
+
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step; with scale_batch, batch_size for each replica."""
         return self._config.batch_size * (replicas if self._config.scale_batch else 1)
 
     def steps_per_epoch(self, replicas: int) -> int:
         """Return the steps of an epoch at the present batch size."""
-        return -(-self._num_samples // self.global_batch(replicas))
+        return -(-self.num_samples // self.global_batch(replicas))
 
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""
         position, size = self.position, self.global_batch(replicas)
         if self.is_over:
             return position.step
-        this_epoch = -(-(self._num_samples - position.sample) // size)
+        this_epoch = -(-(self.num_samples - position.sample) // size)
         epochs_after = self._config.epochs - position.epoch - 1
         return position.step + this_epoch + epochs_after * self.steps_per_epoch(replicas)
 
     def learning_rate_factor(self, replicas: int) -> float:
         """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
         size = self._config.batch_size
-        per_epoch = -(-self._num_samples // size)
+        per_epoch = -(-self.num_samples // size)
         step = self.position.epoch * per_epoch + self.position.sample / size
         factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)
         return factor * self.global_batch(replicas) / size
@@ -86,5 +96,5 @@ class Timeline:
         """Note that a step over so many samples is done."""
         self.position.step += 1
         self.position.sample += num_samples
-        if self.position.sample >= self._num_samples:
+        if self.position.sample >= self.num_samples:
             self.position.epoch, self.position.sample = self.position.epoch + 1, 0

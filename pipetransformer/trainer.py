@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from autodp import EpochSampler, broadcast_json, gather_json
 from autopipe import Span, Trace
 from freeze import Never, as_policy
 from pipetransformer.adapters import LayeredModel, LossFunction, adapt
-from pipetransformer.checkpoint import open_checkpoint, open_latest
-from pipetransformer.checks import check_folder, check_world, choose_loss, refuse_batch_norm
+from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
 from pipetransformer.config import make_config
 from pipetransformer.controller import Clock, Controller
 from pipetransformer.data import SizedDataset, check_dataset
@@ -24,22 +22,12 @@ from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.optimizer_state import OptimizerFactory, adamw
-from pipetransformer.run_log import RunLog
+from pipetransformer.resume import resumes
+from pipetransformer.run_log import Cost, RunLog
+from pipetransformer.run_state import FitReport, RunState
 from pipetransformer.stage import StepResult, Task
-from pipetransformer.timeline import Position, Timeline
+from pipetransformer.timeline import Timeline
 from pipetransformer.world import connect, slots_of_a_node, world_size
-
-
-@dataclass
-class FitReport:
-    """Sum up a run; its seconds are training and transitions, without evaluation."""
-
-    seconds: float = 0.0
-    samples: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    transitions: list[dict[str, Any]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -88,7 +76,7 @@ class Trainer:
         if eval_set is not None:
             check_dataset(eval_set, "eval_set")
         check_world(self.config, world_size(), slots_of_a_node())
-        check_folder(self.config)
+        self._resumes = resumes(self.config)
         refuse_batch_norm(layered.model)
         self._policy = as_policy(freeze)
         self._train_set, self._eval_set = train_set, eval_set
@@ -100,8 +88,16 @@ class Trainer:
         self._timeline = Timeline(self.config, len(train_set))
         self.report = FitReport()
         self._controller: Controller | None = None
+        self._state = RunState(
+            self._task,
+            self.world,
+            timeline=self._timeline,
+            deployment=self._deployment,
+            report=self.report,
+        )
         self._trace: Trace | None = None
         self.measurements: Measurements | None = None
+        self._measure_s = 0.0
         self._log = RunLog(
             self.world,
             self._folder if self.world.is_main else None,
@@ -118,13 +114,20 @@ class Trainer:
         if error_type is None:
             self.close()
         else:
+            self._state.close(failed=True)
             self._close_own()
 
     def close(self) -> None:
-        """Destroy groups, unmap the cache and close the records; rank 0's model stays usable."""
-        self._deployment.close()
-        self._close_own()
-        self.world.close()
+        """Wait for a checkpoint, destroy groups, unmap the cache and close the records.
+
+        Rank 0's model stays usable.
+        """
+        try:
+            self._state.close(failed=False)
+        finally:
+            self._deployment.close()
+            self._close_own()
+            self.world.close()
 
     def _close_own(self) -> None:
         self._prefix.close()
@@ -143,6 +146,9 @@ class Trainer:
             self.step()
             if self._timeline.at_epoch_start:
                 self._end_epoch()
+            assert self._controller is not None
+            self._state.save_if_due(self._controller, self._log)
+        self._state.finish(self._log)
         self._deployment.gather_weights()
         return self.report
 
@@ -236,10 +242,27 @@ class Trainer:
                 {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}, path
             )
 
+    def measure(self) -> Measurements:
+        """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
+        self._set_up()
+        assert self._controller is not None
+        self.measurements = self._controller.measurements = self._measure()
+        return self.measurements
+
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
         return self._controller.current if self._controller is not None else None
+
+    def _measure(self) -> Measurements:
+        start = time.perf_counter()
+        measurements = measure(
+            self._task,
+            self.world,
+            lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0),
+        )
+        self._measure_s = time.perf_counter() - start
+        return measurements
 
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
@@ -247,40 +270,17 @@ class Trainer:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
-        self.measurements = measure(
-            self._task,
-            self.world,
-            lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0),
-        )
+        checkpoint = self._state.open(resumes=self._resumes)
+        kept = self._state.kept_measurements(checkpoint) if checkpoint else None
+        self.measurements = kept or self._measure()
         self._controller = Controller(self._task, self.world, self._policy, self.measurements)
-        if not self._restore(self._controller):
-            self._controller.open_journal(
-                self._folder, from_step=0 if self.config.resume else None
-            )
+        if checkpoint:
+            self._state.restore(checkpoint, self._controller, self._clock)
+        step = self._timeline.position.step
+        self._controller.open_journal(self._folder, from_step=step if self._resumes else None)
         self._log.start(self._timeline.max_steps(self._replicas), self.measurements.profile)
         if self.decision is None:
             self._decide()
-
-    def _restore(self, controller: Controller) -> bool:
-        """Continue from the newest checkpoint, if that is asked for and there is one."""
-        if not self.config.resume or self._folder is None:
-            return False
-        found = open_latest(self._folder / "checkpoints") if self.world.is_main else None
-        folder = broadcast_json(str(found.folder) if found else None, group=self.world.group)
-        if folder is None:
-            return False
-        checkpoint = open_checkpoint(Path(folder))
-        scalars = checkpoint.scalars
-        self._timeline.position = Position(**scalars["position"])
-        self.report = FitReport(**scalars["report"])
-        controller.load_state_dict(scalars["controller"])
-        controller.open_journal(self._folder, from_step=self._timeline.position.step)
-        if scalars["num_ranks"] != self.world.size:
-            controller.replan(self._clock())
-        assert controller.current is not None
-        self._deployment.restore(controller.current, checkpoint)
-        self._deployment.active_stage.signals.load(scalars["signals"])
-        return True
 
     def _decide(self) -> None:
         """Take a decision and carry it out."""
@@ -288,23 +288,39 @@ class Trainer:
         start = time.perf_counter()
         before = self._controller.current
         stage = self._deployment.stage
+        measured_anew = before is not None and self._measure_if_drifted()
         decision = self._controller.decide(
             self._clock(), stage.signals if stage else None, self.report.metrics
         )
-        moved = 0
+        predicted_s = self._controller.predict_transition_s(decision.plan)
         changed = decision.changes(before)
-        if changed:
-            moved = self._deployment.change(decision)
-            # The transition ends when its last rank is done.
-            gather_json(None, group=self.world.group)
+        # The transition ends when its last rank is done.
+        moved = sum(
+            gather_json(self._deployment.change(decision), group=self.world.group)
+            if changed
+            else []
+        )
         seconds = time.perf_counter() - start
         self._controller.executed(decision, seconds if changed else None)
         if before is not None:
             self.report.seconds += seconds
         if changed:
-            entry = self._log.transition(before, decision, seconds, moved)
+            cost = Cost(seconds, predicted_s, moved)
+            entry = self._log.transition(before, decision, cost)
             if before is not None:
                 self.report.transitions.append(entry)
+        if changed or measured_anew:
+            self._log.pace.begin(decision.plan.predicted_step_s, measured_anew=measured_anew)
+
+    def _measure_if_drifted(self) -> bool:
+        """Measure anew where steps no longer take what they took. Collective."""
+        remaining = self._timeline.max_steps(self._replicas) - self._timeline.position.step
+        pays = self._log.pace.pays(remaining_steps=remaining, cost_s=self._measure_s)
+        if not broadcast_json(pays, group=self.world.group):
+            return False
+        self.measure()
+        self._log.measurement(self._timeline.position.step, self._measure_s)
+        return True
 
     @property
     def _replicas(self) -> int:
@@ -330,11 +346,8 @@ class Trainer:
 
     def _note_step(self, result: StepResult, num_samples: int) -> None:
         assert self.decision is not None and self.measurements is not None
-        self.report.seconds += result.seconds
-        self.report.samples += num_samples
         stats = self._prefix.take_stats()
-        self.report.cache_hits += stats.hits
-        self.report.cache_misses += stats.misses + stats.upgrades
+        self.report.add_step(result, stats, num_samples)
         self._log.step(
             result,
             stats,
@@ -349,7 +362,7 @@ class Trainer:
         )
 
     def _end_epoch(self) -> None:
-        """Evaluate, record and save after an epoch."""
+        """Record and evaluate after an epoch."""
         config, position = self.config, self._timeline.position
         self._log.epoch(position.step, position.epoch)
         every = config.evaluate_every_epochs
@@ -363,30 +376,3 @@ class Trainer:
             self._log.evaluation(
                 position.step, position.epoch, self.report.metrics, time.perf_counter() - start
             )
-        every = config.checkpoint_every_epochs
-        if every and (position.epoch % every == 0 or position.epoch == config.epochs):
-            self._save()
-
-    def _save(self) -> None:
-        """Write a checkpoint. Collective."""
-        assert self._controller is not None and self._folder is not None
-        start = time.perf_counter()
-        states = gather_json(self._deployment.active_stage.signals.state(), group=self.world.group)
-        signals = {
-            "num_steps": states[0]["num_steps"],
-            "squared_sums": {name: v for s in states for name, v in s["squared_sums"].items()},
-        }
-        scalars = {
-            "position": vars(self._timeline.position),
-            "report": vars(self.report),
-            "signals": signals,
-            "controller": self._controller.state_dict(),
-            "num_ranks": self.world.size,
-        }
-        num_bytes = self._deployment.save(
-            self._folder / "checkpoints",
-            self._timeline.position.step,
-            scalars,
-            keep=self.config.keep_checkpoints,
-        )
-        self._log.checkpoint(self._timeline.position.step, time.perf_counter() - start, num_bytes)

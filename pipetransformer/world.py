@@ -1,16 +1,28 @@
-"""Find this process's place in the world: alone, under torchrun, or started by our launcher."""
+"""Find this process's place in the world: alone, under torchrun, or started by our launcher.
+
+A world that cannot train is refused on all ranks with one message: a rank that left alone would
+leave the others waiting.
+
+    2 nodes of 2 slots       RANK   LOCAL_RANK   LOCAL_WORLD_SIZE   WORLD_SIZE
+    first node               0 1        0 1             2                4
+    second node              2 3        0 1             2                4
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+
+from autodp import gather_json
+from pipetransformer.meeting import Place, check_places, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 
@@ -50,15 +62,24 @@ class World:
 
 
 def world_size() -> int:
-    """Return the number of processes this one was started with."""
+    """Return the number of processes this one was started with.
+
+    Raises:
+        ValueError: WORLD_SIZE is no number above 0.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", range(1, 1 << 31), default=1)
 
 
 def slots_of_a_node() -> int:
-    """Return the processes of this node; all of them unless a launcher says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    """Return the processes of this node, as the launcher says.
+
+    Raises:
+        ValueError: LOCAL_WORLD_SIZE is missing, or is not between 1 and the world's size.
+    """
+    size = world_size()
+    return _number("LOCAL_WORLD_SIZE", range(1, size + 1), default=1 if size == 1 else None)
 
 
 def connect(device: str, *, timeout_s: float) -> World:
@@ -68,19 +89,29 @@ def connect(device: str, *, timeout_s: float) -> World:
         device: "auto", "cpu" or "cuda".
         timeout_s: limit of every wait in the world's group.
     Raises:
-        ValueError: the device asked for is not there for each slot.
+        ValueError: a variable is missing or out of range; or, on every rank, nodes differ in size
+            or device, ranks are not numbered node by node, or a rank lacks the device asked for.
+        TimeoutError: ranks did not join in time; the message names them.
     """
     slots, size = slots_of_a_node(), world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = choose_device(device, slots, local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    if size == 1 and not dist.is_initialized():
-        return World(0, 1, 1, chosen, None, owned=False)
     owned = not dist.is_initialized()
+    alone = 0 if size == 1 else None
+    rank = _number("RANK", range(size), default=alone) if owned else dist.get_rank()
+    local_rank = _number("LOCAL_RANK", range(slots), default=alone)
+    if size == 1 and owned:
+        return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
+    chosen = torch.device("cpu")
+    place = Place(local_rank, slots, socket.gethostname())
+    try:
+        chosen = choose_device(device, slots, local_rank)
+        place = replace(place, device=chosen.type)
+    except ValueError as error:
+        place = replace(place, refusal=f"rank {rank} on {place.host}: {error}")
     if owned:
-        _initialise(chosen, timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), size, slots, chosen, dist.group.WORLD, owned)
+        _initialise(rank, size, place, timedelta(seconds=timeout_s))
+    else:
+        check_places([Place(**one) for one in gather_json(asdict(place), group=dist.group.WORLD)])
+    return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
@@ -101,15 +132,45 @@ def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _initialise(device: torch.device, timeout: timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _initialise(rank: int, size: int, place: Place, timeout: timedelta) -> None:
+    """Meet the other ranks, and start the default process group if they can train together."""
     path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
-    store: dist.Store
-    if path is None:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    meeting_store: dist.Store
+    if path is not None:
+        meeting_store = dist.FileStore(f"{path}-{number}", size)
     else:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(f"{path}-{number}", size)
+        if not os.environ.get("MASTER_ADDR"):
+            raise ValueError(_complaint("MASTER_ADDR", "the name or address of the head node"))
+        _number("MASTER_PORT", range(1, 1 << 16))
+        meeting_store = next(rendezvous("env://", timeout=timeout))[0]
+    agreed = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
+    check_places(agreed.places)
+    backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
     # Keys of a world that was left stay in the store; its addresses must not be found again.
-    dist.init_process_group(backend, store=dist.PrefixStore(f"world-{number}", store), rank=rank,
-                            world_size=size, timeout=timeout)
+    store = dist.PrefixStore(agreed.name, meeting_store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _take(device: torch.device) -> torch.device:
+    """Make a GPU this process's current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _number(name: str, allowed: range, default: int | None = None) -> int:
+    """Read a number that a launcher sets; without a default it must be there."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal() or int(text) not in allowed:
+        raise ValueError(_complaint(name, f"a whole number, {allowed[0]} to {allowed[-1]}"))
+    return int(text)
+
+
+def _complaint(name: str, allowed: str) -> str:
+    text = os.environ.get(name)
+    state = "is not set" if text is None else f"is {text!r}"
+    return (f"the environment variable {name} {state}; it must be {allowed}. Start with torchrun, "
+            "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT")

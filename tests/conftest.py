@@ -26,3 +26,11 @@ def four_ranks() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[Pool]:
+    """Offer a world of eight processes."""
+    pool = Pool(8)
+    yield pool
+    pool.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
+
+from pipetransformer import LayeredModel, Sublayer
 
 NUM_SAMPLES = 26
 NUM_CLASSES = 3
@@ -49,3 +53,103 @@ def tiny_data(
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=dtype)
     return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+
+IGNORED = -100
+"""The class of targets that a loss leaves out."""
+
+
+class Mix(nn.Module):
+    """Mix features where a sample's mask is 1, and scale; the attention of the deep model."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("scale", torch.rand(width) + 0.5)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        mixed = self.inner(self.norm(hidden) * mask * self.scale)
+        return hidden + self.dropout(self.gain * mixed)
+
+
+class Routed(nn.Module):
+    """Send the few samples whose mask begins with 0 through an expert, which has no gradient in a
+    batch without any."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.expert = Block(width, dropout)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        chosen = mask[:, :1] == 0
+        return torch.where(chosen, self.expert(hidden), hidden) if chosen.any() else hidden
+
+
+NUM_DEEP_LAYERS = 7
+
+
+class Deep(nn.ModuleDict):
+    """Run sublayers one after the other, each with the mask if it takes one."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for module in self.values():
+            x = module(x, mask) if isinstance(module, (Mix, Routed)) else module(x)
+        return x
+
+
+def deep_model(*, dropout: float = 0.0, fixed: Collection[str] = ()) -> LayeredModel:
+    """Build 7 layers of two sublayers or three, and a head, in float64: enough for 8 stages.
+
+    Sublayers differ in what they hold: parameters with and without dimensions, buffers, side
+    inputs, an expert that few samples visit, or nothing at all.
+
+    Args:
+        dropout: of every layer.
+        fixed: sublayers whose parameters the user does not train.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        parts: list[tuple[str, int, nn.Module]] = [("embedding", 0, nn.Linear(NUM_FEATURES, 8))]
+        for layer in range(NUM_DEEP_LAYERS):
+            above = Routed if layer in (2, 5) else Block
+            parts.append((f"mix{layer}", layer, Mix(8, dropout)))
+            parts.append((f"mlp{layer}", layer, above(8, dropout) if layer != 3 else nn.Tanh()))
+        parts.append(("head", NUM_DEEP_LAYERS, nn.Linear(8, NUM_CLASSES)))
+    model = Deep({name: module for name, _, module in parts}).double()
+    for name in fixed:
+        model[name].requires_grad_(False)
+    sublayers = [
+        Sublayer(name, layer, module, ("mask",) if isinstance(module, (Mix, Routed)) else ())
+        for name, layer, module in parts
+    ]
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
+
+
+class Entries(Dataset[dict[str, Tensor]]):
+    """Serve rows of named tensors."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors["x"])
+
+    def __getitem__(self, index: int | Tensor) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+
+def deep_data(*, num_samples: int = NUM_SAMPLES, ignored: bool = False) -> Entries:
+    """Make a learnable problem with masks; a seventh of the samples visits the experts.
+
+    Args:
+        num_samples: rows.
+        ignored: whether every third target is left out by the loss.
+    """
+    x, y = tiny_data(num_samples=num_samples).tensors
+    index = torch.arange(num_samples)
+    mask = (torch.arange(8) % 5 != index[:, None] % 7).double()
+    y = y.masked_fill(index % 3 == 0, IGNORED) if ignored else y
+    return Entries({"x": x, "mask": mask, "y": y})

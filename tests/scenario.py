@@ -3,31 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.data import TensorDataset
 
-from autodp import EpochSampler, gather_json
+from autodp import EpochSampler, allowed_lengths, gather_json
 from autopipe import PipelinePlan, predict
-from freeze import FreezeSchedule
-from pipetransformer import PlanSituation, Trainer
+from freeze import FreezeContext, FreezeDecision, FreezePolicy, FreezeSchedule
+from pipetransformer import LayeredModel, PlanSituation, Trainer
+from pipetransformer.adapters import LossFunction, adapt
 from pipetransformer.optimizer_state import NamedParameters, take_state
 from pipetransformer.stage import trained_parameters
-from tests.models import tiny_data, tiny_model
+from tests.models import (
+    IGNORED,
+    NUM_SAMPLES,
+    Entries,
+    deep_data,
+    deep_model,
+    tiny_data,
+    tiny_model,
+)
+
+PEAK_LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Name a pipeline to force: stages, micro-batches, schedule."""
+    """Name a pipeline to force.
+
+    Args:
+        length, micro_batches, schedule: K, M, and in which order they run.
+        cuts: the sublayers with which stages 1, 2, ... begin; () cuts evenly.
+    """
 
     length: int
     micro_batches: int
     schedule: str = "1f1b"
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deep:
+    """Ask for the deep model and its data.
+
+    Args:
+        fixed: sublayers that the user does not train.
+        ignored: whether the loss is a (sum, count) that leaves some targets out.
+        num_samples: of the data.
+    """
+
+    fixed: tuple[str, ...] = ()
+    ignored: bool = False
+    num_samples: int = NUM_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -36,15 +71,21 @@ class Scenario:
 
     Args:
         shapes: step -> the pipeline from then on; must start at 0.
-        frozen: frozen layers by epoch.
+        frozen: frozen layers by epoch; or step -> frozen layers from then on, starting at 0.
         settings: further settings of the Trainer.
+        deep: what to train; None is the tiny model.
+        slots_per_node: ranks of an emulated node; None puts all on one.
+        looks: steps after which the model is evaluated, gathered and measured.
     """
 
     shapes: Mapping[int, Shape]
-    frozen: tuple[int, ...] = (0,)
+    frozen: tuple[int, ...] | Mapping[int, int] = (0,)
     dtype: str = "float64"
     dropout: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    deep: Deep | None = None
+    slots_per_node: int | None = None
+    looks: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,25 +99,81 @@ class Scenario:
             "evaluate_every_epochs": 0,
             "clip_norm": 0.5,
             "learning_rate_schedule": slow_start,
-            "planner": Forced(dict(self.shapes)),
+            "plan": Forced(dict(self.shapes)),
             **self.settings,
         }
+
+    def num_frozen(self, step: int, epoch: int) -> int:
+        """Return the frozen layers of a step."""
+        if isinstance(self.frozen, tuple):
+            return self.frozen[min(epoch, len(self.frozen) - 1)]
+        return latest(self.frozen, step)
+
+    def policy(self) -> FreezePolicy:
+        """Build what makes the Trainer freeze so."""
+        if isinstance(self.frozen, tuple):
+            return FreezeSchedule(self.frozen)
+        return FreezeTable(dict(self.frozen))
+
+    def problem(self) -> tuple[LayeredModel, TensorDataset | Entries, LossFunction]:
+        """Build the model, its data and its loss."""
+        dtype, deep = getattr(torch, self.dtype), self.deep
+        if deep is None:
+            model = adapt(tiny_model(dropout=self.dropout, dtype=dtype))
+            return model, tiny_data(dtype=dtype), nn.CrossEntropyLoss()
+        data = deep_data(num_samples=deep.num_samples, ignored=deep.ignored)
+        loss_fn = cross_entropy_sum if deep.ignored else nn.CrossEntropyLoss()
+        return deep_model(dropout=self.dropout, fixed=deep.fixed), data, loss_fn
+
+
+def latest(by_step: Mapping[int, Any], step: int) -> Any:
+    """Return the entry that holds at a step."""
+    return by_step[max(first for first in by_step if first <= step)]
+
+
+def cross_entropy_sum(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of the targets that count, and how many these are."""
+    total = nn.functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+    return total, (target != IGNORED).sum()
+
+
+@final
+class FreezeTable(FreezePolicy):
+    """Freeze by a table of steps, and remember what was shown at each decision."""
+
+    signals = frozenset({"gradient_norm"})
+
+    def __init__(self, frozen: dict[int, int]) -> None:
+        self._frozen = frozen
+        self.contexts: list[dict[str, Any]] = []
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        """Return the number of the last entry up to this step."""
+        self.contexts.append({
+            "learning_rate": context.learning_rate,
+            "norms": [layer.gradient_norm for layer in context.layers],
+        })
+        return FreezeDecision(latest(self._frozen, context.step), "table")
 
 
 @dataclass(frozen=True)
 class Forced:
-    """Plan what the scenario says, cutting the active layers as evenly as they can be counted."""
+    """Plan what the scenario says."""
 
     shapes: dict[int, Shape]
 
     def __call__(self, situation: PlanSituation) -> PipelinePlan:
-        shape = self.shapes[max(step for step in self.shapes if step <= situation.step)]
+        shape = latest(self.shapes, situation.step)
         sublayers = situation.profile.sublayers
         first = next(i for i, s in enumerate(sublayers) if s.layer >= situation.request.num_frozen)
-        length = min(shape.length, len(sublayers) - first)
-        cuts = tuple(first + (len(sublayers) - first) * j // length for j in range(length + 1))
+        request = situation.request
+        allowed = allowed_lengths(request.num_ranks, request.slots_per_node)
+        most = min(shape.length, len(sublayers) - first)
+        length = max(one for one in allowed if one <= most)
+        even = (first + (len(sublayers) - first) * j // length for j in range(length + 1))
+        cuts = (first, *shape.cuts, len(sublayers)) if shape.cuts else tuple(even)
         request = dataclasses.replace(
-            situation.request,
+            request,
             lengths=(length,),
             micro_batches=(shape.micro_batches,),
             schedules=(shape.schedule,),
@@ -101,9 +198,9 @@ def build_adamw(named: NamedParameters) -> Optimizer:
     return AdamW(
         [
             {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
-            {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+            {"params": [p for n, p in named if not n.endswith("weight")], "weight_decay": 0.0},
         ],
-        lr=1e-2,
+        lr=PEAK_LEARNING_RATE,
     )
 
 
@@ -117,18 +214,36 @@ class Outcome:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@contextmanager
+def nodes_of(slots: int | None) -> Iterator[None]:
+    """Let this process stand, for the Trainers built inside, on a node of so many slots."""
+    before = dict(os.environ)
+    if slots is not None:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % slots)
+        os.environ["LOCAL_WORLD_SIZE"] = str(slots)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def make_trainer(scenario: Scenario, policy: FreezePolicy, **settings: Any) -> Trainer:
+    """Build the scenario's Trainer on this world."""
+    model, data, loss_fn = scenario.problem()
+    with nodes_of(scenario.slots_per_node):
+        return Trainer(
+            model,
+            data,
+            loss_fn=loss_fn,
+            optimizer=build_adamw,
+            freeze=policy,
+            **{**scenario.options, **settings},
+        )
+
+
 def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
     """Run the scenario on this world; the outcome is rank 0's, states are of all ranks."""
-    dtype = getattr(torch, scenario.dtype)
-    trainer = Trainer(
-        tiny_model(dropout=scenario.dropout, dtype=dtype),
-        tiny_data(dtype=dtype),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=build_adamw,
-        freeze=FreezeSchedule(scenario.frozen),
-        **scenario.options,
-    )
-    with trainer:
+    with make_trainer(scenario, scenario.policy()) as trainer:
         return run_to_end(trainer, num_steps)
 
 
@@ -144,7 +259,7 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     """Gather a trainer's weights and the optimizer state of every rank."""
     deployment = trainer._deployment
     states: dict[str, Tensor] = {}
-    for shard in deployment._parked.values():
+    for shard in deployment.parked.values():
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
     for index in stage._trained:
@@ -172,31 +287,69 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
 
 
 def plain(scenario: Scenario) -> Outcome:
-    """Train the same in a hand-written loop: one process, no micro-batches, no framework."""
-    dtype = getattr(torch, scenario.dtype)
-    model, data, options = tiny_model(dtype=dtype), tiny_data(dtype=dtype), scenario.options
-    optimizer = build_adamw(list(model.named_parameters()))
+    """Train the same in a hand-written loop: one process, no micro-batches, no framework.
+
+    Beside the losses it notes, for every step, the norm of the whole gradient and those of the
+    layers, and after the steps to look at the loss over all data.
+    """
+    layered, data, loss_fn = scenario.problem()
+    options, model = scenario.options, layered.model
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = build_adamw(named)
     sampler = EpochSampler(len(data), seed=options["seed"])
     per_epoch = -(-len(data) // options["batch_size"])
-    losses = []
+    losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
     for step in range(per_epoch * options["epochs"]):
         epoch, position = divmod(step, per_epoch)
-        frozen = scenario.frozen[min(epoch, len(scenario.frozen) - 1)]
-        for index, layer in enumerate(model):
-            layer.requires_grad_(index >= frozen)
-        x, y = data[
-            sampler.global_batch(epoch, position * options["batch_size"], options["batch_size"])
-        ]
+        freeze_plainly(layered, dict(named), scenario.num_frozen(step, epoch))
+        ids = sampler.global_batch(epoch, position * options["batch_size"], options["batch_size"])
         optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = mean_loss(model, data, ids, loss_fn)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+        extra["layer_norms"].append(norms_of_layers(layered))
+        # Infinity clips nothing.
+        limit = options["clip_norm"] or float("inf")
+        extra["norms"].append(nn.utils.clip_grad_norm_([p for _, p in named], limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * slow_start(step, 0)
+            group["lr"] = PEAK_LEARNING_RATE * slow_start(step, 0)
         optimizer.step()
         losses.append(loss.item())
-    states = take_state(optimizer, dict(model.named_parameters()))
-    return Outcome(losses, dict(model.state_dict()), states)
+        if step in scenario.looks:
+            with torch.no_grad():
+                everything = torch.arange(len(data))
+                extra["evaluations"].append(mean_loss(model, data, everything, loss_fn).item())
+    return Outcome(losses, dict(model.state_dict()), take_state(optimizer, dict(named)), extra)
+
+
+def freeze_plainly(
+    layered: LayeredModel, trainable: Mapping[str, nn.Parameter], num_frozen: int
+) -> None:
+    """Train the parameters above the frozen layers, among those the user trains."""
+    for index, sublayer in enumerate(layered.sublayers):
+        for name in layered.tensors(index).keys() & trainable.keys():
+            trainable[name].requires_grad_(sublayer.layer >= num_frozen)
+
+
+def mean_loss(
+    model: nn.Module, data: TensorDataset | Entries, ids: Tensor, loss_fn: LossFunction
+) -> Tensor:
+    """Run the model as it is on samples; return the mean loss."""
+    batch = data[ids]  # type: ignore[index]
+    *inputs, target = batch if isinstance(data, TensorDataset) else batch.values()
+    loss = loss_fn(model(*inputs), target)
+    return loss[0] / max(1, int(loss[1])) if isinstance(loss, tuple) else loss
+
+
+def norms_of_layers(layered: LayeredModel) -> list[float]:
+    """Return the gradient norm of every layer but the head; 0 without a gradient."""
+    squares = [0.0] * (layered.num_layers + 1)
+    for index, sublayer in enumerate(layered.sublayers):
+        squares[sublayer.layer] += sum(
+            float(tensor.grad.square().sum())
+            for tensor in layered.tensors(index).values()
+            if tensor.grad is not None
+        )
+    return [square**0.5 for square in squares[:-1]]
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:

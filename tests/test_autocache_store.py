@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autocache.stamp import PrefixStamps, chain_hash
-from autocache.store import RowField, RowLayout, RowStore
+from autocache.store import NamelessFilesError, RowField, RowLayout, RowStore
 
 NUM_ROWS = 12
 # Lengths that are no multiple of the 8-byte words the check sums, and a scalar.
@@ -25,6 +26,12 @@ LAYOUT = RowLayout(
         RowField("mask", (3,), torch.bool),
         RowField("y", (), torch.int64),
     )
+)
+
+
+SHM = Path("/dev/shm")
+LINUX_ONLY = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has files without a name"
 )
 
 
@@ -53,9 +60,11 @@ def flip_a_bit(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RowStore]:
-    with RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS) as made:
+@pytest.fixture(params=["rows", pytest.param("", marks=LINUX_ONLY)], ids=["named", "nameless"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
+    """Make a store in a file with a name, or without one, which every tmpfs can hold."""
+    create = RowStore.create if request.param else RowStore.create_nameless
+    with create(tmp_path / "rows" if request.param else SHM, LAYOUT, NUM_ROWS) as made:
         yield made
 
 
@@ -212,7 +221,7 @@ def test_the_file_is_gone_after_unlink_and_open_mappings_live_on(store: RowStore
         assert not store.path.exists()
         store.write(ids, 3, make_rows(ids))
         assert_rows_equal(other.read(ids, [3]).rows, make_rows(ids))
-    with pytest.raises(FileNotFoundError, match="rows"):
+    with pytest.raises(FileNotFoundError, match=str(store.path)):
         RowStore.open(store.path, LAYOUT, NUM_ROWS)
 
 
@@ -236,7 +245,7 @@ def test_a_creator_that_unlinked_leaves_a_later_file_of_that_name_alone(tmp_path
 def test_create_refuses_a_file_that_exists_and_leaves_it_alone(store: RowStore) -> None:
     ids = torch.arange(4)
     store.write(ids, 3, make_rows(ids))
-    with pytest.raises(FileExistsError, match="rows"):
+    with pytest.raises(FileExistsError, match=str(store.path)):
         RowStore.create(store.path, LAYOUT, NUM_ROWS)
     assert store.read(ids, [3]).depth.all()
 
@@ -262,6 +271,34 @@ def test_too_little_space_is_an_error_at_create_and_leaves_no_file(
         RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS)
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+@LINUX_ONLY
+def test_a_nameless_file_is_in_no_folder_and_gives_its_descriptor_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    descriptors = os.listdir("/proc/self/fd")
+    with RowStore.create_nameless(SHM, LAYOUT, NUM_ROWS) as store:
+        assert store.path.stat().st_nlink == 0
+        with RowStore.open(store.path, LAYOUT, NUM_ROWS):
+            store.unlink()
+    del store
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError, match="division"):
+        RowStore.create_nameless(SHM, LAYOUT, NUM_ROWS)
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR], ids=["fs", "kernel"])
+def test_where_nameless_files_cannot_be_made_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(NamelessFilesError, match=os.strerror(number)):
+        RowStore.create_nameless(tmp_path, LAYOUT, NUM_ROWS)
 
 
 def test_rows_that_do_not_fit_the_layout_are_refused_before_anything_is_written(

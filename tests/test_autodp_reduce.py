@@ -276,3 +276,50 @@ def backward_after_close() -> tuple[int, bool]:
 
 def test_a_closed_reducer_has_left_no_hook(two_ranks: Pool) -> None:
     assert two_ranks.run(backward_after_close) == [(0, True)] * 2
+
+
+def poison(culprits: dict[int, int], value: float, bucket_bytes: int) -> list[list[list[int]]]:
+    """Let replica r's gradient of parameter culprits[r] hold a bad value, then none; return who is
+    found to have brought one, by step and parameter."""
+    parameters, rank, found = make_parameters(), dist.get_rank(), []
+    with reducing(parameters, bucket_bytes) as reducer:
+        for bad in (culprits.get(rank), None):
+            handle = parameters[bad].register_hook(lambda g: g.fill_(value)) if bad else None
+            reducer.arm()
+            backward(parameters, range(len(parameters)))
+            reducer.finish()
+            found.append([reducer.nonfinite_replicas([p]) for p in parameters])
+            if handle is not None:
+                handle.remove()
+            for parameter in parameters:
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_replica_learns_who_brought_a_bad_number_and_to_which_parameter(
+        four_ranks: Pool, value: float) -> None:
+    expected: list[list[int]] = [[] for _ in range(9)]
+    expected[3], expected[8] = [1], [0, 3]
+    found = four_ranks.run(poison, {1: 3, 0: 8, 3: 8}, value, 1)
+    assert found == [[expected, [[]] * 9]] * WORLD
+
+
+def test_a_bad_number_is_looked_for_in_the_parameter_s_message(four_ranks: Pool) -> None:
+    found = four_ranks.run(poison, {2: 8}, float("nan"), 25 << 20)
+    # Messages hold neighbours of one dtype: 8 alone, 7, 6, then 5 and 4, ...
+    assert found == [[[[]] * 8 + [[2]], [[]] * 9]] * WORLD
+
+
+def large_sums() -> list[list[int]]:
+    """Bring finite float16 gradients whose sum no float16 holds."""
+    parameters = [nn.Parameter(torch.zeros(64, dtype=torch.float16))]
+    with reducing(parameters, 64) as reducer:
+        reducer.arm()
+        (parameters[0] * 10_000.0).sum().backward()
+        reducer.finish()
+        return [reducer.nonfinite_replicas(parameters)]
+
+
+def test_large_gradients_are_no_bad_numbers(two_ranks: Pool) -> None:
+    assert two_ranks.run(large_sums) == [[[]]] * 2

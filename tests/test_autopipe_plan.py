@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from typing import Any
 
@@ -18,20 +17,21 @@ from autopipe.plan import (
     predict,
 )
 from autopipe.profile import LinkCost, Profile, SublayerCost
-
-FREE = LinkCost(0.0, math.inf)
+from tests.costs import FREE, sums
 
 
 def sublayer(layer: int, *, forward_s: float = 1.0, **changes: Any) -> SublayerCost:
-    """Cost 1 s forward, 2 s backward and 1/2 s frozen a sample; 100 parameter bytes."""
-    values = {"parameter_bytes": 100, "buffer_bytes": 0, "saved_bytes": 10.0, "output_bytes": 0.0}
-    return SublayerCost(f"layer{layer}", layer, (forward_s,), (2 * forward_s,), (forward_s / 2,),
-                        **{**values, **changes})
+    """Cost 1 s forward, 2 s backward and 1/2 s frozen a sample; 100 parameter bytes, AdamW's."""
+    size = changes.get("parameter_bytes", 100)
+    values = {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size,
+              "buffer_bytes": 0, "saved_bytes": 10.0, "output_bytes": 0.0}
+    return SublayerCost(f"layer{layer}", layer, (forward_s,), (forward_s,), (forward_s,),
+                        (forward_s / 2,), **{**values, **changes})
 
 
 def profile(*sublayers: SublayerCost, **changes: Any) -> Profile:
-    values = {"optimizer_s_per_byte": 0.0, "state_bytes_ratio": 2.0, "step_overhead_s": 0.0,
-              "link": FREE, "all_reduce": FREE}
+    values = {"read_s": 0.0, "optimizer_s_per_byte": 0.0, "step_overhead_s": 0.0, "link": FREE,
+              "node_link": FREE, "all_reduce": sums()}
     return Profile((1,), sublayers, **{**values, **changes})
 
 
@@ -51,7 +51,7 @@ def random_profile(generator: random.Random) -> Profile:
                        output_bytes=generator.uniform(0.0, 10.0))
               for layer in range(generator.randint(4, 10))]
     return profile(*layers, link=LinkCost(generator.random(), 100.0), step_overhead_s=0.5,
-                   all_reduce=LinkCost(generator.random(), 50.0), optimizer_s_per_byte=1e-3)
+                   all_reduce=sums(generator.random(), 50.0), optimizer_s_per_byte=1e-3)
 
 
 def test_model_that_fits_one_device_is_trained_without_a_pipeline() -> None:
@@ -61,8 +61,9 @@ def test_model_that_fits_one_device_is_trained_without_a_pipeline() -> None:
 
 
 def test_memory_limit_forces_a_pipeline_and_freezing_releases_it() -> None:
-    # Training takes 400 bytes a layer (weights, gradients, two moments), a frozen layer 100.
-    limit = 1200
+    # Training takes 400 bytes a layer (weights, gradients, two moments), with replicas another 100
+    # (their sums); a frozen layer takes 100.
+    limit = 1300
     whole = plan_pipeline(uniform(4), request(memory_limit_bytes=limit))
     assert (whole.length, whole.boundaries) == (2, (0, 2, 4))
     half = plan_pipeline(uniform(4), request(memory_limit_bytes=limit, num_frozen=2))
@@ -107,7 +108,7 @@ def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
 
 def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:
     model = uniform(3, optimizer_s_per_byte=0.01, step_overhead_s=5.0,
-                    all_reduce=LinkCost(0.25, 100.0))
+                    all_reduce=sums(0.25, 100.0))
     plan = predict(model, request(4, global_batch=2), boundaries=(0, 2, 3), num_micro_batches=1,
                    schedule="gpipe")
     # 2 replicas pass on 2 (R - 1) / R = 1 time the 200 bytes.
@@ -162,7 +163,7 @@ def test_equally_fast_plans_prefer_fewer_micro_batches_then_the_earlier_schedule
 def test_shorter_pipeline_is_taken_unless_it_is_over_one_percent_slower(
         all_reduce_s: float, length: int) -> None:
     # Besides the all-reduce one stage takes 3072 s; two stages take 3078 s, and no all-reduce.
-    model = uniform(2, all_reduce=LinkCost(all_reduce_s, math.inf))
+    model = uniform(2, all_reduce=sums(all_reduce_s))
     plan = plan_pipeline(model, request(global_batch=1024, micro_batches=(512,)))
     assert plan.length == length
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopipe import chain as chain_module
 from autopipe.profile import (
+    AllReduceCost,
     LinkCost,
     Profile,
     ProfiledSublayer,
@@ -27,14 +28,15 @@ LINK = LinkCost(1e-3, 1e6)
 
 def cost(name: str = "block", *seconds: float, **changes: Any) -> SublayerCost:
     times = seconds or (1.0, 2.0)
-    values = SublayerCost(name, 0, times, times, times, parameter_bytes=4, buffer_bytes=0,
-                          saved_bytes=8.0, output_bytes=2.0)
+    values = SublayerCost(name, 0, times, times, times, times, parameter_bytes=4,
+                          gradient_bytes=4, optimizer_bytes=8, buffer_bytes=0, saved_bytes=8.0,
+                          output_bytes=2.0)
     return replace(values, **changes)
 
 
 def profile(*costs: SublayerCost, batch_sizes: tuple[int, ...] = (2, 4)) -> Profile:
-    return Profile(batch_sizes, costs, optimizer_s_per_byte=1e-9, state_bytes_ratio=2.0,
-                   step_overhead_s=0.1, link=LINK, all_reduce=LINK)
+    return Profile(batch_sizes, costs, read_s=1e-6, optimizer_s_per_byte=1e-9, step_overhead_s=0.1,
+                   link=LINK, node_link=LINK, all_reduce=(AllReduceCost(2, (1, 9), (0.5, 1.5)),))
 
 
 class Clock:
@@ -179,7 +181,7 @@ def test_times_are_linear_between_and_beyond_the_measured_sizes() -> None:
 
 
 def test_one_measured_size_is_scaled_in_proportion() -> None:
-    assert profile(cost("block", 3.0), batch_sizes=(2,)).backward_s(0, 8) == 12.0
+    assert profile(cost("block", 3.0), batch_sizes=(2,)).backward_s(0, 8) == 24.0
 
 
 def test_noise_never_makes_more_samples_cheaper_or_fewer_free() -> None:
@@ -216,6 +218,19 @@ def test_profile_with_missing_times_or_unordered_sizes_is_refused() -> None:
         profile(cost(), batch_sizes=(2, 4, 8))
     with pytest.raises(ValueError, match=r"ascending micro-batch sizes from 1 on, got \(4, 2\)"):
         profile(cost(), batch_sizes=(4, 2))
+
+
+def test_sum_over_replicas_is_linear_between_sizes_and_in_proportion_beyond() -> None:
+    measured = profile(cost("block"))
+    assert [measured.all_reduce_s(2, size) for size in (0, 1, 5, 9, 18)] == [
+        0.5, 0.5, 1.0, 1.5, 3.0]
+    assert measured.all_reduce_s(1, 100) == 0.0
+    with pytest.raises(ValueError, match=r"sums over \[2\] replicas, none over 4"):
+        measured.all_reduce_s(4, 100)
+    with pytest.raises(ValueError, match="2 or more replicas and ascending sizes, got 1 replicas"):
+        AllReduceCost(1, (1,), (0.1,))
+    with pytest.raises(ValueError, match="2 sizes have 1 times"):
+        AllReduceCost(2, (1, 2), (0.1,))
 
 
 def test_link_with_negative_latency_or_no_rate_is_refused() -> None:

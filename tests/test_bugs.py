@@ -17,8 +17,10 @@ from pipetransformer import (
     Trainer,
     fastest_plan,
 )
+from tests.forced import check, train_watched
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
+from tests.scenario import PEAK_LEARNING_RATE, Deep, Scenario, Shape, slow_start
 
 
 def evaluate_one_example() -> dict[str, float]:
@@ -115,7 +117,36 @@ def test_a_plan_that_trains_frozen_layers_is_refused() -> None:
             loss_fn=nn.CrossEntropyLoss(),
             progress=False,
             freeze=FreezeSchedule([2]),
-            planner=plan_too_low,
+            plan=plan_too_low,
         ) as trainer,
     ):
         trainer.fit()
+
+
+@pytest.mark.xfail(strict=True, reason="the rate is read from rank 0's optimizer, if it has one")
+def test_a_policy_is_shown_the_learning_rate_at_every_step(two_ranks: Pool) -> None:
+    # It was shown 0 before the first step, and wherever all of stage 0 was the user's own fixed
+    # layers: a rule that waits for the warm-up's end never saw it.
+    scenario = Scenario(
+        {0: Shape(1, 2), 2: Shape(2, 2, cuts=(3,))},
+        {0: 0},
+        settings={"epochs": 1},
+        deep=Deep(fixed=("embedding", "mix0", "mlp0")),
+    )
+    contexts = two_ranks.run(train_watched, scenario)[0].extra["contexts"]
+    assert [context["learning_rate"] for context in contexts] == pytest.approx(
+        [PEAK_LEARNING_RATE * slow_start(step, 5) for step in range(5)]
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="a link expects each micro-batch to be like the first")
+def test_a_stage_may_need_a_gradient_in_some_micro_batches_only(two_ranks: Pool) -> None:
+    # All that stage 0 trains is an expert: the output of a micro-batch that visits it needs a
+    # gradient, that of another none. The sender raised, and the receiver waited for its time.
+    scenario = Scenario(
+        {0: Shape(2, 3, cuts=(7,))},
+        {0: 2},
+        settings={"epochs": 1, "step_timeout_s": 5.0},
+        deep=Deep(fixed=("mix2",)),
+    )
+    check(two_ranks, scenario)

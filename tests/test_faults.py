@@ -1,108 +1,127 @@
-"""Prove that what goes wrong is loud: an error on every rank or a recovered run, never a hang or a
-wrong number."""
+"""Prove that a run survives what can happen to a rank.
+
+Every fault ends in a recovered run with the bits of the uninterrupted one, or in one clear error,
+and leaves no process and no file behind.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
-from pipetransformer import Trainer, WorkerFailedError, launch
-from pipetransformer.stage import NonFiniteError
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
-from tests.scenario import build_adamw, slow_start
-
-
-def train(folder: str, killed_at: int, resume: bool) -> None:
-    """Train in a launched process; rank 1 kills itself at a step."""
-
-    def schedule(step: float, max_steps: int) -> float:
-        if os.environ["RANK"] == "1" and round(step) == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return slow_start(step, max_steps)
-
-    with Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=build_adamw,
-        epochs=4,
-        batch_size=6,
-        length=2,
-        micro_batches=2,
-        schedule="1f1b",
-        folder=folder,
-        checkpoint_every_epochs=1,
-        resume=resume,
-        progress=False,
-        learning_rate_schedule=schedule,
-    ) as trainer:
-        trainer.fit()
-        trainer.save_model(Path(folder) / "model.safetensors")
+from pipetransformer import WorkerFailedError
+from tests.faults import (
+    TRANSITION,
+    Ending,
+    Fault,
+    Run,
+    assert_same_bits,
+    ending,
+    read_notes,
+    start,
+)
 
 
-def test_a_killed_rank_is_named_at_once_and_the_run_continues_where_it_was(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    launch(train, (str(whole), -1, False), num_slots=2)
-    start = time.monotonic()
-    with pytest.raises(WorkerFailedError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        launch(train, (str(cut), 12, False), num_slots=2)
-    assert time.monotonic() - start < 60  # Most of it is the start of two processes.
-    launch(train, (str(cut), -1, True), num_slots=2)
-    ours, theirs = (safetensors.torch.load_file(p / "model.safetensors") for p in (cut, whole))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Ending]:
+    """Train without a fault; return the run and what was learnt."""
+    run = Run(tmp_path_factory.mktemp("whole"))
+    start(run)
+    return run, ending(run)
 
 
-def poisoned() -> TensorDataset:
-    """Make one sample not a number."""
-    x, y = tiny_data().tensors
-    x = x.clone()
-    x[3, 0] = float("nan")
-    return TensorDataset(x, y)
+def attempts(*faults: Fault) -> tuple[Fault, ...]:
+    """Let each fault strike one attempt of the run, the next one the restarted run."""
+    return tuple(replace(fault, attempt=number) for number, fault in enumerate(faults))
 
 
-def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]]:
-    """Train an epoch in which one batch is poisoned."""
-    with Trainer(
-        tiny_model(),
-        poisoned(),
-        loss_fn=nn.CrossEntropyLoss(),
-        batch_size=6,
-        length=length,
-        on_nonfinite=on_nonfinite,
-        progress=False,
-        evaluate_every_epochs=0,
-    ) as trainer:
-        results = [trainer.step() for _ in range(5)]
-        assert all(
-            torch.isfinite(p).all() for p in trainer._deployment.active_stage.parameters.values()
-        )
-        return [(result.loss, result.skipped) for result in results]
+def survive(
+    whole: tuple[Run, Ending], folder: Path, faults: tuple[Fault, ...], **settings: object
+) -> Run:
+    """Run with faults and a restart for each, and compare with the uninterrupted run."""
+    run = replace(whole[0], folder=folder, faults=faults, settings=settings)
+    start(run, max_restarts=len(faults))
+    assert_same_bits(ending(run), whole[1])
+    return run
 
 
-def refuse_a_nan(length: int) -> None:
-    with pytest.raises(NonFiniteError, match=r"step \d: the loss is nan"):
-        losses_with_a_nan("raise", length)
+def test_a_run_survives_kills_within_steps_and_in_every_phase_of_a_transition(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    faults = attempts(
+        Fault(1, "measure"),
+        Fault(0, "forward", step=2, call=1),
+        Fault(1, "decision", step=TRANSITION, after=True),
+        Fault(0, "journal", step=TRANSITION),
+        Fault(0, "journal", step=TRANSITION, after=True),
+        Fault(1, "leave", step=TRANSITION),
+        Fault(0, "move", step=TRANSITION),
+        Fault(1, "move", step=TRANSITION, after=True),
+        Fault(0, "adopt", step=TRANSITION),
+        Fault(1, "groups", step=TRANSITION, after=True),
+        Fault(0, "cache", step=TRANSITION),
+        Fault(0, "cache file", step=TRANSITION, after=True),
+        Fault(1, "cache opened", step=TRANSITION, after=True),
+        Fault(0, "reduce", step=TRANSITION),
+        Fault(1, "update", step=11, after=True),
+    )
+    survive(whole, tmp_path, faults)
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_nan_on_one_rank_ends_the_run_on_all(two_ranks: Pool, length: int) -> None:
-    two_ranks.run(refuse_a_nan, length)
+def test_a_run_survives_kills_while_it_saves_and_resumes(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    faults = attempts(
+        Fault(1, "write"),
+        Fault(0, "write", call=1, after=True),
+        Fault(0, "publish", call=1),
+        Fault(0, "pointer", after=True),
+        Fault(0, "pointer", call=1, after=True),
+        Fault(1, "adopt"),
+        Fault(0, "save", call=1, after=True),
+    )
+    survive(whole, tmp_path, faults)
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_nan_on_one_rank_skips_the_step_on_all(two_ranks: Pool, length: int) -> None:
-    first, second = two_ranks.run(losses_with_a_nan, "skip", length)
-    assert [skipped for _, skipped in first] == [skipped for _, skipped in second]
-    assert sum(skipped for _, skipped in first) == 1
-    assert [repr(loss) for loss, _ in first] == [repr(loss) for loss, _ in second]
+def test_a_stopped_rank_is_waited_for_no_longer_than_the_limit_and_the_run_goes_on(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    faults = attempts(
+        Fault(1, "forward", step=4, how="stop"), Fault(0, "adopt", step=TRANSITION, how="stop")
+    )
+    survive(whole, tmp_path, faults, step_timeout_s=5.0, setup_timeout_s=5.0)
+
+
+def test_an_error_in_the_user_s_code_on_one_rank_restarts_the_run(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    faults = attempts(
+        Fault(0, "read", step=1, how="raise"),
+        Fault(1, "loss", step=4, how="raise"),
+        Fault(0, "policy", step=TRANSITION, how="raise"),
+        Fault(0, "planner", step=TRANSITION, how="raise"),
+    )
+    survive(whole, tmp_path, faults)
+
+
+def test_an_error_that_stays_ends_the_run_and_names_its_rank(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    faults = attempts(*[Fault(1, "loss", how="raise")] * 2)
+    run = replace(whole[0], folder=tmp_path, faults=faults)
+    with pytest.raises(WorkerFailedError, match=r"^rank 1 of 2 .* failed .* after 1 restart\(s\)"):
+        start(run, max_restarts=1)
+
+
+def test_a_disk_without_space_costs_the_checkpoint_and_not_the_run(
+    whole: tuple[Run, Ending], tmp_path: Path
+) -> None:
+    fault = Fault(1, "write", how="full")
+    run = replace(whole[0], folder=tmp_path, faults=(fault,))
+    start(run)
+    assert_same_bits(ending(run), whole[1])
+    (warning,) = read_notes(tmp_path / "warnings")
+    assert warning.startswith("rank 0: no checkpoint of step 3: rank 1: ")
+    assert "File too large" in warning and warning.endswith("training goes on")

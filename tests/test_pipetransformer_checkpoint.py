@@ -25,11 +25,14 @@ from pipetransformer.checkpoint import (
     CorruptCheckpointError,
     ShardRecord,
     checkpoint_folder,
+    discard,
+    holds_checkpoint,
     open_checkpoint,
-    open_latest,
     publish,
     write_shards,
 )
+from pipetransformer.resume import open_latest
+from pipetransformer.snapshot import Snapshot
 
 Shards = dict[str, dict[str, Tensor]]
 
@@ -49,19 +52,24 @@ def state_at(step: int) -> list[Shards]:
     ]
 
 
+def write(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
+    """Copy and write shards, as one rank does."""
+    return write_shards(folder, Snapshot().take(shards))
+
+
+def latest(directory: Path) -> Checkpoint | None:
+    """Find the newest usable checkpoint, in a world of one process."""
+    return open_latest(directory, group=None)
+
+
 def save(directory: Path, step: int, *, keep: int = 2) -> Path:
     """Save as a run does: rank 0 makes the folder, every rank writes, rank 0 publishes."""
     folder = checkpoint_folder(directory, step)
     records: dict[str, ShardRecord] = {}
     for shards in state_at(step):
-        records |= write_shards(folder, shards)
-    return publish(directory, step, records, {"step_scalar": step / 3}, keep=keep)
-
-
-def write_and_read(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Save one shard and read it back."""
-    records = write_shards(checkpoint_folder(directory, 0), {"s": tensors})
-    return open_checkpoint(publish(directory, 0, records, {}, keep=1)).read("s")
+        records |= write(folder, shards)
+    publish(folder, records, {"step_scalar": step / 3}, keep=keep)
+    return folder
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -112,54 +120,22 @@ def save_killed(directory: Path, step: int, fatal_call: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_every_kind_of_tensor_reads_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    base = torch.arange(24).reshape(4, 6).to(dtype)
-    tensors = {
-        "plain": base.clone(),
-        "transposed": base.t(),
-        "strided": base[::2, 1::3],
-        "expanded": base[:1].expand(5, 6),
-        "shared": base[1:],
-        "scalar": base[2, 3],
-        "empty": base[:0],
-    }
-    found = write_and_read(tmp_path, tensors)
-    assert_same(found, tensors)
-    found["plain"].zero_()
-    assert torch.equal(found["shared"], tensors["shared"])
-
-
-def test_parameters_special_values_and_empty_shards_read_back_bitwise(tmp_path: Path) -> None:
-    values = torch.tensor([math.nan, -0.0, math.inf, 5e-324], dtype=torch.float64)
-    found = write_and_read(tmp_path, {"w": torch.nn.Parameter(values)})
-    assert torch.equal(found["w"].view(torch.int64), values.view(torch.int64))
-    assert not found["w"].requires_grad
-    assert write_and_read(tmp_path, {}) == {}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_tensors_read_back_on_cpu(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(4, 6, device="cuda").t(), "n": torch.tensor(3, device="cuda")}
-    assert_same(write_and_read(tmp_path, tensors), tensors)
-
-
 def test_any_shard_name_gets_a_safe_file_of_its_own(tmp_path: Path) -> None:
     names = ["", ".", "..", "../up", "/root", "a/b", "a_b", "a.b", "A/b", "ä", "x" * 300]
     names += ["x" * 301, "new\nline", "nul\0", "latest", "manifest.json", "-rf", "a b", "%2F"]
     folder = checkpoint_folder(tmp_path, 0)
-    records = write_shards(folder, {n: {"t": torch.tensor(i)} for i, n in enumerate(names)})
+    records = write(folder, {n: {"t": torch.tensor(i)} for i, n in enumerate(names)})
     files = {record.file for record in records.values()}
     assert len({file.lower() for file in files}) == len(names)
     assert set(os.listdir(folder)) == files
     assert os.listdir(tmp_path) == [folder.name]
-    publish(tmp_path, 0, records, {}, keep=1)
+    publish(folder, records, {}, keep=1)
     checkpoint = open_checkpoint(folder)
     assert [checkpoint.read(name)["t"].item() for name in names] == list(range(len(names)))
 
 
 def _write_rank(folder: Path, rank: int) -> dict[str, ShardRecord]:
-    return write_shards(folder, state_at(7)[rank])
+    return write(folder, state_at(7)[rank])
 
 
 def test_processes_write_into_one_folder(tmp_path: Path) -> None:
@@ -168,20 +144,18 @@ def test_processes_write_into_one_folder(tmp_path: Path) -> None:
         other = pool.submit(_write_rank, folder, 1)
         records = _write_rank(folder, 0) | other.result(timeout=60)
     records = {n: ShardRecord(**json.loads(json.dumps(asdict(r)))) for n, r in records.items()}
-    published = publish(tmp_path, 7, records, {"step_scalar": 7 / 3}, keep=1)
-    assert published == folder == tmp_path / "step-00000007"
+    publish(folder, records, {"step_scalar": 7 / 3}, keep=1)
+    assert folder == tmp_path / "step-00000007"
     assert_holds_step(open_checkpoint(folder), 7)
 
 
 def test_shard_of_a_rank_that_is_not_its_only_owner_is_refused(tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path, 0)
-    write_shards(folder, {"head/weights": {"w": torch.ones(1)}})
+    write(folder, {"head/weights": {"w": torch.ones(1)}})
     with pytest.raises(FileExistsError, match="head_weights"):
-        write_shards(folder, {"head/weights": {"w": torch.ones(1)}})
-    with pytest.raises(ValueError, match="norm/weights: w is a meta tensor"):
-        write_shards(folder, {"norm/weights": {"w": torch.empty(2, device="meta")}})
+        write(folder, {"head/weights": {"w": torch.ones(1)}})
     with pytest.raises(FileNotFoundError, match="directory that all nodes share"):
-        write_shards(tmp_path / "step-00000001", {})
+        write(tmp_path / "step-00000001", {})
 
 
 def test_scalars_read_back_exactly_with_tuples_as_lists(tmp_path: Path) -> None:
@@ -191,8 +165,9 @@ def test_scalars_read_back_exactly_with_tuples_as_lists(tmp_path: Path) -> None:
         "tuple": (1, (2.5,)),
         "order": {"z": 1, "a": 2},
     }
-    checkpoint_folder(tmp_path, 0)
-    found = open_checkpoint(publish(tmp_path, 0, {}, scalars, keep=1)).scalars
+    folder = checkpoint_folder(tmp_path, 0)
+    publish(folder, {}, scalars, keep=1)
+    found = open_checkpoint(folder).scalars
     # repr shows every bit of a float, equal NaNs, and the order of keys.
     assert repr(found) == repr({**scalars, "tuple": [1, [2.5]]})
 
@@ -231,12 +206,12 @@ def test_kill_at_any_change_of_the_disk_leaves_the_previous_or_the_new_checkpoin
         for step in earlier:
             save(directory, step)
         done = save_killed(directory, 30, len(found_steps))
-        found = open_latest(directory)
+        found = latest(directory)
         found_steps.append(found.step if found else 0)
         if found:
             assert_holds_step(found, found.step)
         save(directory, 30)
-        assert_holds_step(open_latest(directory), 30)
+        assert_holds_step(latest(directory), 30)
         left = sorted(int(folder.name[5:13]) for folder in directory.glob("step-*"))
         assert left == [*earlier[-1:], 30], "the folder of the killed save remains"
     # At least 4 shards, the manifest and its renaming come before the new checkpoint is whole.
@@ -245,9 +220,9 @@ def test_kill_at_any_change_of_the_disk_leaves_the_previous_or_the_new_checkpoin
 
 
 def test_directory_without_a_complete_save_has_no_checkpoint(tmp_path: Path) -> None:
-    assert open_latest(tmp_path / "absent") is None
-    write_shards(checkpoint_folder(tmp_path, 10), state_at(10)[0])
-    assert open_latest(tmp_path) is None
+    assert latest(tmp_path / "absent") is None
+    write(checkpoint_folder(tmp_path, 10), state_at(10)[0])
+    assert latest(tmp_path) is None
 
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "flip"])
@@ -268,11 +243,11 @@ def test_damage_to_any_file_of_the_newest_falls_back_and_names_file_and_cause(
         if damage != "delete":
             file.write_bytes(data[:-1] if damage == "truncate" else flipped)
         caplog.clear()
-        assert_holds_step(open_latest(tmp_path), 10)
+        assert_holds_step(latest(tmp_path), 10)
         warning = f"step-00000020 cannot be used, trying an older: {file} ({causes[damage]})"
         assert re.search(warning, caplog.text)
         file.write_bytes(data)
-    assert_holds_step(open_latest(tmp_path), 20)
+    assert_holds_step(latest(tmp_path), 20)
 
 
 @pytest.mark.parametrize("name", ["step-00000020/manifest.json", "latest"])
@@ -283,14 +258,15 @@ def test_flipped_bit_in_a_json_file_never_gives_another_state(tmp_path: Path, na
     for offset in range(len(data)):
         flipped = data[offset] ^ (1 << offset % 8)
         (tmp_path / name).write_bytes(data[:offset] + bytes([flipped]) + data[offset + 1 :])
-        assert open_latest(tmp_path, verify=False) in usable
+        assert latest(tmp_path) in usable
 
 
 def test_flip_anywhere_in_a_shard_is_reported_with_file_and_both_hashes(tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path, 0)
     shards = {"large": {"w": torch.zeros(700_000)}, "other": {"w": torch.ones(2)}}
-    records = write_shards(folder, shards)
-    checkpoint = open_checkpoint(publish(tmp_path, 0, records, {}, keep=1))
+    records = write(folder, shards)
+    publish(folder, records, {}, keep=1)
+    checkpoint = open_checkpoint(folder)
     checkpoint.verify()
     file = folder / records["large"].file
     data = bytearray(file.read_bytes())
@@ -316,10 +292,10 @@ def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> N
         (folder / "manifest.json").unlink()
     message = r"is usable \(step-00000020, step-00000010\)"
     with pytest.raises(CorruptCheckpointError, match=message):
-        open_latest(tmp_path)
+        latest(tmp_path)
     (tmp_path / "latest").write_bytes(b"")
     with pytest.raises(CorruptCheckpointError, match="latest is not what was written"):
-        open_latest(tmp_path)
+        latest(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"null", b"\xff", b"step-00000010"])
@@ -328,11 +304,11 @@ def test_damaged_pointer_is_reported_and_the_highest_complete_step_taken(
 ) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
-    write_shards(checkpoint_folder(tmp_path, 30), state_at(30)[0])
+    write(checkpoint_folder(tmp_path, 30), state_at(30)[0])
     (tmp_path / "latest").unlink()
     if content is not None:
         (tmp_path / "latest").write_bytes(content)
-    assert_holds_step(open_latest(tmp_path), 20)
+    assert_holds_step(latest(tmp_path), 20)
     assert f"{tmp_path / 'latest'} " in caplog.text
 
 
@@ -340,13 +316,13 @@ def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save(tmp_path, 10)
     monkeypatch.setattr("pipetransformer.checkpoint.FORMAT_VERSION", 2)
     with pytest.raises(ValueError, match="latest has format 1, and only 2 can be read here"):
-        open_latest(tmp_path)
+        latest(tmp_path)
 
 
 def test_only_the_newest_complete_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-notes.txt").write_text("mine")
     for abandoned in (5, 99):
-        write_shards(checkpoint_folder(tmp_path, abandoned), state_at(abandoned)[0])
+        write(checkpoint_folder(tmp_path, abandoned), state_at(abandoned)[0])
     for step in (10, 20, 30, 40):
         save(tmp_path, step, keep=3)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -360,17 +336,17 @@ def test_truncated_checkpoint_does_not_count_as_one_to_keep(tmp_path: Path) -> N
     next(broken.glob("*.safetensors")).unlink()
     newest = save(tmp_path, 30)
     next(newest.glob("*.safetensors")).unlink()
-    assert_holds_step(open_latest(tmp_path), 10)
+    assert_holds_step(latest(tmp_path), 10)
 
 
 def test_step_saved_again_replaces_the_earlier_attempt_under_a_fresh_name(tmp_path: Path) -> None:
     first = save(tmp_path, 10)
     abandoned = checkpoint_folder(tmp_path, 10)
     assert abandoned.name == "step-00000010-2"
-    assert_holds_step(open_latest(tmp_path), 10)
+    assert_holds_step(latest(tmp_path), 10)
     assert save(tmp_path, 10, keep=1).name == "step-00000010-3"
     assert not first.exists() and not abandoned.exists()
-    assert_holds_step(open_latest(tmp_path), 10)
+    assert_holds_step(latest(tmp_path), 10)
 
 
 def test_training_that_went_back_never_falls_back_to_what_it_left(tmp_path: Path) -> None:
@@ -378,22 +354,40 @@ def test_training_that_went_back_never_falls_back_to_what_it_left(tmp_path: Path
     left = save(tmp_path, 30)
     newest = save(tmp_path, 20)
     assert left.exists()
-    assert_holds_step(open_latest(tmp_path), 20)
+    assert_holds_step(latest(tmp_path), 20)
     (newest / "manifest.json").unlink()
-    assert_holds_step(open_latest(tmp_path), 10)
+    assert_holds_step(latest(tmp_path), 10)
 
 
-def test_publish_without_a_complete_save_under_way_is_refused(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no save of step 10 is under way"):
-            publish(tmp_path, 10, {}, {}, keep=1)
-        save(tmp_path, 10)
-    records = write_shards(checkpoint_folder(tmp_path, 20), state_at(20)[0])
+def test_publishing_what_is_not_a_complete_save_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step-00000010 is a checkpoint already"):
+        publish(save(tmp_path, 10), {}, {}, keep=1)
+    folder = checkpoint_folder(tmp_path, 20)
+    records = write(folder, state_at(20)[0])
     with pytest.raises(ValueError, match="keep is 0; pass 1 or more"):
-        publish(tmp_path, 20, records, {}, keep=0)
+        publish(folder, records, {}, keep=0)
     with pytest.raises(TypeError, match=r"\['scalars'\]\['x'\] is a Tensor"):
-        publish(tmp_path, 20, records, {"x": torch.ones(1)}, keep=1)
+        publish(folder, records, {"x": torch.ones(1)}, keep=1)
     next(tmp_path.glob("step-00000020/blocks.0_weights*")).unlink()
     with pytest.raises(CorruptCheckpointError, match="blocks.0_weights.* cannot be read"):
-        publish(tmp_path, 20, records, {}, keep=1)
-    assert_holds_step(open_latest(tmp_path), 10)
+        publish(folder, records, {}, keep=1)
+    assert_holds_step(latest(tmp_path), 10)
+
+
+def test_failed_save_is_discarded_but_never_what_the_pointer_names(tmp_path: Path) -> None:
+    published = save(tmp_path, 10)
+    failed = checkpoint_folder(tmp_path, 20)
+    write(failed, state_at(20)[0])
+    for folder in (published, failed, tmp_path / "step-00000030"):
+        discard(tmp_path, folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", published.name]
+    assert_holds_step(latest(tmp_path), 10)
+
+
+def test_folder_holds_a_checkpoint_from_its_first_complete_save_on(tmp_path: Path) -> None:
+    assert not holds_checkpoint(tmp_path / "absent")
+    write(checkpoint_folder(tmp_path, 10), state_at(10)[0])
+    assert not holds_checkpoint(tmp_path)
+    save(tmp_path, 20)
+    (tmp_path / "latest").unlink()
+    assert holds_checkpoint(tmp_path)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from pipetransformer import LayeredModel, Trainer, cosine_with_warmup
 from pipetransformer.adapters import adapt
-from pipetransformer.checks import check_folder, check_world, choose_loss, refuse_batch_norm
+from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
 from pipetransformer.config import TrainConfig, constant, make_config
 from tests.models import tiny_data, tiny_model
 
@@ -25,10 +25,13 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
                     (0, -1, 1.5, "3", None, True)),
     **dict.fromkeys(("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
                      "cache_limit_bytes"), (0, -1, 2.0, "8")),
-    **dict.fromkeys(("checkpoint_every_epochs", "evaluate_every_epochs"), (-1, 0.5, None)),
+    **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps",
+                     "evaluate_every_epochs"), (-1, 0.5, None)),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
-    **dict.fromkeys(("scale_batch", "cache", "resume", "progress"), ("no", 1, None)),
-    **dict.fromkeys(("learning_rate_schedule", "planner"), (0.1, "cosine", None)),
+    **dict.fromkeys(("scale_batch", "cache", "progress"), ("no", 1, None)),
+    "resume": ("no", "Auto", 1, 0, None),
+    "learning_rate_schedule": (0.1, "cosine", None),
+    "plan": ("slowest", "Fastest", "", None, 1, ["paper"]),
     "seed": (None, 0.5, "0"),
     "clip_norm": (0, -1.0, math.nan, "1"),
     "on_nonfinite": ("ignore", None),
@@ -55,8 +58,10 @@ def test_no_setting_but_the_label_goes_unchecked() -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"checkpoint_every_epochs": 1}, "need a folder to save to; give folder="),
+    ({"checkpoint_every_steps": 5}, "need a folder to save to; give folder="),
     ({"resume": True}, "need a folder to save to; give folder="),
-    ({"resume": True, "folder": "runs/a"}, "would never save again"),
+    ({"resume": True, "folder": "runs/a"}, "resume=True .* would never save again"),
+    ({"resume": "auto", "folder": "runs/a"}, "resume='auto' .* would never save again"),
     ({"micro_batches": 9, "batch_size": 8}, "micro_batches is 9 for a batch_size of 8"),
 ], ids=str)
 def test_settings_that_contradict_each_other_are_refused(
@@ -73,7 +78,8 @@ def test_unknown_settings_are_all_named_beside_the_known_ones() -> None:
 def test_settings_that_make_sense_are_kept_as_given(tmp_path: Path) -> None:
     settings = {"epochs": 3, "seed": -7, "clip_norm": 1, "length": None, "schedule": "gpipe",
                 "metrics": {"f1": lambda output, target: (0.0, 1.0)}, "folder": tmp_path,
-                "checkpoint_every_epochs": 2, "resume": True, "micro_batches": 32}
+                "checkpoint_every_epochs": 2, "checkpoint_every_steps": 100,
+                "resume": "auto", "micro_batches": 32}
     config = make_config(settings)
     assert {name: getattr(config, name) for name in settings} == settings
 
@@ -129,15 +135,6 @@ def test_batch_normalisation_is_refused_by_its_name(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), norm), nn.Linear(8, 3))
     with pytest.raises(ValueError, match=rf"'1\.1' is a {type(norm).__name__}: .*LayerNorm"):
         refuse_batch_norm(model)
-
-
-@pytest.mark.parametrize("found", ["checkpoints", "journal.jsonl"])
-def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path, found: str) -> None:
-    check_folder(TrainConfig(folder=tmp_path))
-    (tmp_path / found).mkdir()
-    with pytest.raises(ValueError, match=rf"already holds a run \({found}\); .*resume=True"):
-        check_folder(TrainConfig(folder=tmp_path))
-    check_folder(TrainConfig(folder=tmp_path, resume=True, checkpoint_every_epochs=1))
 
 
 def test_the_given_loss_wins_over_the_model_s_own() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from autocache import CacheStats
+from autocache import CacheStats, NamelessFilesError, RowStore
 from pipetransformer import adamw
 from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
@@ -186,6 +188,18 @@ def test_the_cache_s_folder_is_empty_even_while_it_is_used(feed: Feed, tmp_path:
     assert_fetch(feed, 2, (5, 0, 0))
 
 
+def test_where_files_need_names_the_cache_s_file_has_lost_its_name_when_it_is_used(
+        feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> RowStore:
+        raise NamelessFilesError(errno.EOPNOTSUPP, "no such files here")
+
+    monkeypatch.setattr(RowStore, "create_nameless", refuse)
+    feed.set_depth(2)
+    assert os.listdir(tmp_path) == []
+    assert_fetch(feed, 2, (0, 0, 5))
+    assert_fetch(feed, 2, (5, 0, 0))
+
+
 def refuse_to_reserve(_descriptor: int, _offset: int, num_bytes: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -239,23 +253,34 @@ def test_a_dataset_with_random_augmentation_is_refused(tmp_path: Path) -> None:
 def fetch_in_turn(folder: str) -> tuple[list[Any], list[str]]:
     """Let rank 0 fetch, then rank 1; return what each needed, and the folder's files meanwhile."""
     world = connect("cpu", timeout_s=30.0)
-    feed, found = Feed(Path(folder), world), []
-    feed.set_depth(2)
+    feed, found, files, open_store = Feed(Path(folder), world), [], [], RowStore.open
+
+    def noting(*arguments: Any) -> RowStore:
+        files.extend(os.listdir(folder))
+        return open_store(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowStore, "open", noting)
+        feed.set_depth(2)
     for rank in range(world.size):
         if world.rank == rank:
             batch, read, stats = feed.fetch()
             torch.testing.assert_close(batch["hidden"], feed.expect(2), rtol=1e-12, atol=1e-12)
             found = [read, counts(stats), batch["hidden"].tolist()]
         dist.barrier()
-    files = os.listdir(folder)
+    files += os.listdir(folder)
     feed.prefix.close()
     return found, files
 
 
-def test_the_processes_of_a_node_share_one_cache(two_ranks: Pool, tmp_path: Path) -> None:
-    (first, files), (second, _) = two_ranks.run(fetch_in_turn, str(tmp_path))
+def test_the_processes_of_a_node_share_one_cache_that_no_folder_lists(two_ranks: Pool) -> None:
+    # On Linux every tmpfs takes files without a name; other file systems may not.
+    shared = "/dev/shm" if sys.platform == "linux" else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        (first, early), (second, late) = two_ranks.run(fetch_in_turn, folder)
     assert first[:2] == [sorted(IDS.tolist()), (0, 0, 5)] and second[:2] == [[], (5, 0, 0)]
-    assert first[2] == second[2] and files == []
+    assert first[2] == second[2] and early == []
+    assert late == [] or sys.platform != "linux"
 
 
 def set_depth_without_space(folder: str) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
-from autopipe import LinkCost, Profile
+from autopipe import Profile
 from autopipe.profile import SublayerCost
 from pipetransformer.ideal import ideal_seconds
-
-FREE = LinkCost(0.0, math.inf)
+from tests.costs import FREE
 
 
 def profile(batch_sizes: tuple[int, ...] = (1,)) -> Profile:
@@ -23,10 +21,10 @@ def profile(batch_sizes: tuple[int, ...] = (1,)) -> Profile:
     scales = [size - 1.0 if size > 1 else 1.0 for size in batch_sizes]
     sublayers = tuple(
         SublayerCost(f"sublayer {i}", layer, tuple(factor * s for s in scales),
-                     tuple(2 * factor * s for s in scales), tuple(0.5 * s for s in batch_sizes),
-                     0, 0, 0.0, 0.0)
+                     tuple(factor * s for s in scales), tuple(factor * s for s in scales),
+                     tuple(0.5 * s for s in batch_sizes), 0, 0, 0, 0, 0.0, 0.0)
         for i, (layer, factor) in enumerate([(0, 1), (0, 1), (1, 1), (1, 1), (2, 3)]))
-    return Profile(batch_sizes, sublayers, 0.0, 2.0, 0.0, FREE, FREE)
+    return Profile(batch_sizes, sublayers, 0.0, 0.0, 0.0, FREE, FREE)
 
 
 def step(samples: int = 8, frozen: int = 0, length: int = 1, replicas: int = 1,

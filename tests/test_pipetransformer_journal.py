@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from pathlib import Path
@@ -56,11 +55,13 @@ def test_kill_at_any_byte_of_the_last_line_drops_only_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_bytes: int
 ) -> None:
     path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append({"step": 200})
     line = b'{"step": 400, "num_frozen": 6}\n'
-    path.write_bytes(b'{"step": 200}\n' + line[:num_bytes])
+    path.write_bytes(path.read_bytes() + line[:num_bytes])
     assert read_journal(path) == [{"step": 200}]
     assert f"{path} ends in a torn line of {num_bytes} bytes" in caplog.text
-    with Journal.resume(path, 300) as journal:
+    with Journal(path, from_step=300) as journal:
         assert journal.recorded(400) is None
         journal.append(SECOND)
     assert read_journal(path) == [{"step": 200}, SECOND]
@@ -74,16 +75,44 @@ def test_torn_only_line_leaves_a_journal_that_a_new_run_can_start(tmp_path: Path
     assert read_journal(path) == [FIRST]
 
 
+def test_flip_of_any_bit_costs_only_the_decision_it_is_in_and_is_reported(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = path.read_bytes()
+    first_line = data.index(b"\n")
+    for offset in range(len(data) - 1):
+        flipped = data[offset] ^ (1 << offset % 8)
+        path.write_bytes(data[:offset] + bytes([flipped]) + data[offset + 1 :])
+        caplog.clear()
+        found = read_journal(path)
+        if offset == first_line:  # Joined into one line, both are lost.
+            assert found == []
+        else:
+            assert found == ([SECOND] if offset < first_line else [FIRST]), offset
+        assert f"{path}, line {1 if offset <= first_line else 2} is damaged" in caplog.text
+
+
 @pytest.mark.parametrize(
     "damaged", [b'{"step": 4', b"", b"\xff\xfe", b"[400]", b'{"num_frozen": 4}', b'{"step": true}']
 )
-def test_damage_before_the_last_line_is_an_error_naming_the_line(
-    path: Path, damaged: bytes
+def test_damaged_line_is_dropped_with_its_number_and_its_decision_taken_anew(
+    path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
 ) -> None:
     first, second, _ = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([first, damaged, second, b""]))
-    with pytest.raises(ValueError, match=r"journal\.jsonl, line 2 is no journal entry"):
-        read_journal(path)
+    with Journal(path, from_step=200) as journal:
+        assert journal.recorded(200) == FIRST and journal.recorded(400) == SECOND
+        assert journal.recorded(300) is None
+        journal.append({"step": 300})
+    assert "journal.jsonl, line 2 is damaged" in caplog.text
+    assert read_journal(path) == [FIRST, SECOND, {"step": 300}]
+
+
+def test_new_run_refuses_a_journal_with_damaged_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"step": 4}\n')
+    with pytest.raises(FileExistsError, match="already holds 0 decisions of a run; continue it"):
+        Journal(path)
 
 
 def test_missing_journal_cannot_be_read(tmp_path: Path) -> None:
@@ -92,13 +121,13 @@ def test_missing_journal_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_new_run_refuses_the_journal_of_another(path: Path) -> None:
-    with pytest.raises(FileExistsError, match="already holds 2 decisions of a run; resume"):
+    with pytest.raises(FileExistsError, match="already holds 2 decisions of a run; continue it"):
         Journal(path)
     assert read_journal(path) == [FIRST, SECOND]
 
 
 def test_resume_offers_decisions_from_its_step_on_and_keeps_the_earlier(path: Path) -> None:
-    with Journal.resume(path, 400) as journal:
+    with Journal(path, from_step=400) as journal:
         assert journal.recorded(400) == SECOND
         assert journal.recorded(200) is None
         assert journal.recorded(300) is None
@@ -107,10 +136,10 @@ def test_resume_offers_decisions_from_its_step_on_and_keeps_the_earlier(path: Pa
 
 def test_last_decision_of_a_step_wins(path: Path) -> None:
     changed = {**SECOND, "length": 2}
-    with Journal.resume(path, 200) as journal:
+    with Journal(path, from_step=200) as journal:
         journal.append(changed)
         assert journal.recorded(400) == changed
-    with Journal.resume(path, 200) as journal:
+    with Journal(path, from_step=200) as journal:
         assert journal.recorded(400) == changed
         assert journal.recorded(200) == FIRST
     assert read_journal(path) == [FIRST, SECOND, changed]
@@ -118,7 +147,7 @@ def test_last_decision_of_a_step_wins(path: Path) -> None:
 
 def test_replayed_decision_is_not_written_twice(path: Path) -> None:
     before = path.read_bytes()
-    with Journal.resume(path, 200) as journal:
+    with Journal(path, from_step=200) as journal:
         journal.append(FIRST)
         journal.append(dict(reversed(SECOND.items())))
     assert path.read_bytes() == before
@@ -129,17 +158,26 @@ def test_decision_with_nan_or_tuple_counts_as_replayed(tmp_path: Path) -> None:
     entry = {"step": 10, "loss": math.nan, "balance": (1, 2)}
     with Journal(path) as journal:
         journal.append(entry)
-    with Journal.resume(path, 0) as journal:
+    with Journal(path, from_step=0) as journal:
         journal.append(entry)
     assert len(read_journal(path)) == 1
 
 
-def test_missing_journal_is_reported_on_resume(
+def test_missing_journal_is_reported_on_resume_but_not_at_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), Journal.resume(tmp_path / "none.jsonl", 40) as journal:
+    with Journal(tmp_path / "first.jsonl", from_step=0) as journal:
+        assert journal.recorded(0) is None
+    assert caplog.text == ""
+    with Journal(tmp_path / "none.jsonl", from_step=40) as journal:
         assert journal.recorded(40) is None
     assert "none.jsonl is missing: decisions from step 40 on are taken anew" in caplog.text
+
+
+def test_entry_with_a_check_of_its_own_is_refused(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        with pytest.raises(ValueError, match="holds 'check', which is added to it"):
+            journal.append({"step": 1, "check": 2})
 
 
 @pytest.mark.parametrize("entry", [{}, {"step": -1}, {"step": 1.0}, {"step": True}, {"step": "1"}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -11,17 +12,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from autodp import PeerError, gather_json
 from pipetransformer import launch as start
 from pipetransformer.launch import WorkerFailedError, _end, _first_cause
-from pipetransformer.world import connect
+from pipetransformer.world import STORE_VARIABLE, connect
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
+             "PIPETRANSFORMER_RESTART_COUNT")
 DEADLINE_S = 60.0
 MODULE = sys.modules["pipetransformer.launch"]  # The attribute of that name is the function.
 
@@ -40,18 +43,19 @@ def note_place(folder: str) -> None:
     Path(folder, f"rank{world.rank}.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["spawn", "forkserver"])
+def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+           ) -> list[dict[str, Any]]:
     """Launch two ranks of one core each, and return what they found."""
     folder, before = tmp_path_factory.mktemp("places"), dict(os.environ)
-    start(note_place, (str(folder),), num_slots=2)
+    start(note_place, (str(folder),), num_slots=2, start_method=request.param)
     assert dict(os.environ) == before
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_every_rank_finds_its_place_in_the_environment(places: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(places):
-        assert [found[name] for name in VARIABLES] == [str(rank), str(rank), "2", "2", "1"]
+        assert [found[name] for name in VARIABLES] == [str(rank), str(rank), "2", "2", "1", "0"]
         assert found["threads"] == 1
 
 
@@ -71,14 +75,15 @@ def fail(folder: str, how: str) -> None:
     dist.recv(torch.zeros(1), 1)
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("raise", r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume=True"),
-    ("kill", r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume=True"),
+@pytest.mark.parametrize(("how", "start_method", "message"), [
+    ("raise", "spawn", r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume='auto'"),
+    ("kill", "forkserver", r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume='auto'"),
 ], ids=["raise", "kill"])
 def test_the_rank_that_failed_first_is_named_and_no_process_is_left(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, message: str) -> None:
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str,
+        start_method: Literal["spawn", "forkserver"], message: str) -> None:
     with pytest.raises(WorkerFailedError, match=message) as caught:
-        start(fail, (str(tmp_path), how), num_slots=2)
+        start(fail, (str(tmp_path), how), num_slots=2, start_method=start_method)
     pids = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert f"(process {pids[1]})" in str(caught.value)
     for pid in pids:
@@ -89,27 +94,89 @@ def test_the_rank_that_failed_first_is_named_and_no_process_is_left(
         assert "LookupError: rank one lost its way" in errors
 
 
-# Exit codes of ranks 0 and 1, the rank that noted its failure first, the one seen to end first.
+BY_ITSELF, BECAUSE_OF_OTHERS = "first-failure", "first-consequence"
+
+
+# Exit codes of ranks 0 and 1, what they noted of their failures, the one seen to end first.
 @pytest.mark.parametrize(("codes", "noted", "seen", "named"), [
-    ((1, 1), 1, 0, 1), ((1, 1), 0, 1, 0), ((1, -9), 0, 0, 1), ((-11, 1), 1, 1, 0),
-    ((-6, 1), 1, 0, 1), ((3, None), None, 0, 0), ((None, -6), None, 1, 1), ((1, None), 1, 0, 0)])
+    ((1, 1), {BY_ITSELF: 1}, 0, 1), ((1, 1), {BY_ITSELF: 0}, 1, 0),
+    ((1, 1), {BY_ITSELF: 1, BECAUSE_OF_OTHERS: 0}, 0, 1), ((1, 1), {BECAUSE_OF_OTHERS: 0}, 1, 0),
+    ((1, -9), {BY_ITSELF: 0}, 0, 1), ((-11, 1), {BY_ITSELF: 1}, 1, 0),
+    ((-6, 1), {BY_ITSELF: 1}, 0, 1), ((3, None), {}, 0, 0), ((None, -6), {}, 1, 1),
+    ((1, None), {BY_ITSELF: 1}, 0, 0)])
 def test_a_killed_rank_is_blamed_before_a_failed_one_and_an_abort_last(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int | None, ...],
-        noted: int | None, seen: int, named: int) -> None:
+        noted: dict[str, int], seen: int, named: int) -> None:
     monkeypatch.setattr(MODULE, "_NEIGHBOURS_S", 0.0)
-    if noted is not None:
-        (tmp_path / "first-failure").symlink_to(str(noted))
-    processes: list[Any] = [SimpleNamespace(exitcode=code, join=lambda timeout: None)
-                            for code in codes]
+    for name, rank in noted.items():
+        (tmp_path / name).symlink_to(str(rank))
+    processes: list[Any] = [SimpleNamespace(exitcode=code, pid=os.getpid(),
+                                            join=lambda timeout: None) for code in codes]
     assert _first_cause(processes, seen, tmp_path) == named
 
 
-def stay(fifo: str) -> None:
+def fail_twice(folder: str) -> None:
+    """Note where the ranks meet; rank 1 is killed, then rank 0 raises, then all end well."""
+    rank, restarts = int(os.environ["RANK"]), int(os.environ["PIPETRANSFORMER_RESTART_COUNT"])
+    Path(folder, f"attempt{restarts}-rank{rank}").write_text(os.environ[STORE_VARIABLE])
+    world = connect("cpu", timeout_s=DEADLINE_S)
+    dist.barrier()
+    if (rank, restarts) == (1, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (rank, restarts) == (0, 1):
+        raise LookupError("rank zero lost its way")
+    dist.barrier()
+    world.close()
+
+
+def test_all_start_again_after_a_failure_and_one_warning_names_it(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pipetransformer"):
+        start(fail_twice, (str(tmp_path),), num_slots=2, max_restarts=3, start_method="forkserver")
+    killed, failed = [record.getMessage() for record in caplog.records]
+    assert "rank 1 of 2" in killed and "was killed by SIGKILL" in killed
+    assert "rank 0 of 2" in failed and "failed (exit status 1" in failed
+    assert killed.endswith("(restart 1 of 3)") and failed.endswith("(restart 2 of 3)")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(found) == [f"attempt{n}-rank{r}" for n in range(3) for r in range(2)]
+    assert len(set(found.values())) == 3, "each attempt meets in a file of its own"
+
+
+def test_after_the_last_restart_the_failure_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"^rank 0 of 2 .* failed .* after 1 restart\(s\)"):
+        start(fail_twice, (str(tmp_path),), num_slots=2, max_restarts=1, start_method="forkserver")
+
+
+def stop(folder: str) -> None:
+    """Rank 1 is stopped by a signal; rank 0 waits for it until its patience ends."""
+    world = connect("cpu", timeout_s=3.0)
+    Path(folder, f"rank{world.rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(PeerError, match=r"^rank 0 waited for rank 1 \(answers\): ") as caught:
+        gather_json(None, group=world.group)
+    raise caught.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is stopped")
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"^rank 1 of 2 .* was stopped by a signal, and"):
+        start(stop, (str(tmp_path),), num_slots=2, start_method="forkserver")
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"rank{rank}").read_text()), 0)
+
+
+def stay(fifo: str, how: str) -> None:
     """Say that this process is up, and stay until it is ended; its end closes the pipe."""
+    world = connect("cpu", timeout_s=10 * DEADLINE_S)
     with open(fifo, "w") as pipe:
-        pipe.write(f"{os.environ['RANK']}\n")
+        pipe.write(f"{world.rank}\n")
         pipe.flush()
-        signal.pause()
+        if world.rank == 1 and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.recv(torch.zeros(1), 1 - world.rank)
 
 
 def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
@@ -124,22 +191,33 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
     return text
 
 
-def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    fifo = tmp_path / "up"
+@pytest.mark.parametrize(("ending", "how", "start_method"), [
+    (signal.SIGTERM, "stopped", "forkserver"),
+    (signal.SIGKILL, "waiting", "forkserver"),
+    pytest.param(signal.SIGKILL, "stopped", "spawn", marks=pytest.mark.skipif(
+        sys.platform != "linux", reason="only Linux's kernel ends a stopped process"))])
+def test_ranks_end_with_the_launcher(tmp_path: Path, ending: signal.Signals, how: str,
+                                     start_method: Literal["spawn", "forkserver"]) -> None:
+    fifo, temporary = tmp_path / "up", tmp_path / "temporary"
     os.mkfifo(fifo)
+    temporary.mkdir()
     script = ("from pipetransformer import launch; from tests.test_pipetransformer_launch import "
-              f"stay; launch(stay, ({str(fifo)!r},), num_slots=2)")
+              f"stay; launch(stay, ({str(fifo)!r}, {how!r}), num_slots=2, "
+              f"start_method={start_method!r})")
     pipe = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[1],
-                              env={**os.environ, "TMPDIR": str(tmp_path)})
+                              env={**os.environ, "TMPDIR": str(temporary)})
     try:
         up = read_until(pipe, lambda text: text.count(b"\n") == 2)
         assert sorted(up.split()) == [b"0", b"1"]
     finally:
-        parent.kill()
+        parent.send_signal(ending)
         parent.wait()
     assert read_until(pipe, lambda text: False) == b""
     os.close(pipe)
+    if ending == signal.SIGTERM:
+        assert parent.returncode == 128 + ending
+        assert not list(temporary.glob("pipetransformer-*"))
 
 
 class Stubborn:
@@ -163,11 +241,11 @@ def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("counts", [{"num_slots": 0}, {"num_slots": 2, "cores_per_slot": 0},
-                                    {"num_slots": -1}], ids=str)
+                                    {"num_slots": -1}, {"num_slots": 2, "max_restarts": -1}],
+                         ids=str)
 def test_a_launch_without_slots_or_cores_is_refused_before_any_process(
         monkeypatch: pytest.MonkeyPatch, counts: dict[str, int]) -> None:
     monkeypatch.setattr("multiprocessing.get_context",
                         lambda *_: pytest.fail("processes were started"))
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        start(note_place, num_slots=counts["num_slots"],
-              cores_per_slot=counts.get("cores_per_slot", 1))
+    with pytest.raises(ValueError, match="slots and cores must be at least 1, restarts at least"):
+        start(note_place, **counts)

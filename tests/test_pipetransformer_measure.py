@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autopipe import Profile
-from pipetransformer import adamw
+from freeze import FreezeSchedule
+from pipetransformer import Trainer, adamw
+from pipetransformer import measure as measure_module
 from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
@@ -55,6 +57,7 @@ def make_task(model: nn.Sequential | None = None, *, optimizer: OptimizerFactory
 
 def read(ids: Tensor) -> Batch:
     x, y = DATA.tensors
+    ids = ids % len(DATA)
     return {"x": x[ids], "y": y[ids]}
 
 
@@ -104,27 +107,32 @@ def test_measuring_leaves_no_hook_behind() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [
-    (1, (1,)), (2, (1,)), (8, (1, 4)), (32, (4, 16)), (4096, (8, 32))])
-def test_sizes_to_measure_follow_the_batch(batch_size: int, sizes: tuple[int, ...]) -> None:
-    asked = []
+    (1, (1,)), (2, (1, 2)), (6, (1, 3, 6)), (32, (1, 2, 4, 8, 16, 32)),
+    (4096, (128, 256, 512, 1024, 2048, 4096))])
+def test_sizes_to_measure_are_halves_of_the_batch(batch_size: int, sizes: tuple[int, ...]) -> None:
+    assert measure(make_task(batch_size=batch_size), ALONE, read).profile.batch_sizes == sizes
 
-    def noting(ids: Tensor) -> Batch:
-        asked.append(len(ids))
-        return read(ids % len(DATA))
 
-    profile = measure(make_task(batch_size=batch_size), ALONE, noting).profile
-    assert profile.batch_sizes == sizes == tuple(asked)
+def test_sizes_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(sublayers: object, batch: Batch) -> float:
+        return float(len(batch["x"]))
+
+    monkeypatch.setattr(measure_module, "chain_seconds", seconds)
+    monkeypatch.setattr(measure_module, "_BUDGET_S", 6.5)
+    profile = measure(make_task(batch_size=16), ALONE, read).profile
+    assert profile.batch_sizes == (1, 2)  # Two rounds of 1 + 2 + 4 seconds would take 14.
 
 
 def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
-    task = make_task()
+    task = make_task(batch_size=26)
     measured = measure(task, ALONE, read)
     costs, sublayers = measured.profile.sublayers, task.model.sublayers
     assert [(cost.name, cost.layer) for cost in costs] == [(s.name, s.layer) for s in sublayers]
     for index, cost in enumerate(costs):
         assert cost.parameter_bytes == sum(t.nbytes for t in task.model.tensors(index).values())
         assert min(*cost.forward_s, *cost.backward_s, *cost.frozen_s) > 0
-    assert [cost.output_bytes for cost in costs] == [64.0] * 5 + [24.0]
+    # The head's output is the loss, a float64 for the largest batch of 26 samples.
+    assert [cost.output_bytes for cost in costs] == [64.0] * 5 + [8 / 26]
     assert measured.copy_bytes_per_s > 0
 
 
@@ -134,13 +142,16 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 def test_optimizer_state_is_measured_in_parameter_bytes() -> None:
     # AdamW holds two moments, and a step counter of 4 bytes a parameter tensor.
-    assert 2.0 < measure(make_task(), ALONE, read).profile.state_bytes_ratio < 2.1
-    assert measure(make_task(optimizer=sgd), ALONE, read).profile.state_bytes_ratio == 0.0
+    for cost in measure(make_task(batch_size=8), ALONE, read).profile.sublayers:
+        assert 2.0 < cost.optimizer_bytes / cost.gradient_bytes < 2.1
+    for cost in measure(make_task(batch_size=8, optimizer=sgd), ALONE, read).profile.sublayers:
+        assert cost.gradient_bytes > 0 == cost.optimizer_bytes
 
 
 def test_a_model_with_nothing_to_train_needs_no_optimizer() -> None:
     profile = measure(make_task(tiny_model().requires_grad_(False)), ALONE, read).profile
-    assert (profile.optimizer_s_per_byte, profile.state_bytes_ratio) == (0.0, 0.0)
+    assert profile.optimizer_s_per_byte == 0.0
+    assert {cost.gradient_bytes + cost.optimizer_bytes for cost in profile.sublayers} == {0}
 
 
 def measure_here() -> Measurements:
@@ -150,5 +161,32 @@ def measure_here() -> Measurements:
 def test_all_ranks_get_the_same_figures_with_links_measured(two_ranks: Pool) -> None:
     first, second = two_ranks.run(measure_here)
     assert first == second and isinstance(first.profile, Profile)
-    for cost in (first.profile.link, first.profile.all_reduce):
-        assert cost.latency_s > 0 and cost.bytes_per_s > 0
+    link, (total,) = first.profile.link, first.profile.all_reduce
+    assert link.latency_s > 0 and link.bytes_per_s > 0
+    assert total.num_replicas == 2 and min(total.seconds) > 0
+    assert total.num_bytes[-1] == sum(cost.gradient_bytes for cost in first.profile.sublayers)
+
+
+def measure_while_training() -> tuple[Measurements, list[str]]:
+    """Measure anew in the middle of a run whose ranks each hold a half; list what that changed."""
+    with Trainer(tiny_model(), DATA, loss_fn=nn.CrossEntropyLoss(), freeze=FreezeSchedule([2]),
+                 batch_size=8, length=2, progress=False) as trainer:
+        trainer.step()
+        model = trainer._task.model.model
+        before = {name: p for name, p in model.named_parameters() if not p.is_meta}
+        values = {name: (p.detach().clone(), p.requires_grad) for name, p in before.items()}
+        measured = measure(trainer._task, trainer.world, read)
+        after = dict(model.named_parameters())
+        changed = [name for name, p in before.items()
+                   if after[name] is not p or not torch.equal(p, values[name][0])
+                   or p.requires_grad != values[name][1]]
+        changed += [name for name, p in after.items() if name not in before and not p.is_meta]
+        trainer.step()
+        return measured, changed
+
+
+def test_measuring_in_the_middle_of_a_run_changes_nothing_of_it(two_ranks: Pool) -> None:
+    (first, changed), (second, also_changed) = two_ranks.run(measure_while_training)
+    assert first == second and not changed and not also_changed
+    for cost in first.profile.sublayers:
+        assert min(*cost.forward_s, *cost.backward_s, *cost.frozen_s) > 0

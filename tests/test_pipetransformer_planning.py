@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
 
-from autopipe import LinkCost, PipelinePlan, PlanRequest, Profile, plan_pipeline, predict
+from autopipe import (
+    PipelinePlan,
+    PlanRequest,
+    Profile,
+    paper_plan,
+    plan_pipeline,
+    predict,
+)
 from autopipe.profile import SublayerCost
-from pipetransformer import PlanSituation, fastest_plan
-from pipetransformer.planning import fastest_per_sample
-
-FREE = LinkCost(0.0, math.inf)
+from pipetransformer import PlanSituation, fastest_plan, published_plan
+from pipetransformer.planning import fastest_per_sample, planner_of
+from tests.costs import FREE, sums
 
 
 def profile(num_sublayers: int = 4, **changes: Any) -> Profile:
     """Cost 1 s forward and 2 s backward a sample; 100 parameter bytes, 400 with all it takes."""
-    sublayers = tuple(SublayerCost(f"layer {i}", i, (1.0,), (2.0,), (0.5,), 100, 0, 0.0, 0.0)
+    sublayers = tuple(SublayerCost(f"layer {i}", i, (1.0,), (1.0,), (1.0,), (0.5,), 100, 100, 200,
+                                   0, 0.0, 0.0)
                       for i in range(num_sublayers))
-    return Profile((1,), sublayers, **{"optimizer_s_per_byte": 0.0, "state_bytes_ratio": 2.0,
-                                       "step_overhead_s": 0.0, "link": FREE, "all_reduce": FREE,
+    return Profile((1,), sublayers, **{"read_s": 0.0, "optimizer_s_per_byte": 0.0,
+                                       "step_overhead_s": 0.0,
+                                       "link": FREE, "node_link": FREE, "all_reduce": sums(),
                                        **changes})
 
 
 def situation(current: PipelinePlan | None = None, **changes: Any) -> PlanSituation:
-    """Plan 8 samples on two ranks; fields of the request may be changed, too."""
+    """Plan 8 samples on two ranks; fields of the request may be changed, too, and what any
+    transition costs."""
+    transition_s = changes.pop("transition_s", 1.0)
     fields = {field.name for field in dataclasses.fields(PlanRequest)}
     wanted = {"num_ranks": 2, "slots_per_node": 2, "global_batch": 8, "num_frozen": 0,
               **{name: value for name, value in changes.items() if name in fields}}
     others = {name: value for name, value in changes.items() if name not in fields}
     return PlanSituation(**{"step": 0, "remaining_steps": 10, "profile": profile(),
                             "request": PlanRequest(**wanted), "current": current,
-                            "transition_s": 1.0, **others})
+                            "transition_s": lambda plan: transition_s, **others})
 
 
 def pipeline(length: int, **changes: Any) -> PipelinePlan:
@@ -65,14 +74,25 @@ def test_a_pipeline_is_left_only_where_the_saving_exceeds_the_transition(
     assert plan == pipeline(length)
 
 
+def test_each_length_bears_its_own_transition() -> None:
+    # Four ranks train 8 samples in 24 s (K = 1), 30 s (K = 2) or 33 s (K = 4).
+    four = {"num_ranks": 4, "slots_per_node": 4}
+    plans = {length: pipeline(length, **four) for length in (1, 2, 4)}
+    assert [plans[length].predicted_step_s for length in (1, 2, 4)] == [24.0, 30.0, 33.0]
+    costs = {1: 75.0, 2: 10.0}
+    stay = situation(plans[4], **four)
+    leave = dataclasses.replace(stay, transition_s=lambda plan: costs[plan.length])
+    assert fastest_plan(leave) == plans[2]  # Saves 10 x 3 - 10 s, and K = 1 saves 10 x 9 - 75 s.
+
+
 def test_a_stay_is_planned_anew_for_what_is_frozen_now() -> None:
     plan = fastest_plan(situation(pipeline(2), num_frozen=2, transition_s=1e9))
     assert (plan.length, plan.boundaries) == (2, (2, 3, 4))
 
 
 def test_a_pipeline_that_no_longer_fits_the_memory_is_left_whatever_that_costs() -> None:
-    # Four trained sublayers need 1600 bytes; two of them 800.
-    frozen = situation(num_frozen=2, memory_limit_bytes=1000)
+    # Two trained sublayers and two frozen ones need 1200 bytes where two replicas sum gradients.
+    frozen = situation(num_frozen=2, memory_limit_bytes=1200)
     assert fastest_plan(frozen).length == 1
     thawed = situation(fastest_plan(frozen), memory_limit_bytes=1000, transition_s=1e9)
     assert fastest_plan(thawed).length == 2
@@ -109,7 +129,7 @@ def test_growing_batches_save_by_the_sample_too(transition_s: float, length: int
 
 def test_shrinking_batches_save_by_the_sample_too() -> None:
     # A slow all-reduce makes K = 2 the faster: 8 samples in 54 s against 16 in 96 s + 100 s.
-    slow = profile(all_reduce=LinkCost(100.0, math.inf))
+    slow = profile(all_reduce=sums(100.0))
     one, two = (predict(slow, situation(global_batch=batch).request, boundaries=cuts,
                         num_micro_batches=8, schedule="1f1b")
                 for batch, cuts in ((16, (0, 4)), (8, (0, 2, 4))))
@@ -118,3 +138,52 @@ def test_shrinking_batches_save_by_the_sample_too() -> None:
         plan = fastest_plan(situation(one, profile=slow, scale_batch=True,
                                       transition_s=transition_s))
         assert plan.length == length
+
+
+# The published rules balance four equal layers on two stages as 1 and 3. So K = 1 comes with two
+# frozen layers: 2 + 2/6 layers are no more than 3, where with one frozen layer 3 + 1/6 are.
+@pytest.mark.parametrize(("num_frozen", "length"), [(0, 2), (1, 2), (2, 1), (3, 1)])
+def test_the_published_plan_follows_its_rules_whatever_a_transition_costs(
+        num_frozen: int, length: int) -> None:
+    asked = situation(pipeline(2), num_frozen=num_frozen, transition_s=1e9)
+    assert published_plan(asked) == paper_plan(asked.profile, asked.request)
+    assert published_plan(asked).length == length
+
+
+def test_the_published_plan_never_grows_not_even_for_a_thaw() -> None:
+    short = published_plan(situation(num_frozen=2))
+    thawed = published_plan(situation(short, num_frozen=0))
+    assert (short.length, thawed.length, thawed.boundaries) == (1, 1, (0, 4))
+
+
+def test_the_published_plan_starts_anew_in_a_world_that_lacks_the_current_length() -> None:
+    three = pipeline(3, num_ranks=3, slots_per_node=3)
+    four = situation(three, num_ranks=4, slots_per_node=4, num_frozen=2)
+    assert published_plan(four) == paper_plan(four.profile, four.request)
+
+
+def test_the_published_batch_grows_with_the_replicas() -> None:
+    # One sublayer is active: both replicas take 8 samples x (3 x 1/2 + 3) s.
+    plan = published_plan(situation(num_frozen=3, scale_batch=True))
+    assert (plan.length, plan.predicted_step_s) == (1, 36.0)
+    assert published_plan(situation(num_frozen=3)).predicted_step_s == 18.0
+
+
+def test_a_growing_batch_is_held_against_the_memory_once_its_replicas_are_known() -> None:
+    whole = profile()
+    kept = dataclasses.replace(whole, sublayers=tuple(
+        dataclasses.replace(cost, saved_bytes=100.0) for cost in whole.sublayers))
+    wanted: dict[str, Any] = {"profile": kept, "scale_batch": True}
+    # K = 2 leaves one replica with 8 samples; 16 of them would not fit.
+    limit = max(published_plan(situation(**wanted)).peak_bytes)
+    assert published_plan(situation(**wanted, memory_limit_bytes=limit)).length == 2
+    with pytest.raises(ValueError, match=rf"memory_limit_bytes = {limit - 1}; .*plan=\"fastest\""):
+        published_plan(situation(**wanted, memory_limit_bytes=limit - 1))
+
+
+def test_a_plan_is_named_or_a_function() -> None:
+    assert planner_of("fastest") is fastest_plan
+    assert planner_of("paper") is published_plan
+    assert planner_of(fastest_per_sample) is fastest_per_sample
+    with pytest.raises(ValueError, match="plan is 'papers'; choose one of 'fastest', 'paper', or"):
+        planner_of("papers")

@@ -1,22 +1,30 @@
-"""Prove that a process finds its place and its device, and says so where a GPU stays idle."""
+"""Prove that a process finds its place and its device, and that a world which cannot train is
+refused on every rank with one message."""
 
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from pipetransformer.launch import launch
 from pipetransformer.world import World, choose_device, connect, slots_of_a_node, world_size
 from tests.pool import Pool
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture(autouse=True)
 def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove what a launcher around the tests may have set."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PIPETRANSFORMER_STORE"):
+    for name in (*TORCHRUN, "PIPETRANSFORMER_STORE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -36,9 +44,69 @@ def test_a_process_started_plainly_is_a_world_of_its_own() -> None:
 def test_sizes_come_from_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (world_size(), slots_of_a_node()) == (1, 1)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (world_size(), slots_of_a_node()) == (8, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (world_size(), slots_of_a_node()) == (8, 4)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                                  "MASTER_PORT"])
+def test_a_missing_variable_of_a_launcher_is_named(
+        monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable, value in TORCHRUN.items():
+        if variable != name:
+            monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=rf"variable {name} is not set; .* Start with torchrun"):
+        connect("cpu", timeout_s=1.0)
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), [
+    ("RANK", "8", "0 to 7"), ("RANK", "-1", "0 to 7"), ("RANK", "one", "0 to 7"),
+    ("LOCAL_RANK", "4", "0 to 3"), ("LOCAL_WORLD_SIZE", "9", "1 to 8"),
+    ("LOCAL_WORLD_SIZE", "0", "1 to 8"), ("WORLD_SIZE", "0", "1 to"), ("WORLD_SIZE", "", "1 to"),
+    ("MASTER_PORT", "65536", "1 to 65535")])
+def test_a_variable_out_of_range_is_refused_with_the_range(
+        monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str) -> None:
+    for variable, usual in TORCHRUN.items():
+        monkeypatch.setenv(variable, value if variable == name else usual)
+    with pytest.raises(ValueError, match=rf"{name} is '{value}'; .* whole number, {allowed}"):
+        connect("cpu", timeout_s=1.0)
+
+
+def test_a_rank_of_no_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # Four such processes would each train alone, in one folder.
+    with pytest.raises(ValueError, match="RANK is '1'; it must be a whole number, 0 to 0"):
+        connect("cpu", timeout_s=1.0)
+
+
+def join_unevenly(folder: str) -> None:
+    """Join with rank 1 on a node of its own; note what is raised."""
+    rank = os.environ["RANK"]
+    if rank == "1":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match="not spread evenly") as refused:
+        connect("cpu", timeout_s=30.0)
+    assert not dist.is_initialized()
+    (Path(folder) / rank).write_text(str(refused.value))
+
+
+def test_an_uneven_world_is_refused_on_every_rank_with_one_message(tmp_path: Path) -> None:
+    launch(join_unevenly, (str(tmp_path),), num_slots=2)
+    messages = {path.read_text() for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 2 and len(messages) == 1
+
+
+def lack_a_device() -> str:
+    """Ask for a GPU on rank 1 alone, where there is none."""
+    with (patch("torch.cuda.is_available", return_value=False),
+          pytest.raises(ValueError, match="cuda") as refused):
+        connect("cuda" if os.environ["RANK"] == "1" else "cpu", timeout_s=30.0)
+    return str(refused.value)
+
+
+def test_a_rank_without_its_device_is_named_on_every_rank(two_ranks: Pool) -> None:
+    messages = two_ranks.run(lack_a_device)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1 on ") and "needs a GPU for each" in messages[0]
 
 
 @pytest.mark.parametrize(("num_gpus", "device", "chosen"), [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from autodp import gather_json
 from autopipe import draw, one_f_one_b
-from freeze import FreezeSchedule
+from freeze import FreezeContext, FreezePolicy, FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.deployment import Deployment
 from tests.models import NUM_SAMPLES, tiny_data, tiny_model
@@ -26,11 +27,14 @@ from tests.scenario import (
     build_adamw,
     collect,
     merge,
+    nodes_of,
     plain,
     slow_start,
 )
 
 SHRINKING = {0: Shape(2, 3), 5: Shape(2, 2), 7: Shape(1, 2)}
+# An epoch has 5 steps, so that most of these checkpoints lie within one.
+EVERY_2_STEPS = {"checkpoint_every_steps": 2, "checkpoint_every_epochs": 0}
 
 
 class Interrupted(Exception):
@@ -39,22 +43,33 @@ class Interrupted(Exception):
 
 def make_trainer(scenario: Scenario, folder: str | None, **settings: Any) -> Trainer:
     """Build a trainer that saves after every epoch."""
-    dtype = getattr(torch, scenario.dtype)
-    return Trainer(
-        tiny_model(dtype=dtype),
-        tiny_data(dtype=dtype),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=build_adamw,
-        freeze=FreezeSchedule(scenario.frozen),
-        **{**scenario.options, "folder": folder, "checkpoint_every_epochs": 1, **settings},
-    )
+    model, data, loss_fn = scenario.problem()
+    defaults = {"folder": folder, "checkpoint_every_epochs": 1, "freeze": scenario.policy()}
+    with nodes_of(scenario.slots_per_node):
+        return Trainer(
+            model,
+            data,
+            eval_set=data,
+            loss_fn=loss_fn,
+            optimizer=build_adamw,
+            **{**defaults, **scenario.options, **settings},
+        )
 
 
-def fit(scenario: Scenario, folder: str, resume: bool = False) -> Outcome:
+def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) -> Outcome:
     """Train to the end, from the start or from a checkpoint."""
-    with make_trainer(scenario, folder, resume=resume) as trainer:
+    with make_trainer(scenario, folder, resume=resume, **settings) as trainer:
         trainer.fit()
-        return collect(trainer, [0.0])
+        outcome = collect(trainer, [0.0])
+        transitions = [entry["step"] for entry in trainer.report.transitions]
+        outcome.extra["report"] = [trainer.report.samples, trainer.report.metrics, transitions]
+        outcome.extra["policy"] = trainer._policy.state_dict()
+        return outcome
+
+
+def resume(scenario: Scenario, folder: str) -> Outcome:
+    """Train to the end from a checkpoint."""
+    return fit(scenario, folder, True)
 
 
 def fit_until(scenario: Scenario, folder: str, last_step: int) -> None:
@@ -90,42 +105,135 @@ def fit_until_transition(scenario: Scenario, folder: str, number: int) -> None:
         Deployment.change = change  # type: ignore[method-assign]
 
 
+def assert_resumes_with_the_same_bits(
+    pool: Pool, folder: Path, scenario: Scenario, interrupt: Callable[..., None], *arguments: Any
+) -> None:
+    """Compare weights, optimizer state and report with those of a run that is not interrupted."""
+    whole = merge(pool.run(fit, scenario, str(folder / "whole")))
+    pool.run(interrupt, scenario, str(folder / "cut"), *arguments)
+    resumed = merge(pool.run(resume, scenario, str(folder / "cut")))
+    assert_same_bits(resumed, whole)
+    for name in ("report", "policy"):
+        assert resumed.extra[name] == whole.extra[name]
+
+
 @pytest.mark.parametrize("last_step", [6, 9, 12])
 def test_a_resumed_run_ends_with_the_uninterrupted_one_s_bits(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
-    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
-    two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), last_step)
-    assert_same_bits(merge(two_ranks.run(fit, scenario, str(tmp_path / "cut"), True)), whole)
+    assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
+
+
+@pytest.mark.parametrize("last_step", [3, 7, 9, 14])
+def test_a_run_resumed_within_an_epoch_ends_with_the_same_bits_and_report(
+    two_ranks: Pool, tmp_path: Path, last_step: int
+) -> None:
+    settings = {**EVERY_2_STEPS, "evaluate_every_epochs": 1}
+    scenario = Scenario(
+        SHRINKING, frozen=(0, 2, 3), dtype="float32", dropout=0.2, settings=settings
+    )
+    assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
+
+
+@final
+class Remembering(FreezePolicy):
+    """Freeze nothing, and remember the norms that were shown."""
+
+    signals = frozenset({"gradient_norm"})
+
+    def __init__(self) -> None:
+        self.shown: list[list[float | None]] = []
+
+    def decide(self, context: FreezeContext) -> None:
+        """Note the norms."""
+        self.shown.append([layer.gradient_norm for layer in context.layers])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all norms so far."""
+        return {"shown": self.shown}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the list."""
+        self.shown = list(state["shown"])
+
+
+@pytest.mark.parametrize("last_step", [5, 11])
+def test_a_policy_s_state_and_the_norms_of_half_an_interval_survive_a_resume(
+    two_ranks: Pool, tmp_path: Path, last_step: int
+) -> None:
+    settings = {**EVERY_2_STEPS, "freeze": Remembering(), "freeze_interval_steps": 3}
+    scenario = Scenario({0: Shape(2, 2)}, dtype="float32", settings=settings)
+    assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
 
 
 def test_four_replicas_resume_with_the_same_bits(four_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario({0: Shape(4, 2), 6: Shape(1, 2)}, frozen=(0, 1), dtype="float32")
-    whole = merge(four_ranks.run(fit, scenario, str(tmp_path / "whole")))
-    four_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 12)
-    assert_same_bits(merge(four_ranks.run(fit, scenario, str(tmp_path / "cut"), True)), whole)
+    assert_resumes_with_the_same_bits(four_ranks, tmp_path, scenario, fit_until, 12)
 
 
 def test_a_run_killed_within_a_transition_resumes_with_the_same_bits(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
-    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
-    two_ranks.run(fit_until_transition, scenario, str(tmp_path / "cut"), 2)
-    assert_same_bits(merge(two_ranks.run(fit, scenario, str(tmp_path / "cut"), True)), whole)
+    assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until_transition, 2)
 
 
-def test_a_run_resumes_on_another_number_of_processes(
-    two_ranks: Pool, four_ranks: Pool, tmp_path: Path
+@pytest.mark.parametrize("pattern", ["*_weights-*", "*_optimizer-*", "manifest.json"])
+def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
+    two_ranks: Pool, tmp_path: Path, pattern: str
 ) -> None:
-    scenario = Scenario(SHRINKING, frozen=(0, 2, 3))
-    two_ranks.run(fit_until, scenario, str(tmp_path), 12)
-    outcome = merge(
-        four_ranks.run(
-            fit, dataclasses.replace(scenario, shapes={0: Shape(2, 1)}), str(tmp_path), True
-        )
-    )
+    def interrupt_and_damage(scenario: Scenario, folder: str) -> None:
+        two_ranks.run(fit_until, scenario, folder, 9)
+        file = sorted((Path(folder) / "checkpoints" / "step-00000008").glob(pattern))[0]
+        data = file.read_bytes()
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+
+    scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32", settings=EVERY_2_STEPS)
+    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
+    interrupt_and_damage(scenario, str(tmp_path / "cut"))
+    assert_same_bits(merge(two_ranks.run(resume, scenario, str(tmp_path / "cut"))), whole)
+    # The damaged one was replaced when its step was reached again, and aged.
+    left = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000014", "step-00000015"]
+
+
+def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Path) -> None:
+    scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
+    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
+    two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
+    journal = tmp_path / "cut" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert b'"step": 7,' in lines[7]
+    journal.write_bytes(b"".join([*lines[:7], lines[7].replace(b"1f1b", b"1f1c"), *lines[8:]]))
+    assert_same_bits(merge(two_ranks.run(resume, scenario, str(tmp_path / "cut"))), whole)
+
+
+@pytest.mark.parametrize(("saved_on", "length"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize("resumed_on", [1, 2, 4])
+def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0913
+    two_ranks: Pool, four_ranks: Pool, tmp_path: Path, saved_on: int, length: int, resumed_on: int
+) -> None:
+    scenario = Scenario({0: Shape(length, 3)}, frozen=(0, 2, 3), settings=EVERY_2_STEPS)
+    pools = {2: two_ranks, 4: four_ranks}
+    pools[saved_on].run(fit_until, scenario, str(tmp_path), 7)
+    smaller = dataclasses.replace(scenario, shapes={0: Shape(min(2, resumed_on), 1)})
+    if resumed_on == 1:
+        outcomes = [resume(smaller, str(tmp_path))]
+    else:
+        outcomes = pools[resumed_on].run(resume, smaller, str(tmp_path))
+    reference = plain(scenario)
+    assert_equal(dataclasses.replace(merge(outcomes), losses=reference.losses), reference)
+
+
+@pytest.mark.parametrize("slots_per_node", [1, 2])
+def test_a_run_resumes_on_another_number_of_nodes(
+    four_ranks: Pool, tmp_path: Path, slots_per_node: int
+) -> None:
+    scenario = Scenario({0: Shape(4, 3)}, frozen=(0, 2, 3), settings=EVERY_2_STEPS)
+    four_ranks.run(fit_until, scenario, str(tmp_path), 7)
+    spread = dataclasses.replace(scenario, slots_per_node=slots_per_node)
+    outcome = merge(four_ranks.run(resume, spread, str(tmp_path)))
     reference = plain(scenario)
     assert_equal(dataclasses.replace(outcome, losses=reference.losses), reference)
 
@@ -135,8 +243,7 @@ def test_the_journal_wins_over_the_planner_after_a_resume(two_ranks: Pool, tmp_p
     whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
     two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
     other = dataclasses.replace(scenario, shapes={**SHRINKING, 8: Shape(2, 2), 9: Shape(1, 2)})
-    resumed = merge(two_ranks.run(fit, other, str(tmp_path / "cut"), True))
-    assert_same_bits(resumed, whole)
+    assert_same_bits(merge(two_ranks.run(resume, other, str(tmp_path / "cut"))), whole)
 
 
 class Logged(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -1,0 +1,233 @@
+"""Compare what the planner predicts with what steps take, over a grid of pipelines.
+
+In every round the machine is profiled, every pipeline of the grid is predicted from that profile,
+and trained for a few steps, in random order. Then the planner's choice and the pipeline that was
+measured fastest are measured again, in turn. Two processes of one thread each. Run it as `python
+-m experiments.benchmarks.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from autopipe import PipelinePlan, plan_pipeline
+from experiments.benchmarks.pairs import bootstrap
+from freeze import FreezeContext
+from pipetransformer import PlanSituation, Trainer, launch
+from pipetransformer.demo import build_model, load_digits_split
+
+NUM_SLOTS, BATCH_SIZE = 2, 32
+WARM_UP, MEASURED = 2, 3
+"""Steps of a visit to a pipeline: the first ones fill the cache and warm up."""
+
+LIMITS = {"plan_error_median": 0.05, "plan_error_max": 0.15, "plan_regret": 0.05}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Name a pipeline of the grid, with how many layers are frozen."""
+
+    frozen: int
+    length: int
+    micro_batches: int
+    schedule: str
+
+
+def grid(frozen: tuple[int, ...]) -> list[Point]:
+    """List all pipelines; a single stage runs every schedule alike, so it appears once."""
+    shapes = [(1, "1f1b"), (2, "1f1b"), (2, "gpipe")]
+    return [Point(f, k, m, s) for f, (k, s), m in product(frozen, shapes, (1, 2, 4, 8))]
+
+
+class Tour:
+    """Lead a trainer from pipeline to pipeline, and note what it predicts and takes."""
+
+    def __init__(self, frozen: tuple[int, ...], num_epochs: int) -> None:
+        self._point: Point | None = None
+        self._frozen = frozen[0]
+        images, labels = load_digits_split()[0].tensors
+        # Two batches, so that two steps fill the cache.
+        data = TensorDataset(images[: 2 * BATCH_SIZE], labels[: 2 * BATCH_SIZE])
+        self.trainer = Trainer(
+            build_model(10, seed=0),
+            data,
+            epochs=num_epochs,
+            batch_size=BATCH_SIZE,
+            plan=self._plan,
+            freeze=self._freeze,
+            freeze_interval_steps=WARM_UP + MEASURED,
+            device="cpu",
+            progress=False,
+            evaluate_every_epochs=0,
+        )
+
+    def visit(self, frozen: int, point: Point | None) -> tuple[PipelinePlan, list[float]]:
+        """Train on a pipeline, or on the planner's choice; return it and its steps' seconds."""
+        self._frozen, self._point = frozen, point
+        seconds = []
+        for _ in range(WARM_UP + MEASURED):
+            start = time.perf_counter()
+            self.trainer.step()
+            seconds.append(time.perf_counter() - start)
+        assert self.trainer.decision is not None
+        return self.trainer.decision.plan, seconds[WARM_UP:]
+
+    def _freeze(self, context: FreezeContext) -> int:
+        return self._frozen
+
+    def _plan(self, situation: PlanSituation) -> PipelinePlan:
+        request = situation.request
+        if self._point is not None:
+            request = dataclasses.replace(
+                request,
+                lengths=(self._point.length,),
+                micro_batches=(self._point.micro_batches,),
+                schedules=(self._point.schedule,),
+            )
+        return plan_pipeline(situation.profile, request)
+
+
+def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs: int) -> None:
+    """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
+    points = grid(frozen)
+    visits = num_rounds * len(points) + len(frozen) * (1 + 2 * num_pairs)
+    tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
+    shuffle = random.Random(0)
+    seen: dict[Point, list[tuple[float, float]]] = {point: [] for point in points}
+    with tour.trainer as trainer:
+        for _ in range(num_rounds):
+            trainer.measure()
+            for point in shuffle.sample(points, len(points)):
+                plan, seconds = tour.visit(point.frozen, point)
+                seen[point].append((plan.predicted_step_s, statistics.median(seconds)))
+        trainer.measure()
+        choices = [_compare(tour, f, seen, num_pairs) for f in frozen]
+        if trainer.world.is_main:
+            Path(path).write_text(
+                json.dumps(
+                    {
+                        "grid": [[dataclasses.asdict(p), values] for p, values in seen.items()],
+                        "choices": choices,
+                    }
+                )
+            )
+
+
+def _compare(
+    tour: Tour, frozen: int, seen: dict[Point, list[tuple[float, float]]], num_pairs: int
+) -> dict[str, Any]:
+    """Measure the planner's choice and the fastest pipeline of the grid in turn."""
+    plan, _ = tour.visit(frozen, None)
+    # Every rank saw other seconds; rank 0 alone chooses pipelines, so only its choice counts.
+    best = min(
+        (p for p in seen if p.frozen == frozen),
+        key=lambda p: statistics.median(measured for _, measured in seen[p]),
+    )
+    ratios = []
+    for number in range(num_pairs):
+        order = [None, best] if number % 2 else [best, None]
+        seconds = {point: statistics.median(tour.visit(frozen, point)[1]) for point in order}
+        ratios.append(seconds[None] / seconds[best])
+    return {
+        "frozen": frozen,
+        "length": plan.length,
+        "micro_batches": plan.num_micro_batches,
+        "schedule": plan.schedule,
+        "best": dataclasses.asdict(best),
+        "ratios": ratios,
+    }
+
+
+def report(found: dict[str, Any]) -> Iterator[str]:
+    """Write the table, and last the figures as JSON."""
+    yield "frozen  K  M  schedule  predicted ms  measured ms   ratio"
+    ratios = []
+    for point, values in found["grid"]:
+        predicted, measured = (statistics.median(column) for column in zip(*values, strict=True))
+        ratios.append(statistics.median(p / m for p, m in values))
+        yield (
+            f"{point['frozen']:6}  {point['length']}  {point['micro_batches']}  "
+            f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
+            f"{ratios[-1]:6.3f}"
+        )
+    yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
+    regrets, pooled = [], []
+    for choice in found["choices"]:
+        best, pairs = choice["best"], np.array(choice["ratios"])
+        ratio = bootstrap(pairs)
+        # Where the choice is the fastest itself, what differs is noise, and there is no regret.
+        same = (choice["length"], choice["micro_batches"]) == (
+            best["length"],
+            best["micro_batches"],
+        ) and (choice["schedule"] == best["schedule"] or choice["length"] == 1)
+        regrets.append(0.0 if same else max(0.0, ratio.median - 1))
+        pooled += choice["ratios"]
+        yield (
+            f"  frozen {choice['frozen']}: K = {choice['length']}, M = "
+            f"{choice['micro_batches']} ({choice['schedule']}) takes {ratio.median:.3f} "
+            f"[{ratio.low:.3f}, {ratio.high:.3f}] of K = {best['length']}, M = "
+            f"{best['micro_batches']} ({best['schedule']})"
+            f"{', which is the same' if same else ''}"
+        )
+    errors = np.abs(np.array(ratios) - 1)
+    interval = bootstrap(errors)
+    figures = {
+        "plan_error_median": round(interval.median, 4),
+        "plan_error_max": round(float(errors.max()), 4),
+        "plan_regret": round(max(regrets), 4),
+    }
+    yield (
+        f"\nmedian error {interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}] over "
+        f"{len(errors)} pipelines x {len(found['grid'][0][1])} rounds, largest "
+        f"{errors.max():.3f}; regret {max(regrets):.3f} over {len(pooled)} pairs; "
+        f"torch {torch.__version__}"
+    )
+    yield json.dumps(
+        {
+            **figures,
+            "interval": [round(interval.low, 4), round(interval.high, 4)],
+            "pipelines": len(errors),
+            "pairs": len(pooled),
+            "limits": LIMITS,
+        }
+    )
+
+
+def main() -> int:
+    """Measure and judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--frozen", type=int, nargs="+", default=[0, 3, 6, 9])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=12, help="a number of frozen layers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "found.json")
+        launch(
+            measure_grid,
+            (path, tuple(options.frozen), options.rounds, options.pairs),
+            num_slots=NUM_SLOTS,
+        )
+        lines = list(report(json.loads(Path(path).read_text())))
+    print("\n".join(lines))
+    figures = json.loads(lines[-1])
+    return int(any(figures[name] > limit for name, limit in LIMITS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

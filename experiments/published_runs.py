@@ -1,0 +1,241 @@
+"""Simulate runs of the published system on its own machines, and of ours in the same place.
+
+The published system: GPipe, K by Algorithm 1, M by the throughput table, a batch of 400 a
+pipeline, so that the global batch grows with R; the frozen layers' forward on the first device,
+ahead of the pipeline and in one piece, as Algorithm 1 pipelines only the active layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, paper_split, predict
+from autopipe.paper_plan import best_count, throughput_tables
+from experiments.published_setting import (
+    BATCH,
+    CACHE_FROM,
+    CLUSTER,
+    NUM_SAMPLES,
+    SPEED_UPS,
+    TRANSITION_S,
+    frozen_by_epoch,
+)
+from pipetransformer.planning import PlanSituation, fastest_per_sample
+
+START = PlanRequest(CLUSTER.num_slots, CLUSTER.slots_per_node, 2 * BATCH, num_frozen=0)
+_CHUNK = 8  # Samples that our frozen prefix runs at a time, as by default.
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Say which parts of the published system are on."""
+
+    freeze: bool = True
+    auto_pipe: bool = False
+    auto_dp: bool = False
+    auto_cache: bool = False
+
+
+BASELINE = Parts(freeze=False)
+ABLATION = dict(
+    zip(
+        SPEED_UPS,
+        (
+            Parts(),
+            Parts(auto_pipe=True, auto_cache=True),
+            Parts(auto_pipe=True, auto_dp=True),
+            Parts(auto_pipe=True, auto_dp=True, auto_cache=True),
+        ),
+        strict=True,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """State an epoch of a simulated run.
+
+    Args:
+        num_frozen, length, replicas, num_micro_batches: its layers, K, R and M.
+        prefix_s: the part of a step that frozen layers take.
+        step_s: a whole step.
+        transition_s: before its first step.
+        seconds: all of it.
+    """
+
+    num_frozen: int
+    length: int
+    replicas: int
+    num_micro_batches: int
+    prefix_s: float
+    step_s: float
+    transition_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PublishedSystem:
+    """Hold what the published system's runs are simulated with.
+
+    Args:
+        profile: a device's costs.
+        tables: samples/s by K and M.
+        frozen_cost: Algorithm 1's lambda; 0 gives the published K.
+        micro_batches_per_stage: M / K; None takes the tables' best.
+        cache_read_s: of a sample; None takes the frozen forward of CACHE_FROM layers.
+    """
+
+    profile: Profile
+    tables: Mapping[int, Mapping[int, float]]
+    frozen_cost: float = 0.0
+    micro_batches_per_stage: int | None = None
+    cache_read_s: float | None = None
+
+    def run(self, parts: Parts, frozen: Sequence[int] | None = None) -> list[Epoch]:
+        """Simulate a run; `frozen` has its frozen layers by epoch."""
+        epochs: list[Epoch] = []
+        before = 0
+        for num_frozen in frozen_by_epoch() if frozen is None else frozen:
+            now = num_frozen if parts.freeze else 0
+            epochs.append(self._epoch(parts, before, now))
+            before = now
+        return epochs
+
+    def _epoch(self, parts: Parts, before: int, num_frozen: int) -> Epoch:
+        devices, request = CLUSTER.slots_per_node, replace(START, num_frozen=num_frozen)
+        if parts.auto_pipe:
+            devices = paper_plan(self.profile, request, frozen_cost=self.frozen_cost).length
+        replicas = CLUSTER.num_slots // devices if parts.auto_dp else CLUSTER.nodes
+        # Frozen layers leave the pipeline; where nothing packs it, devices without a layer idle.
+        length = min(devices, sum(cost.layer >= num_frozen for cost in self.profile.sublayers))
+        prefix_s = self._prefix_s(before, num_frozen, cached=parts.auto_cache)
+        count = length * (self.micro_batches_per_stage or 0) or self.best_count(length)
+        step_s = prefix_s + self.pipeline_s(num_frozen, length, replicas, count)
+        num_steps = math.ceil(NUM_SAMPLES / (BATCH * replicas))
+        moved_s = 0.0 if num_frozen == before else TRANSITION_S[devices]
+        seconds = num_steps * step_s + moved_s
+        return Epoch(num_frozen, length, replicas, count, prefix_s, step_s, moved_s, seconds)
+
+    def best_count(self, length: int) -> int:
+        """Return M for K; lengths that were not profiled take their longer neighbour's M / K."""
+        profiled = min(other for other in self.tables if other >= length)
+        return best_count(self.tables[profiled]) // profiled * length
+
+    def pipeline_s(self, num_frozen: int, length: int, replicas: int, count: int) -> float:
+        """Return the seconds of a step after the frozen layers' forward."""
+        slots = length * replicas // CLUSTER.nodes
+        sums = replace(CLUSTER, slots_per_node=slots).all_reduce_costs()
+        request = PlanRequest(
+            length * replicas, slots, BATCH * replicas, num_frozen, prefix_cached_s=0.0
+        )
+        cuts = paper_split(self.profile, num_frozen, length, frozen_cost=self.frozen_cost)
+        return predict(
+            replace(self.profile, all_reduce=sums),
+            request,
+            boundaries=cuts,
+            num_micro_batches=count,
+            schedule="gpipe",
+        ).predicted_step_s
+
+    def _prefix_s(self, before: int, num_frozen: int, *, cached: bool) -> float:
+        """Return the seconds of a batch's frozen layers, on one device and in one piece.
+
+        A cached sample is read as it was in the epoch before; layers frozen since are computed.
+        """
+        whole_s = forward_s(self.profile, 0, num_frozen, BATCH)
+        if not cached or before < CACHE_FROM:
+            return whole_s
+        if self.cache_read_s is None:
+            read_s = forward_s(self.profile, 0, CACHE_FROM, BATCH)
+        else:
+            read_s = BATCH * self.cache_read_s
+        return min(whole_s, read_s + forward_s(self.profile, before, num_frozen, BATCH))
+
+
+def published_system(profile: Profile) -> PublishedSystem:
+    """Profile the throughputs, once for each K, as the published system does at its start."""
+    return PublishedSystem(profile, throughput_tables(profile, START))
+
+
+def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
+    """Return the seconds of a batch through the frozen layers first .. last - 1."""
+    return sum(
+        profile.frozen_s(index, batch)
+        for index, cost in enumerate(profile.sublayers)
+        if first <= cost.layer < last
+    )
+
+
+def total_s(epochs: Sequence[Epoch]) -> float:
+    """Return the seconds of a run."""
+    return sum(epoch.seconds for epoch in epochs)
+
+
+def frozen_in_place(profile: Profile, num_frozen: int) -> Profile:
+    """Leave frozen layers on their stages, with a forward and no backward."""
+    costs = []
+    for cost in profile.sublayers:
+        if cost.layer < num_frozen:
+            nothing = (0.0,) * len(profile.batch_sizes)
+            cost = replace(
+                cost,
+                forward_s=cost.frozen_s,
+                input_backward_s=nothing,
+                weight_backward_s=nothing,
+                gradient_bytes=0,
+            )
+        costs.append(cost)
+    return replace(profile, sublayers=tuple(costs))
+
+
+def in_place_s(system: PublishedSystem) -> float:
+    """Return the seconds of freezing only, if frozen layers stayed on their stages."""
+    num_steps = math.ceil(NUM_SAMPLES / (BATCH * CLUSTER.nodes))
+    seconds = 0.0
+    for num_frozen in frozen_by_epoch():
+        stay = replace(system, profile=frozen_in_place(system.profile, num_frozen))
+        count = system.best_count(CLUSTER.slots_per_node)
+        seconds += num_steps * stay.pipeline_s(0, CLUSTER.slots_per_node, CLUSTER.nodes, count)
+    return seconds
+
+
+def ours(
+    profile: Profile, *, grow: bool, cache: bool, freeze: bool = True
+) -> tuple[float, list[PipelinePlan]]:
+    """Return the seconds of a run by our rules, and each epoch's plan.
+
+    Args:
+        profile: a device's costs.
+        grow: a batch of 400 a pipeline, as published, instead of 800 in all.
+        cache: read frozen activations at the rate of the devices' links; hosts hold them.
+        freeze: by the published schedule.
+    """
+    seconds, before, plans = 0.0, 0, []
+    for num_frozen in frozen_by_epoch():
+        now = num_frozen if freeze else 0
+        request = replace(
+            START,
+            global_batch=BATCH if grow else 2 * BATCH,
+            num_frozen=now,
+            memory_limit_bytes=CLUSTER.memory_bytes,
+            prefix_cached_s=_our_prefix_s(profile, before, now, cached=cache),
+        )
+        situation = PlanSituation(0, 0, profile, request, None, lambda plan: 0.0, grow)
+        plan = fastest_per_sample(situation)
+        batch = BATCH * CLUSTER.num_slots // plan.length if grow else 2 * BATCH
+        seconds += math.ceil(NUM_SAMPLES / batch) * plan.predicted_step_s
+        plans.append(plan)
+        before = now
+    return seconds, plans
+
+
+def _our_prefix_s(profile: Profile, before: int, num_frozen: int, *, cached: bool) -> float:
+    """Return a sample's seconds of frozen layers; they run in chunks, pipelined with the rest."""
+    computed_s = forward_s(profile, 0, num_frozen, _CHUNK) / _CHUNK
+    if not cached or before == 0:
+        return computed_s
+    row_bytes = [cost.output_bytes for cost in profile.sublayers if cost.layer < before][-1]
+    read_s = row_bytes / CLUSTER.link.bytes_per_s
+    return min(computed_s, read_s + forward_s(profile, before, num_frozen, _CHUNK) / _CHUNK)

@@ -1,0 +1,243 @@
+"""Kill ranks of real runs at random points, and see whether anything is lost.
+
+    python -m experiments.soak --kills 200
+
+A run is killed again and again, at a random rank: every other time after a random time, else at a
+random call of a random function of the packages, so that rare moments (a transition, the pointer
+to a checkpoint) are hit as often as frequent ones. Its launcher restarts it, and it continues from
+its newest checkpoint. Of the following all but the first must be 0:
+
+    kills
+    hangs             runs that were not over in 30 s for each attempt
+    failed            runs that ended without a kill, in an error
+    lost_or_repeated  samples that an epoch did not train exactly once
+    differing         runs whose final weights or optimizer state are not the uninterrupted run's
+                      bit by bit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from experiments.soak_run import (
+    EPOCHS,
+    ERRORS,
+    LENGTHS,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Kill,
+    SoakRun,
+    train,
+)
+from pipetransformer import WorkerFailedError, launch
+from pipetransformer.checkpoint import open_checkpoint, published
+
+KILLS_A_RUN = 10
+ATTEMPT_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Hold what an uninterrupted run did.
+
+    Args:
+        num_ranks: its processes.
+        seconds: it took.
+        calls: of every function, by rank.
+        state: every tensor that it saved at its end.
+    """
+
+    num_ranks: int
+    seconds: float
+    calls: tuple[Mapping[str, int], ...]
+    state: Mapping[str, Tensor]
+
+
+@dataclass
+class Tally:
+    """Count what was seen."""
+
+    kills: int = 0
+    runs: int = 0
+    hangs: int = 0
+    failed: int = 0
+    lost_or_repeated: int = 0
+    differing: int = 0
+    where: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts."""
+        names = ("kills", "hangs", "failed", "lost_or_repeated", "differing")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def is_clean(self) -> bool:
+        """Tell whether nothing was lost."""
+        return not any((self.hangs, self.failed, self.lost_or_repeated, self.differing))
+
+
+def main() -> int:
+    """Run the soak; return 1 if anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.ERROR)
+    tally = soak(options.kills, options.seed)
+    print(f"\n{'kills':>7}  killed in")
+    for where, number in tally.where.most_common():
+        print(f"{number:7}  {where}")
+    print(f"\n{tally.runs} runs of {' or '.join(map(str, LENGTHS))} processes")
+    print(json.dumps(tally.to_json()))
+    return 0 if tally.is_clean else 1
+
+
+def soak(num_kills: int, seed: int) -> Tally:
+    """Kill until there were so many kills."""
+    tally, generator = Tally(), random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        references = [refer(folder / f"whole{n}", n) for n in LENGTHS]
+        while tally.kills < num_kills:
+            reference = references[tally.runs % len(references)]
+            most = min(KILLS_A_RUN, num_kills - tally.kills)
+            run = SoakRun(
+                str(folder / f"run{tally.runs}"),
+                reference.num_ranks,
+                tuple(draw(reference, generator) for _ in range(most)),
+            )
+            judge(run, reference, tally)
+            print(f"run {tally.runs}: {json.dumps(tally.to_json())}", flush=True)
+    return tally
+
+
+def refer(folder: Path, num_ranks: int) -> Reference:
+    """Train without a kill."""
+    run = SoakRun(str(folder), num_ranks, counts=True)
+    folder.mkdir()
+    launch(train, (run,), num_slots=num_ranks, start_method="forkserver")
+    found = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(num_ranks)]
+    if wrong := wrong_samples(folder, num_ranks):
+        raise RuntimeError(f"the uninterrupted run lost or repeated {wrong} samples")
+    return Reference(
+        num_ranks,
+        max(one["seconds"] for one in found),
+        tuple(one["calls"] for one in found),
+        read_state(folder),
+    )
+
+
+def draw(reference: Reference, generator: random.Random) -> Kill:
+    """Choose a rank and a moment."""
+    rank = generator.randrange(reference.num_ranks)
+    if generator.random() < 0.5:
+        return Kill(rank, after_s=generator.uniform(0.0, reference.seconds))
+    function, count = generator.choice(sorted(reference.calls[rank].items()))
+    event = generator.choice(("call", "return"))
+    return Kill(rank, function=function, call=generator.randrange(count), event=event)
+
+
+def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
+    """Run once with its kills, and count what went wrong."""
+    folder = Path(run.folder)
+    folder.mkdir()
+    tally.runs += 1
+    try:
+        with limit(ATTEMPT_LIMIT_S * (len(run.kills) + 1)):
+            launch(
+                train,
+                (run,),
+                num_slots=run.num_ranks,
+                max_restarts=len(run.kills),
+                start_method="forkserver",
+            )
+        tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
+        tally.differing += not same_bits(read_state(folder), reference.state)
+    except (TimeoutError, WorkerFailedError) as error:
+        print(f"{error}\n{run}\n{(folder / ERRORS).read_text()[-3000:]}")
+        tally.hangs += isinstance(error, TimeoutError)
+        tally.failed += isinstance(error, WorkerFailedError)
+    killed = folder / "killed"
+    where = killed.read_text().splitlines() if killed.exists() else []
+    tally.kills += len(where)
+    tally.where.update(where)
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """End what takes longer, in the main thread.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not over after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def wrong_samples(folder: Path, num_ranks: int) -> int:
+    """Count the samples that an epoch trained too often or not at all.
+
+    A step that was trained again after a restart counts as it was trained last.
+    """
+    trained: dict[int, tuple[int, list[int]]] = {}
+    for rank in range(num_ranks):
+        for line in (folder / f"samples-{rank}").read_text().splitlines():
+            attempt, step, *ids = map(int, line.split())
+            last, samples = trained.get(step, (-1, []))
+            if attempt > last:
+                trained[step] = (attempt, ids)
+            elif attempt == last:
+                samples.extend(ids)
+    wrong = 0
+    for epoch in range(EPOCHS):
+        steps = range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH)
+        times = Counter(sample for step in steps for sample in trained.get(step, (0, []))[1])
+        wrong += sum(abs(times[sample] - 1) for sample in range(NUM_SAMPLES))
+    return wrong
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """Read every tensor of a run's last checkpoint, weights and optimizer state."""
+    checkpoint = open_checkpoint(published(folder / "run" / "checkpoints")[0])
+    if checkpoint.step != EPOCHS * STEPS_PER_EPOCH:
+        raise RuntimeError(f"{folder} ended with a checkpoint of step {checkpoint.step}")
+    return {
+        f"{shard}: {name}": tensor
+        for shard in checkpoint.shard_names
+        for name, tensor in checkpoint.read(shard).items()
+    }
+
+
+def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Compare all tensors bit by bit."""
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(tensor, theirs[name]) for name, tensor in ours.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Let the ranks of a world find each other, and refuse on all of them a world that cannot train.
+
+torchrun restarts processes on the store that the dead ones used, and nodes may count restarts
+differently. So what is found in the store may be an earlier attempt's; torch's own start would
+connect to the dead processes. Here every process has a word of its own that the others repeat.
+
+    rank r   hello-r = its word, its place                      ack-r = 7e.1
+    rank 0                          invitation = 7e.1, all hellos            go = 7e.1
+
+A rank answers an invitation that repeats its word. Rank 0 invites anew whenever a hello changes,
+and lets all go when all have answered the same invitation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say where a rank stands, as it tells the others before anything starts.
+
+    Args:
+        local_rank, slots: among the processes of its node.
+        host: its node's name.
+        device: type of its device.
+        refusal: why it has none; "" where it has one.
+        word: names this very process.
+    """
+
+    local_rank: int
+    slots: int
+    host: str
+    device: str = "cpu"
+    refusal: str = ""
+    word: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Hold what all ranks agreed on: a name no other attempt has, and all places by rank."""
+
+    name: str
+    places: tuple[Place, ...]
+
+
+def meet(store: dist.Store, rank: int, size: int, place: Place, *, timeout_s: float) -> Meeting:
+    """Wait until all processes of this attempt are there. Collective.
+
+    Args:
+        store: shared by all ranks, perhaps with an earlier attempt's keys.
+        rank, size, place: of this process.
+        timeout_s: longest wait.
+    Raises:
+        TimeoutError: some did not join; the message names them.
+    """
+    store.set(f"hello-{rank}", json.dumps(asdict(place)))
+    deadline = time.monotonic() + timeout_s
+    host = _Host(store, size) if rank == 0 else None
+    while True:
+        if host is not None:
+            host.invite()
+        invitation = _get(store, "invitation")
+        if invitation is not None and place.word == _word(invitation, rank):
+            store.set(f"ack-{rank}", invitation["name"])
+            if host is not None:
+                host.let_go()
+            if store.check(["go"]) and store.get("go").decode() == invitation["name"]:
+                return Meeting(invitation["name"], tuple(Place(**p) for p in invitation["places"]))
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {rank} on {place.host} waited {timeout_s:g} s for "
+                f"{_missing(store, size, invitation, rank)}; start the launcher on every node "
+                "with the same number of nodes and processes, and see what those ranks printed"
+            )
+        time.sleep(_POLL_S)
+
+
+class _Host:
+    """Do rank 0's part."""
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        self._store = store
+        self._hellos = [f"hello-{rank}" for rank in range(size)]
+        self._acks = [f"ack-{rank}" for rank in range(size)]
+        self._word = uuid.uuid4().hex
+        self._number = 0
+        self._places: list[bytes] = []
+
+    @property
+    def _name(self) -> str:
+        return f"{self._word}.{self._number}"
+
+    def invite(self) -> None:
+        """Publish all hellos under a new name, if one is new and none is missing."""
+        if not self._store.check(self._hellos):
+            return
+        places = self._store.multi_get(self._hellos)
+        if places != self._places:
+            self._places, self._number = places, self._number + 1
+            content = {"name": self._name, "places": [json.loads(place) for place in places]}
+            self._store.set("invitation", json.dumps(content))
+
+    def let_go(self) -> None:
+        """Let all ranks go, if all have answered the last invitation."""
+        if self._store.check(self._acks) and set(self._store.multi_get(self._acks)) == {
+            self._name.encode()
+        }:
+            self._store.set("go", self._name)
+
+
+def _get(store: dist.Store, key: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = json.loads(store.get(key)) if store.check([key]) else None
+    return found
+
+
+def _word(invitation: dict[str, Any], rank: int) -> str | None:
+    """Return the word by which an invitation, perhaps of another world, knows a rank."""
+    places = invitation["places"]
+    return places[rank]["word"] if rank < len(places) else None
+
+
+def _missing(store: dist.Store, size: int, invitation: dict[str, Any] | None, rank: int) -> str:
+    """Name the ranks that did not join, as far as this one can know."""
+    silent = [other for other in range(size) if not store.check([f"hello-{other}"])]
+    if not silent and invitation is not None:
+        silent = [
+            other
+            for other in range(size)
+            if not store.check([f"ack-{other}"])
+            or store.get(f"ack-{other}").decode() != invitation["name"]
+        ]
+    return f"rank(s) {', '.join(map(str, silent or [0]))} of {size}, which did not join"
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """Refuse a world that cannot train; every rank calls it with the same places, in rank order.
+
+    Raises:
+        ValueError: nodes start different numbers of processes, ranks are not numbered node by
+            node, devices differ in type, or a rank found no device.
+    """
+    slots = places[0].slots
+    if len({place.slots for place in places}) > 1 or len(places) % slots:
+        raise ValueError(
+            f"the {len(places)} processes are not spread evenly over nodes: "
+            f"{_by(places, [f'{place.host} starts {place.slots}' for place in places])}; start as "
+            "many on every node (torchrun --nproc-per-node)"
+        )
+    for rank, place in enumerate(places):
+        first = places[rank - rank % slots]
+        if place.local_rank != rank % slots or place.host != first.host:
+            raise ValueError(
+                f"rank {rank} is process {place.local_rank} of {place.host}; with {slots} slots a "
+                f"node it must be process {rank % slots} of {first.host}: number the ranks node "
+                "by node, RANK = node * LOCAL_WORLD_SIZE + LOCAL_RANK, as torchrun does"
+            )
+    if refusals := [place.refusal for place in places if place.refusal]:
+        raise ValueError(refusals[0])
+    if len({place.device for place in places}) > 1:
+        raise ValueError(
+            "nodes would train on different devices: "
+            f"{_by(places, [f'{place.host} uses {place.device}' for place in places])}; start as "
+            "many processes as there are GPUs on every node, or use device='cpu'"
+        )
+
+
+def _by(places: Sequence[Place], descriptions: Sequence[str]) -> str:
+    """List what holds for which ranks."""
+    ranks = {
+        text: [r for r, own in enumerate(descriptions) if own == text]
+        for text in dict.fromkeys(descriptions)
+    }
+    return ", ".join(f"{text} (ranks {', '.join(map(str, own))})" for text, own in ranks.items())

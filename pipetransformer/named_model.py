@@ -1,0 +1,201 @@
+"""Build a model from a name on the command line, with a sample that it takes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.adapters import LayeredModel, adapt
+from pipetransformer.data import Batch
+
+BERTS: dict[str, dict[str, Any]] = {
+    "bert-base": {},
+    "bert-large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+"""Names of transformers' BERT for question answering, and what differs from its defaults."""
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Name a model and what it is fed with.
+
+    Args:
+        name: a timm VisionTransformer, one of BERTS, or "module:function" with a function that
+            returns a model (for `adapt`) and a sample batch: its inputs and targets by name.
+        image_size: pixels of a side, for timm; None is the model's own.
+        seq_length: tokens of a sample, for BERT.
+        dtype: of the parameters and of all that is computed.
+    Raises:
+        ValueError: a value is out of range, or does not apply to the model.
+    """
+
+    name: str
+    image_size: int | None = None
+    seq_length: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for option, value, applies in (
+            ("image_size", self.image_size, self.name not in BERTS and not self.is_own),
+            ("seq_length", self.seq_length, self.name in BERTS),
+        ):
+            if value is not None and not applies:
+                raise ValueError(f"{option} does not apply to {self.name}; leave it out")
+            if value is not None and value < 1:
+                raise ValueError(f"{option} is {value}; give at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+
+    @property
+    def is_own(self) -> bool:
+        """Tell whether a function of the user's builds the model."""
+        return ":" in self.name
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """Hold a model with its sample.
+
+    Args:
+        model: presented by its adapter.
+        sample: one sample's inputs and targets, (1, ...) tensors.
+    """
+
+    model: LayeredModel
+    sample: Batch
+
+    def batch(self, size: int) -> Batch:
+        """Repeat the sample."""
+        return {
+            name: tensor.expand(size, *tensor.shape[1:]).contiguous()
+            for name, tensor in self.sample.items()
+        }
+
+
+def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
+    """Build the model, with random weights, and its sample.
+
+    Args:
+        choice: which.
+        device: "cpu", or "meta" for shapes without memory.
+    Raises:
+        ValueError: nothing has this name, or what has it gives no sample, or a model that no
+            adapter knows.
+    """
+    with torch.device(device):
+        if choice.is_own:
+            model, batch = _build_own(choice.name, device)
+        elif choice.name in BERTS:
+            model, batch = _build_bert(choice)
+        else:
+            model, batch = _build_timm(choice)
+        dtype = DTYPES[choice.dtype]
+        if isinstance(model, LayeredModel):
+            model.model.to(dtype)
+        else:
+            model.to(dtype)
+        sample = {
+            name: tensor[:1].to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in batch.items()
+        }
+        try:
+            return NamedModel(adapt(model), sample)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
+    # timm takes seconds to import, and only its own models need it.
+    import timm
+
+    if not timm.is_model(choice.name):
+        near = difflib.get_close_matches(choice.name, timm.list_models("vit_*"), cutoff=0.0)
+        raise ValueError(
+            f"no model is called {choice.name!r}; give {', '.join(BERTS)}, a VisionTransformer of "
+            f'timm (such as {", ".join(near)}), or "module:function" for your own'
+        )
+    size: dict[str, Any] = {}
+    if choice.image_size is not None:
+        size["img_size"] = choice.image_size
+    model: Any = timm.create_model(choice.name, **size)
+    channels, height, width = model.default_cfg["input_size"]
+    if choice.image_size is not None:
+        height = width = choice.image_size
+    return model, {
+        "x": torch.zeros(1, channels, height, width),
+        "y": torch.zeros(1, dtype=torch.int64),
+    }
+
+
+def _build_bert(choice: ModelChoice) -> tuple[nn.Module, Batch]:
+    # transformers takes seconds to import, and only its own models need it.
+    from transformers import BertConfig, BertForQuestionAnswering
+
+    config = BertConfig(**BERTS[choice.name])
+    length = min(384, config.max_position_embeddings)
+    if choice.seq_length is not None:
+        length = choice.seq_length
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"seq_length is {length}; {choice.name} takes up to {config.max_position_embeddings}"
+        )
+    tokens = torch.ones(1, length, dtype=torch.int64)
+    position = torch.zeros(1, dtype=torch.int64)
+    return BertForQuestionAnswering(config), {
+        "input_ids": tokens,
+        "attention_mask": tokens,
+        "start_positions": position,
+        "end_positions": position,
+    }
+
+
+def _build_own(name: str, device: str) -> tuple[nn.Module | LayeredModel, Mapping[str, Tensor]]:
+    """Call the user's function; modules are also looked for in the current folder."""
+    module_name, _, function_name = name.partition(":")
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name!r} names a module that cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {function_name!r}; give module:function")
+    try:
+        built = function()
+    except (RuntimeError, NotImplementedError) as error:
+        if device != "meta":
+            raise
+        raise ValueError(
+            f"{name} failed: {error}; for a cluster that is only described it is called under "
+            "torch.device('meta'), where tensors have no values: build the model without any"
+        ) from error
+    if (
+        not isinstance(built, tuple)
+        or len(built) != 2
+        or not isinstance(built[0], (nn.Module, LayeredModel))
+        or not isinstance(built[1], Mapping)
+        or not built[1]
+        or not all(isinstance(tensor, Tensor) and len(tensor) for tensor in built[1].values())
+    ):
+        raise ValueError(
+            f"{name} returned {type(built).__name__}; it must return (model, batch): a model that "
+            "adapt knows, and a batch of at least one sample, tensors by name"
+        )
+    return built

@@ -1,0 +1,75 @@
+"""Compare what steps take with what was predicted, to tell the outcome of a plan and a drift."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+_WINDOW = 10
+"""Steps whose median counts; fewer are too noisy, and more would notice late."""
+
+_WARM_UP = 2
+"""First steps of a plan, which touch fresh memory."""
+
+_LEAST_REMAINING = 20
+"""How many times longer than measuring anew the rest of the run must be."""
+
+DRIFT = 0.25
+"""Share by which steps must leave what they took for the profile to count as outdated. A plan's
+prediction may be wrong by half of that, and going to another plan is no drift."""
+
+
+class Pace:
+    """Watch the steps of one plan after the other. On rank 0 alone."""
+
+    def __init__(self) -> None:
+        self._predicted_s = 0.0
+        self._num_steps = 0
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._usual: float | None = None
+
+    def begin(self, predicted_s: float, *, measured_anew: bool = False) -> None:
+        """Start to watch a plan.
+
+        Args:
+            predicted_s: a step's seconds.
+            measured_anew: whether the prediction comes from a new profile.
+        """
+        self._predicted_s = predicted_s
+        self._num_steps = 0
+        self._recent.clear()
+        if measured_anew:
+            self._usual = None
+
+    def note(self, seconds: float) -> bool:
+        """Take a step that filled no cache; return whether the plan's outcome is known now.
+
+        It is once for every plan.
+        """
+        self._num_steps += 1
+        if self._num_steps > _WARM_UP:
+            self._recent.append(seconds)
+        is_known = self._num_steps == _WARM_UP + _WINDOW
+        if is_known and self._usual is None and self._predicted_s > 0:
+            self._usual = statistics.median(self._recent) / self._predicted_s
+        return is_known
+
+    @property
+    def median_s(self) -> float | None:
+        """Return what a step of this plan takes of late; None before there are enough of them."""
+        return statistics.median(self._recent) if len(self._recent) == _WINDOW else None
+
+    def pays(self, *, remaining_steps: int, cost_s: float) -> bool:
+        """Tell whether to spend so much on measuring anew: steps drifted, and many remain."""
+        remaining_s = (self.median_s or math.inf) * remaining_steps
+        return self.has_drifted and remaining_s > _LEAST_REMAINING * cost_s
+
+    @property
+    def has_drifted(self) -> bool:
+        """Tell whether steps have left the relation to their prediction that they had at first."""
+        median_s = self.median_s
+        if median_s is None or self._usual is None or self._predicted_s <= 0:
+            return False
+        change = median_s / self._predicted_s / self._usual
+        return not 1 / (1 + DRIFT) <= change <= 1 + DRIFT

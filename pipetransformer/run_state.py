@@ -1,0 +1,260 @@
+"""Say what a checkpoint holds of a run beside its tensors, and take it up again.
+
+There are no random generators to save: sample order, dataset reads and dropout are seeded from the
+run's seed and the position. Neither is the learning rate, a function of the position.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autocache import CacheStats
+from autodp import gather_json
+from autopipe import Profile
+from pipetransformer.checkpoint import Checkpoint
+from pipetransformer.controller import Clock, Controller
+from pipetransformer.deployment import Decision, Deployment
+from pipetransformer.measure import Measurements
+from pipetransformer.resume import (
+    CHECKPOINTS,
+    check_model,
+    note_launchers,
+    open_latest,
+    read_shards,
+)
+from pipetransformer.run_log import RunLog
+from pipetransformer.saving import Saver
+from pipetransformer.stage import StepResult, Task
+from pipetransformer.timeline import Position, Timeline
+from pipetransformer.world import World
+
+
+@dataclass
+class FitReport:
+    """Sum up a run; its seconds are training and transitions, without evaluation."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    transitions: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add_step(self, result: StepResult, stats: CacheStats, num_samples: int) -> None:
+        """Count a training step in."""
+        self.seconds += result.seconds
+        self.samples += num_samples
+        self.cache_hits += stats.hits
+        self.cache_misses += stats.misses + stats.upgrades
+
+
+class RunState:
+    """Save and restore the parts of a run that change while it trains.
+
+    Args:
+        task, world: what is trained, and where.
+        timeline, deployment, report: as the trainer has them.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        timeline: Timeline,
+        deployment: Deployment,
+        report: FitReport,
+    ) -> None:
+        self._task = task
+        self._world = world
+        self._timeline = timeline
+        self._deployment = deployment
+        self._report = report
+        folder = task.config.folder
+        self._folder = None if folder is None else Path(folder)
+        self._hardware = _describe_hardware(world.device)
+        self._saver: Saver | None = None
+        self._reserved_for: Decision | None = None
+
+    def open(self, *, resumes: bool) -> Checkpoint | None:
+        """Get ready to save, and return the checkpoint to continue from, if any. Collective.
+
+        Raises:
+            CorruptCheckpointError, ValueError: see `open_latest` and `_check`; on every rank.
+        """
+        config = self._task.config
+        if self._folder is None:
+            return None
+        note_launchers(self._folder, self._world)
+        directory = self._folder / CHECKPOINTS
+        if config.saves:
+            self._saver = Saver(
+                directory,
+                self._world,
+                keep=config.keep_checkpoints,
+                timeout_s=config.setup_timeout_s,
+            )
+        checkpoint = open_latest(directory, group=self._world.group) if resumes else None
+        if checkpoint is not None:
+            self._check(checkpoint)
+        return checkpoint
+
+    def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
+        """Return what was measured before, where it was on as many such ranks. Collective."""
+        saved, shape = checkpoint.scalars["world"], self._shape()
+        same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
+        if same:
+            hardware = checkpoint.scalars["ranks"][self._world.rank]["hardware"]
+            same = hardware == self._hardware
+        if not all(gather_json(same, group=self._world.group)):
+            return None
+        kept = checkpoint.scalars["measurements"]
+        return Measurements(Profile.from_json(kept["profile"]), kept["copy_bytes_per_s"])
+
+    def restore(
+        self, checkpoint: Checkpoint, controller: Controller, clock: Callable[[], Clock]
+    ) -> None:
+        """Continue from a checkpoint that any number of ranks may have written. Collective.
+
+        Raises:
+            CorruptCheckpointError, ValueError: see `read_shards`; on every rank.
+        """
+        scalars = checkpoint.scalars
+        self._timeline.position = Position(**scalars["position"])
+        for name, value in scalars["report"].items():
+            setattr(self._report, name, value)
+        controller.load_state_dict(scalars["controller"])
+        if not self._keeps_plans(checkpoint):
+            controller.replan(clock())
+        decision = controller.current
+        assert decision is not None
+        needed = self._deployment.needed_shards(decision)
+        shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
+        self._deployment.restore(decision, shards)
+        self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
+
+    def save_if_due(self, controller: Controller, log: RunLog) -> None:
+        """Have a checkpoint written where one is due, and note one that has been."""
+        if self._saver is None:
+            return
+        decision = controller.current
+        assert decision is not None
+        if decision.changes(self._reserved_for) and self._saver.is_idle:
+            # Only after a step: there is no optimizer state before the first.
+            self._reserved_for = decision
+            self._saver.reserve(self._deployment.owned_shards())
+        if self._timeline.save_due():
+            self._saver.save(
+                self._timeline.position.step,
+                self._deployment.owned_shards(),
+                scalars=self._shared_json(controller),
+                own=self._own_json(),
+            )
+        self._note_saved(self._saver, log)
+
+    def finish(self, log: RunLog) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            RuntimeError: see `Saver.wait`.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+            self._note_saved(self._saver, log)
+
+    def close(self, *, failed: bool) -> None:
+        """End saving; after a failure of this rank the others are not waited for.
+
+        Raises:
+            RuntimeError: see `Saver.wait`.
+        """
+        if self._saver is not None:
+            if failed:
+                self._saver.abandon()
+            else:
+                self._saver.close()
+
+    def _note_saved(self, saver: Saver, log: RunLog) -> None:
+        saved = saver.take_saved()
+        if saved is not None and saved.num_bytes:
+            log.checkpoint(saved.step, saved.stopped_s, saved.num_bytes)
+
+    def _shared_json(self, controller: Controller) -> dict[str, Any]:
+        """Return what all ranks have in common, as plain values."""
+        return {
+            **self._identity(),
+            "world": self._shape(),
+            "position": asdict(self._timeline.position),
+            "report": asdict(self._report),
+            "controller": controller.state_dict(),
+            "measurements": {
+                "profile": controller.measurements.profile.to_json(),
+                "copy_bytes_per_s": controller.measurements.copy_bytes_per_s,
+            },
+        }
+
+    def _own_json(self) -> dict[str, Any]:
+        """Return what this rank alone knows, as plain values."""
+        return {
+            "signals": self._deployment.active_stage.signals.state(),
+            "hardware": self._hardware,
+        }
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another model, or after which samples would be lost."""
+        check_model(checkpoint, self._task.model)
+        saved = {name: checkpoint.scalars[name] for name in self._identity()}
+        if saved != self._identity():
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has "
+                f"{self._identity()}, which is another order of the samples; resume with the same "
+                "seed and training set"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._task.config.seed, "num_samples": self._timeline.num_samples}
+
+    def _shape(self) -> dict[str, Any]:
+        """Name what a plan was made for; another one needs another plan."""
+        config = self._task.config
+        return {
+            "num_ranks": self._world.size,
+            "slots_per_node": self._world.slots_per_node,
+            "length": config.length,
+            "micro_batches": config.micro_batches,
+            "schedule": config.schedule,
+        }
+
+    def _keeps_plans(self, checkpoint: Checkpoint) -> bool:
+        shape: dict[str, Any] = checkpoint.scalars["world"]
+        return shape == self._shape()
+
+
+def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the signals of all stages; replicas of a stage have equal ones."""
+    signals = [one["signals"] for one in ranks]
+    sums = {name: value for one in signals for name, value in one["squared_sums"].items()}
+    return {"num_steps": signals[0]["num_steps"], "squared_sums": sums}
+
+
+def _describe_hardware(device: torch.device) -> dict[str, Any]:
+    """Describe what a measured time depends on."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = _processor()
+    return {"device": name, "cores": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _processor() -> str:
+    """Return the processor's name, where the system tells more than its architecture."""
+    details = Path("/proc/cpuinfo")
+    lines = details.read_text().splitlines() if details.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

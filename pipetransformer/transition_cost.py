@@ -1,0 +1,67 @@
+"""Predict what a transition costs, from the bytes that move and what earlier ones took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autodp import Topology, largest_incoming_bytes, plan_moves
+from autopipe import PipelinePlan, Profile
+from pipetransformer.ownership import OPTIMIZER, WEIGHTS, place, shard_name
+from pipetransformer.world import World
+
+_REGROUP_S = 0.05
+"""Building groups, optimizer and buckets, before a transition has told what it takes here."""
+
+_FRESH = 3.0
+"""How many times slower bytes travel into fresh memory than in a repeated probe."""
+
+
+class TransitionCost:
+    """Predict transitions; each one that happened corrects the coming predictions.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._correction = 1.0
+
+    def predict_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
+        """Return the seconds of going from one plan to another."""
+        return self._correction * self._model_s(profile, before, after)
+
+    def note(
+        self, profile: Profile, before: PipelinePlan, after: PipelinePlan, *, seconds: float
+    ) -> None:
+        """Learn from a transition's measured seconds."""
+        self._correction = seconds / self._model_s(profile, before, after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {"correction": self._correction}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._correction = state["correction"]
+
+    def _model_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
+        return _REGROUP_S + _FRESH * self._incoming_bytes(profile, before, after) * max(
+            1 / profile.link.bytes_per_s, 1 / profile.node_link.bytes_per_s
+        )
+
+    def _incoming_bytes(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> int:
+        """Return the bytes of the rank that receives most."""
+        names = [cost.name for cost in profile.sublayers]
+        slots = self._world.slots_per_node
+        old, new = (
+            place(names, Topology(self._world.size, slots, plan.length), plan).shards()
+            for plan in (before, after)
+        )
+        sizes: dict[str, int] = {}
+        for cost in profile.sublayers:
+            sizes[shard_name(cost.name, WEIGHTS)] = cost.parameter_bytes + cost.buffer_bytes
+            sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
+        moves = plan_moves(old, new, sizes, slots_per_node=slots)
+        return largest_incoming_bytes(moves, sizes)

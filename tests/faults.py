@@ -1,0 +1,336 @@
+"""Strike the ranks of a launched run at chosen points, and bring home what to compare."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import pipetransformer.checkpoint
+import pipetransformer.deployment
+import pipetransformer.saving
+import pipetransformer.trainer
+from autocache import RowStore
+from autodp import GradientReducer, GroupPool
+from freeze import FreezeSchedule
+from pipetransformer import Trainer, launch
+from pipetransformer.checkpoint import Checkpoint, open_checkpoint, published
+from pipetransformer.controller import Controller
+from pipetransformer.deployment import Deployment
+from pipetransformer.frozen_prefix import FrozenPrefix
+from pipetransformer.journal import Journal
+from pipetransformer.layer_work import TrainWork
+from pipetransformer.records import RECORDS_FILE, read_records
+from pipetransformer.stage import Stage
+from tests.models import tiny_data, tiny_model
+from tests.scenario import Forced, Shape, build_adamw, slow_start
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "measure": (pipetransformer.trainer, "measure"),
+    "read": (FrozenPrefix, "read"),
+    "step": (Stage, "train_step"),
+    "forward": (TrainWork, "forward"),
+    "loss": (TrainWork, "finish"),
+    "reduce": (GradientReducer, "finish"),
+    "update": (Stage, "_update"),
+    "policy": (FreezeSchedule, "decide"),
+    "planner": (Forced, "__call__"),
+    "journal": (Journal, "append"),
+    "decision": (Controller, "_publish"),
+    "leave": (Deployment, "_leave_stage"),
+    "move": (pipetransformer.deployment, "move_shards"),
+    "adopt": (Deployment, "_adopt"),
+    "groups": (GroupPool, "open"),
+    "cache": (FrozenPrefix, "set_depth"),
+    "cache file": (RowStore, "create_nameless"),
+    "cache opened": (RowStore, "open"),
+    "save": (pipetransformer.saving.Saver, "save"),
+    "write": (pipetransformer.saving, "write_shards"),
+    "publish": (pipetransformer.saving, "publish"),
+    "pointer": (pipetransformer.checkpoint, "_write_sealed"),
+}
+"""Where a fault can strike: functions that a rank calls, patched in that rank's process alone."""
+
+NUM_STEPS = 15
+TRANSITION = 5
+"""Steps done before the first change of K, R and what is frozen."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Describe what happens to one rank.
+
+    Args:
+        rank: whom it strikes.
+        point: a key of POINTS.
+        step: how many steps are done then; None counts calls from the process's start.
+        call: which call of the point's function since then, from 0.
+        how: "kill" and "stop" are signals; "raise" is an error of the user's code; "full" lets
+            files grow no further during the call; "node" kills the launcher and all its ranks.
+        after: whether it strikes after the call rather than before.
+        attempt: after how many restarts of the run.
+    """
+
+    rank: int
+    point: str
+    step: int | None = None
+    call: int = 0
+    how: str = "kill"
+    after: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Describe a run with changes of K and R, freezing, a cache, and a save every third step.
+
+    Args:
+        folder: its records and checkpoints go there.
+        faults: what happens to it.
+        settings: further settings of the Trainer.
+        shapes: step -> the pipeline from then on.
+        dtype, dropout: of the model.
+    """
+
+    folder: Path
+    faults: tuple[Fault, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(
+        default_factory=lambda: {0: Shape(2, 2), TRANSITION: Shape(1, 2), 12: Shape(2, 3)}
+    )
+    dtype: str = "float32"
+    dropout: float = 0.1
+
+
+class UserError(LookupError):
+    """Stand for what a user's code may raise."""
+
+
+class Clock:
+    """Count the steps that this process has done, beginning where its run was resumed."""
+
+    def __init__(self) -> None:
+        self.num_steps: int | None = None
+        original = Stage.train_step
+
+        def train_step(stage: Stage, *arguments: Any, step: int, **options: Any) -> Any:
+            self.num_steps = step
+            result = original(stage, *arguments, step=step, **options)
+            self.num_steps = step + 1
+            return result
+
+        Stage.train_step = train_step  # type: ignore[method-assign]
+
+
+def lay(fault: Fault, clock: Clock, folder: Path) -> None:
+    """Patch a fault's point in this process; it does as before but for the one call."""
+    owner, name = POINTS[fault.point]
+    original, calls = getattr(owner, name), itertools.count()
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        is_due = fault.step is None or clock.num_steps == fault.step
+        if not is_due or next(calls) != fault.call:
+            return original(*arguments, **options)
+        if not fault.after:
+            with suffering(fault, folder):
+                return original(*arguments, **options)
+        value = original(*arguments, **options)
+        with suffering(fault, folder):
+            return value
+
+    setattr(owner, name, struck)
+
+
+@contextmanager
+def suffering(fault: Fault, folder: Path) -> Iterator[None]:
+    """Let a fault happen to this process."""
+    note(folder / "struck", json.dumps([fault.rank, fault.point, fault.attempt]))
+    if fault.how == "node":
+        parent = multiprocessing.parent_process()
+        assert parent is not None and parent.pid is not None
+        os.kill(parent.pid, signal.SIGKILL)
+        signal.pause()
+    if fault.how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.how == "raise":
+        raise UserError(f"{fault.point} went wrong on rank {fault.rank}")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def train(run: Run) -> None:
+    """Train in a launched process, which may not live to the end."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["PIPETRANSFORMER_RESTART_COUNT"])
+    note(run.folder / "pids", str(os.getpid()))
+    keep_warnings(run.folder / "warnings", rank)
+    clock = Clock()
+    for fault in run.faults:
+        if (fault.rank, fault.attempt) == (rank, attempt):
+            lay(fault, clock, run.folder)
+    with make_trainer(run) as trainer:
+        trainer.fit()
+
+
+def make_trainer(run: Run) -> Trainer:
+    """Build what a run trains with."""
+    dtype = getattr(torch, run.dtype)
+    settings = {
+        "epochs": 3,
+        "batch_size": 6,
+        "seed": 5,
+        "clip_norm": 0.5,
+        "learning_rate_schedule": slow_start,
+        "freeze_interval_steps": 1,
+        "checkpoint_every_steps": 3,
+        "cache_folder": run.folder / "cache",
+        "setup_timeout_s": 30.0,
+        "progress": False,
+    }
+    return Trainer(
+        tiny_model(dropout=run.dropout, dtype=dtype),
+        tiny_data(dtype=dtype),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=build_adamw,
+        freeze=FreezeSchedule((0, 2, 3)),
+        plan=Forced(run.shapes),
+        folder=run.folder / "run",
+        **{**settings, **run.settings},
+    )
+
+
+def keep_warnings(path: Path, rank: int) -> None:
+    """Write this process's warnings to a file."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: note(path, f"rank {rank}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("pipetransformer").addHandler(handler)
+
+
+def note(path: Path, line: str) -> None:
+    """Append a line in one piece."""
+    with open(path, "a") as file:
+        file.write(line + "\n")
+
+
+def read_notes(path: Path) -> list[str]:
+    """Read the lines of a file, none if it is not there."""
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def start(
+    run: Run,
+    *,
+    num_slots: int = 2,
+    max_restarts: int = 0,
+    entry: Callable[..., None] = train,
+    deadline_s: float = 240.0,
+) -> None:
+    """Launch a run; check that it ends in time, suffers every fault, and leaves nothing behind."""
+    cache, temporary = run.folder / "cache", run.folder / "temporary"
+    for folder in (run.folder, cache, temporary):
+        folder.mkdir(exist_ok=True)
+    here = partial(tempfile.TemporaryDirectory, dir=temporary)
+    try:
+        with deadline(deadline_s), mock.patch.object(tempfile, "TemporaryDirectory", here):
+            launch(
+                entry,
+                (run,),
+                num_slots=num_slots,
+                max_restarts=max_restarts,
+                start_method="forkserver",
+            )
+    finally:
+        assert not os.listdir(cache) and not os.listdir(temporary)
+        assert not [pid for pid in read_notes(run.folder / "pids") if Path("/proc", pid).exists()]
+    struck = [tuple(json.loads(line)) for line in read_notes(run.folder / "struck")]
+    assert struck == [(fault.rank, fault.point, fault.attempt) for fault in run.faults]
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """End what takes longer with an error; for the main thread."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"still not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def last_checkpoint(run: Run) -> Checkpoint:
+    """Return what a run saved at its end."""
+    checkpoint = open_checkpoint(published(run.folder / "run" / "checkpoints")[0])
+    assert checkpoint.step == NUM_STEPS
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Hold what a run has learnt: each step's loss as last trained, and what it saved at its end.
+
+    Args:
+        losses: by step.
+        state: every tensor of the last checkpoint, weights and optimizer state, by shard and name.
+    """
+
+    losses: dict[int, float]
+    state: dict[str, Tensor]
+
+
+def ending(run: Run) -> Ending:
+    """Read what a run that came to its end has learnt."""
+    records = read_records(run.folder / "run" / RECORDS_FILE)
+    losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
+    assert sorted(losses) == list(range(NUM_STEPS))
+    last = last_checkpoint(run)
+    state = {
+        f"{shard}: {name}": tensor
+        for shard in last.shard_names
+        for name, tensor in last.read(shard).items()
+    }
+    return Ending(losses, state)
+
+
+def assert_same_bits(ours: Ending, theirs: Ending) -> None:
+    """Compare every step's loss, and every tensor that was saved at the end."""
+    assert ours.losses == theirs.losses
+    assert ours.state.keys() == theirs.state.keys() and ours.state
+    for name, tensor in ours.state.items():
+        assert torch.equal(tensor, theirs.state[name]), name
+
+
+def assert_close(ours: Ending, theirs: Ending) -> None:
+    """Compare the same in float64: |difference| <= 1e-9 + 1e-7 * max|tensor|."""
+    assert ours.losses.keys() == theirs.losses.keys()
+    for step, loss in ours.losses.items():
+        assert abs(loss - theirs.losses[step]) <= 1e-9 + 1e-7 * abs(loss), step
+    assert ours.state.keys() == theirs.state.keys() and ours.state
+    for name, tensor in ours.state.items():
+        allowed = 1e-9 + 1e-7 * float(theirs.state[name].abs().max())
+        assert float((tensor - theirs.state[name]).abs().max()) <= allowed, name
