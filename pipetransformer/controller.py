@@ -47,6 +47,18 @@ class Clock:
     peak_learning_rate: float
 
 
+def plan_shape(task: Task, world: World) -> dict[str, Any]:
+    """Name what a plan was made for, as plain values; another one needs another plan."""
+    config = task.config
+    return {
+        "num_ranks": world.size,
+        "slots_per_node": world.slots_per_node,
+        "length": config.length,
+        "micro_batches": config.micro_batches,
+        "schedule": config.schedule,
+    }
+
+
 class Controller:
     """Hold what decisions depend on: the policy, what was measured, and what was decided before.
 
@@ -63,6 +75,7 @@ class Controller:
         self._world = world
         self.policy = policy
         self.measurements = measurements
+        self._shape = plan_shape(task, world)
         self._journal: Journal | None = None
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
@@ -110,7 +123,7 @@ class Controller:
             try:
                 answer = {"decision": make().to_json()}
                 if self._journal is not None and step is not None:
-                    self._journal.append({"step": step, "num_ranks": self._world.size, **answer})
+                    self._journal.append({"step": step, "world": self._shape, **answer})
             except Exception as error:
                 broadcast_json({"error": repr(error)}, group=self._world.group)
                 raise
@@ -217,7 +230,7 @@ class Controller:
         entry = self._journal.recorded(clock.step) if self._journal is not None else None
         if entry is not None:
             recorded = Decision.from_json(entry["decision"])
-            if entry["num_ranks"] == self._world.size:
+            if entry["world"] == self._shape:
                 return recorded
             # Another world needs another pipeline, but what was frozen must stay what it was.
             num_frozen, reason = recorded.num_frozen, recorded.reason

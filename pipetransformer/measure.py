@@ -38,6 +38,9 @@ from pipetransformer.world import World
 _BUDGET_S = 4.0
 """Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
 
+MEASURE_GUESS_S = 2 * _BUDGET_S
+"""What measuring takes, until it was done."""
+
 _MOST_ROUNDS, _MOST_SIZES = 3, 6
 _UPDATED_BYTES = 64 << 20
 """Parameters on which an update is timed: with gradients and state far beyond a cache's size."""

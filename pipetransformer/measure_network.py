@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autodp import GradientReducer, Topology, allowed_lengths, broadcast_json, build_groups
+from autodp import GradientReducer, Topology, allowed_lengths, broadcast_json, gather_json
 from autopipe import AllReduceCost, LinkCost
 from pipetransformer.world import World
 
@@ -123,14 +124,19 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         yield world.group
         return
     topology = Topology(world.size, world.slots_per_node, length)
-    groups = build_groups(
-        topology, world.rank, on_cuda=world.device.type == "cuda", timeout_s=timeout_s
-    )
+    timeout = timedelta(seconds=timeout_s)
+    groups = [
+        dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)
+        for stage in range(length)
+    ]
+    own = groups[topology.stage_of(world.rank)]
+    assert isinstance(own, dist.ProcessGroup)
     try:
-        assert groups.stage is not None
-        yield groups.stage
+        yield own
     finally:
-        groups.destroy()
+        # A rank that left early would close connections that others still make.
+        gather_json(None, group=world.group)
+        dist.destroy_process_group(own)
 
 
 def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:

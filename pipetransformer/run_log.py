@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipetransformer.deployment import Decision
 from pipetransformer.pace import Pace
 from pipetransformer.progress import Progress
 from pipetransformer.records import Records
+from pipetransformer.saving import Saved
 from pipetransformer.stage import StepResult
 from pipetransformer.world import World
 
@@ -209,6 +211,25 @@ class RunLog:
         fields: dict[str, Any] = {"epoch": epoch, "seconds": seconds, **metrics}
         self._records.log("evaluation", step, **fields)
 
-    def checkpoint(self, step: int, seconds: float, num_bytes: int) -> None:
+    def checkpoint(self, saved: Saved) -> None:
         """Note that a checkpoint has been written."""
-        self._records.log("checkpoint", step, seconds=seconds, bytes=num_bytes)
+        self._records.log(
+            "checkpoint",
+            saved.step,
+            seconds=saved.stopped_s,
+            written_s=saved.written_s,
+            bytes=saved.num_bytes,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return rank 0's part of the unfinished epoch, as plain values."""
+        return {
+            "spent": dict(self._spent),
+            "samples": self._epoch_samples,
+            "loss": self._epoch_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
+        self._spent = defaultdict(float, state["spent"])
+        self._epoch_samples, self._epoch_loss = state["samples"], state["loss"]

@@ -18,7 +18,7 @@ from autocache import CacheStats
 from autodp import gather_json
 from autopipe import Profile
 from pipetransformer.checkpoint import Checkpoint
-from pipetransformer.controller import Clock, Controller
+from pipetransformer.controller import Clock, Controller, plan_shape
 from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.measure import Measurements
 from pipetransformer.resume import (
@@ -107,7 +107,7 @@ class RunState:
 
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
-        saved, shape = checkpoint.scalars["world"], self._shape()
+        saved, shape = checkpoint.scalars["world"], plan_shape(self._task, self._world)
         same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
         if same:
             hardware = checkpoint.scalars["ranks"][self._world.rank]["hardware"]
@@ -118,7 +118,11 @@ class RunState:
         return Measurements(Profile.from_json(kept["profile"]), kept["copy_bytes_per_s"])
 
     def restore(
-        self, checkpoint: Checkpoint, controller: Controller, clock: Callable[[], Clock]
+        self,
+        checkpoint: Checkpoint,
+        controller: Controller,
+        log: RunLog,
+        clock: Callable[[], Clock],
     ) -> None:
         """Continue from a checkpoint that any number of ranks may have written. Collective.
 
@@ -130,7 +134,7 @@ class RunState:
         for name, value in scalars["report"].items():
             setattr(self._report, name, value)
         controller.load_state_dict(scalars["controller"])
-        if not self._keeps_plans(checkpoint):
+        if scalars["world"] != plan_shape(self._task, self._world):
             controller.replan(clock())
         decision = controller.current
         assert decision is not None
@@ -138,6 +142,8 @@ class RunState:
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
         self._deployment.restore(decision, shards)
         self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
+        log.load_state_dict(scalars["log"])
+        log.pace.begin(decision.plan.predicted_step_s)
 
     def save_if_due(self, controller: Controller, log: RunLog) -> None:
         """Have a checkpoint written where one is due, and note one that has been."""
@@ -153,7 +159,7 @@ class RunState:
             self._saver.save(
                 self._timeline.position.step,
                 self._deployment.owned_shards(),
-                scalars=self._shared_json(controller),
+                scalars=self._shared_json(controller, log),
                 own=self._own_json(),
             )
         self._note_saved(self._saver, log)
@@ -183,16 +189,17 @@ class RunState:
     def _note_saved(self, saver: Saver, log: RunLog) -> None:
         saved = saver.take_saved()
         if saved is not None and saved.num_bytes:
-            log.checkpoint(saved.step, saved.stopped_s, saved.num_bytes)
+            log.checkpoint(saved)
 
-    def _shared_json(self, controller: Controller) -> dict[str, Any]:
+    def _shared_json(self, controller: Controller, log: RunLog) -> dict[str, Any]:
         """Return what all ranks have in common, as plain values."""
         return {
             **self._identity(),
-            "world": self._shape(),
+            "world": plan_shape(self._task, self._world),
             "position": asdict(self._timeline.position),
             "report": asdict(self._report),
             "controller": controller.state_dict(),
+            "log": log.state_dict(),
             "measurements": {
                 "profile": controller.measurements.profile.to_json(),
                 "copy_bytes_per_s": controller.measurements.copy_bytes_per_s,
@@ -219,21 +226,6 @@ class RunState:
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._task.config.seed, "num_samples": self._timeline.num_samples}
-
-    def _shape(self) -> dict[str, Any]:
-        """Name what a plan was made for; another one needs another plan."""
-        config = self._task.config
-        return {
-            "num_ranks": self._world.size,
-            "slots_per_node": self._world.slots_per_node,
-            "length": config.length,
-            "micro_batches": config.micro_batches,
-            "schedule": config.schedule,
-        }
-
-    def _keeps_plans(self, checkpoint: Checkpoint) -> bool:
-        shape: dict[str, Any] = checkpoint.scalars["world"]
-        return shape == self._shape()
 
 
 def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:

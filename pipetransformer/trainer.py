@@ -20,7 +20,7 @@ from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
-from pipetransformer.measure import Measurements, measure
+from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
 from pipetransformer.optimizer_state import OptimizerFactory, adamw
 from pipetransformer.resume import resumes
 from pipetransformer.run_log import Cost, RunLog
@@ -97,7 +97,7 @@ class Trainer:
         )
         self._trace: Trace | None = None
         self.measurements: Measurements | None = None
-        self._measure_s = 0.0
+        self._measure_s = MEASURE_GUESS_S
         self._log = RunLog(
             self.world,
             self._folder if self.world.is_main else None,
@@ -275,7 +275,7 @@ class Trainer:
         self.measurements = kept or self._measure()
         self._controller = Controller(self._task, self.world, self._policy, self.measurements)
         if checkpoint:
-            self._state.restore(checkpoint, self._controller, self._clock)
+            self._state.restore(checkpoint, self._controller, self._log, self._clock)
         step = self._timeline.position.step
         self._controller.open_journal(self._folder, from_step=step if self._resumes else None)
         self._log.start(self._timeline.max_steps(self._replicas), self.measurements.profile)

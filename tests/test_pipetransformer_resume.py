@@ -28,7 +28,6 @@ from pipetransformer.checkpoint import (
 from pipetransformer.config import TrainConfig
 from pipetransformer.resume import agree, note_launchers, open_latest, resumes
 from pipetransformer.snapshot import HostShard, Snapshot
-from pipetransformer.timeline import Timeline
 from pipetransformer.world import connect
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -147,35 +146,6 @@ def test_a_process_that_was_started_twice_from_one_place_is_no_restart(
         resumes(config(tmp_path, False))
 
 
-# 5 steps an epoch, 3 epochs.
-@pytest.mark.parametrize(
-    ("steps", "epochs", "due"),
-    [
-        (4, 0, [4, 8, 12, 15]),
-        (0, 2, [10, 15]),
-        (0, 1, [5, 10, 15]),
-        (6, 2, [6, 10, 12, 15]),
-        (100, 0, [15]),
-    ],
-)
-def test_saves_are_due_by_steps_by_epochs_and_at_the_end(
-    steps: int, epochs: int, due: list[int]
-) -> None:
-    settings = TrainConfig(
-        folder="runs",
-        epochs=3,
-        batch_size=6,
-        checkpoint_every_steps=steps,
-        checkpoint_every_epochs=epochs,
-    )
-    timeline, found = Timeline(settings, 26), []
-    while not timeline.is_over:
-        timeline.advance(min(6, 26 - timeline.position.sample))
-        if timeline.save_due():
-            found.append(timeline.position.step)
-    assert found == due
-
-
 def fail_on(rank: int, kind: type[Exception]) -> str:
     """Let a rank fail; return what each raises."""
     world = connect("cpu", timeout_s=60.0)
@@ -275,6 +245,11 @@ def train(folder: Path, **settings: Any) -> None:
         trainer.fit()
 
 
+def train_in_two_stages(folder: Path, **settings: Any) -> None:
+    """Train with ranks that read different files."""
+    train(folder, length=2, **settings)
+
+
 def resume_with_a_file_that_goes_bad(folder: Path) -> str:
     """Resume; a file that rank 1 needs goes bad after all have verified all."""
     world = connect("cpu", timeout_s=60.0)
@@ -288,14 +263,14 @@ def resume_with_a_file_that_goes_bad(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "read", read_damaged)
         with pytest.raises(CorruptCheckpointError) as caught:
-            train(folder, resume=True, epochs=3)
+            train_in_two_stages(folder, resume=True, epochs=3)
     return str(caught.value)
 
 
 def test_a_file_that_goes_bad_before_it_is_read_ends_all_ranks_alike(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
-    two_ranks.run(train, tmp_path)
+    two_ranks.run(train_in_two_stages, tmp_path)
     first, second = two_ranks.run(resume_with_a_file_that_goes_bad, tmp_path)
     assert first == second
     assert first.startswith("rank 1: ") and "has SHA-256" in first

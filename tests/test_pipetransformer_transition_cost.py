@@ -1,4 +1,4 @@
-"""Prove that a transition's predicted cost follows the bytes it moves and what earlier ones took."""
+"""Prove that the predicted cost of a transition follows its bytes and what earlier ones took."""
 
 from __future__ import annotations
 
