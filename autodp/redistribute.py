@@ -72,7 +72,7 @@ def move_shards(
     """
     check_holders(before, after)
     rank = 0 if group is None else dist.get_rank()
-    lacking = [shard for shard, ranks in after.items() if ranks - before[shard]]
+    lacking = [name for name, ranks in after.items() if ranks - before.get(name, frozenset())]
     for shard, ranks in before.items():
         if rank in ranks - after.get(shard, frozenset()) and shard not in lacking:
             store.drop(shard, tuple(store.read(shard)))

@@ -41,7 +41,7 @@ DONOR_EPOCHS = 16
 DONOR_FILE = "demo-donor.safetensors"
 FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 4, 8)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
-MEMORY_LIMIT_BYTES = 80_000_000
+MEMORY_LIMIT_BYTES = 106_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
 
 

@@ -26,10 +26,10 @@ from freeze import GradientSignals
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
 from pipetransformer.measure_network import (
+    least_s,
     measure_agreement,
     measure_links,
     measure_sums,
-    median_s,
 )
 from pipetransformer.optimizer_state import take_state
 from pipetransformer.stage import Task, trained_parameters
@@ -74,7 +74,7 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
     link, node_link = measure_links(world)
     size = len(next(iter(batches[-1].values())))
     one_s, whole_s = (
-        median_s(lambda n=n: read(torch.arange(n)), repeats=3)  # type: ignore[misc]
+        least_s(lambda n=n: read(torch.arange(n)), repeats=3)  # type: ignore[misc]
         for n in (1, size)
     )
     own = Profile(
@@ -212,7 +212,7 @@ def _measure_update(task: Task) -> tuple[float, float]:
         float(signals.squared_norm(None))
         optimizer.step()
 
-    seconds = median_s(update, repeats=5)
+    seconds = least_s(update, repeats=5)
     state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
     return seconds / num_bytes, state_bytes / num_bytes
 
@@ -221,5 +221,5 @@ def _measure_copy() -> float:
     """Return the bytes per second at which rows are read from memory and summed, as a check is."""
     rows = torch.zeros(256, 1 << 13, dtype=torch.int64)
     index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:64]
-    seconds = median_s(lambda: rows.index_select(0, index).sum(1))
+    seconds = least_s(lambda: rows.index_select(0, index).sum(1))
     return len(index) * rows[0].nbytes / seconds

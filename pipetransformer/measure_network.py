@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,11 +62,14 @@ def measure_agreement(world: World) -> float:
     if world.group is None:
         return 0.0
     numbers = torch.zeros(2, dtype=torch.float64)
-    return median_s(lambda: dist.all_reduce(numbers, group=world.group))
+    return least_s(lambda: dist.all_reduce(numbers, group=world.group))
 
 
-def median_s(action: Callable[[], object], *, repeats: int = 7) -> float:
-    """Return the median seconds of an action's repeats, after one to warm up."""
+def least_s(action: Callable[[], object], *, repeats: int = 10) -> float:
+    """Return the least seconds of an action's repeats, after one to warm up.
+
+    On a machine that others use, too, medians of so few differ threefold between two runs.
+    """
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -75,7 +77,7 @@ def median_s(action: Callable[[], object], *, repeats: int = 7) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return min(times[1:])
 
 
 def _measure_link(world: World, distance: int) -> LinkCost:
@@ -86,7 +88,7 @@ def _measure_link(world: World, distance: int) -> LinkCost:
     values: list[float] = []
     if peer < world.size:
         small_s, large_s = (
-            median_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
+            least_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
             for n in (1, _PROBE_BYTES)
         )
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
@@ -113,7 +115,7 @@ def _handing_over_s(world: World, peer: int, *, begins: bool) -> float:
         seconds.append(time.perf_counter() - start)
         assert work is not None
         work.wait()
-    return statistics.median(seconds) if begins else 0.0
+    return min(seconds) if begins else 0.0
 
 
 @contextmanager
@@ -149,6 +151,6 @@ def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
         reducer.finish()
 
     try:
-        return median_s(reduce, repeats=5)
+        return least_s(reduce, repeats=5)
     finally:
         reducer.close()

@@ -150,28 +150,34 @@ def run_plan(question: PlanQuestion, say: Callable[[str], None]) -> bool:
         )
         for num_frozen in question.frozen
     ]
-    model_name = f"{question.choice.name} in {question.choice.dtype}"
-    if question.as_json:
-        found = [answer_json(answer, place) for answer in answers]
-        say(
-            json.dumps(
-                {
-                    "model": model_name,
-                    "place": place.name,
-                    "global_batch": global_batch,
-                    "num_slots": place.num_slots,
-                    "answers": found,
-                }
-            )
-        )
-    else:
-        detail = frozen_text(answers) if len(answers) > 1 else answer_text(answers[0], place)
-        say(f"{place_text(model_name, place, global_batch)}\n\n{detail}")
-    if question.picture is not None:
-        for path in _draw(answers, Path(question.picture)):
-            if not question.as_json:
-                say(f"\n{path}")
+    write = _as_json if question.as_json else _as_text
+    say(write(question, place, answers))
+    drawn = [] if question.picture is None else _draw(answers, Path(question.picture))
+    if drawn and not question.as_json:
+        say("\n" + "\n".join(map(str, drawn)))
     return not any(isinstance(answer.chosen, Refusal) for answer in answers)
+
+
+def _as_text(question: PlanQuestion, place: Place, answers: list[Answer]) -> str:
+    head = place_text(_model_name(question), place, answers[0].request.global_batch)
+    alone = len(answers) == 1
+    return f"{head}\n\n{answer_text(answers[0], place) if alone else frozen_text(answers)}"
+
+
+def _as_json(question: PlanQuestion, place: Place, answers: list[Answer]) -> str:
+    return json.dumps(
+        {
+            "model": _model_name(question),
+            "place": place.name,
+            "num_slots": place.num_slots,
+            "global_batch": answers[0].request.global_batch,
+            "answers": [answer_json(answer, place) for answer in answers],
+        }
+    )
+
+
+def _model_name(question: PlanQuestion) -> str:
+    return f"{question.choice.name} in {question.choice.dtype}"
 
 
 def _find_place(question: PlanQuestion) -> tuple[Place, int]:

@@ -47,6 +47,7 @@ from tests.scenario import (
 )
 
 EPOCHS = 3
+LIMIT_S = 240.0  # What hangs within a step ends earlier, by step_timeout_s.
 NUM_SUBLAYERS = len(deep_model().sublayers)
 FIRST_ACTIVE = [deep_model().first_active(frozen) for frozen in range(NUM_DEEP_LAYERS + 1)]
 # A user's own fixed layers make stages whose output, or all of whose parameters, need no gradient.
@@ -81,12 +82,12 @@ def scenarios(draw: st.DrawFn, num_ranks: int) -> Scenario:
     num_samples = draw(st.integers(batch_size + 1, 3 * batch_size))
     deep = Deep(draw(st.sampled_from(FIXED)), draw(st.booleans()), num_samples)
     num_steps = -(-num_samples // batch_size) * EPOCHS
-    changes = draw(st.sets(st.integers(1, num_steps - 1), max_size=6))
+    changes = draw(st.sets(st.integers(1, num_steps - 1), min_size=1, max_size=6))
     allowed = allowed_lengths(num_ranks, slots or num_ranks)
     shape, frozen = Shape(1, 1), 0
     shapes, frozen_at = {}, {}
     for step in sorted({0, *changes}):
-        parts = draw(st.sets(st.sampled_from(PARTS), min_size=1))
+        parts = draw(st.sets(st.sampled_from(PARTS), min_size=1)) if step else set(PARTS)
         if "frozen" in parts:
             # The head alone is left, and may be one of the fixed.
             frozen = draw(st.integers(0, NUM_DEEP_LAYERS - ("head" in deep.fixed)))
@@ -293,7 +294,7 @@ def static(scenario: Scenario, num_ranks: int) -> Scenario:
 
 def check(pool: Pool, scenario: Scenario) -> Outcome:
     """Run a scenario, hold it against the invariants, and return what it came to."""
-    ranks = pool.run(train_watched, scenario)
+    ranks = pool.run(train_watched, scenario, timeout_s=LIMIT_S)
     assert_replicas_equal(ranks)
     assert_each_sample_once(ranks, scenario)
     assert_as_plain(ranks, scenario)
@@ -303,7 +304,10 @@ def check(pool: Pool, scenario: Scenario) -> Outcome:
 def check_with_static(pool: Pool, scenario: Scenario) -> None:
     """Hold a scenario against the invariants and against the run whose pipeline never changes."""
     outcome = check(pool, scenario)
-    assert_equal(outcome, merge(pool.run(train_quickly, static(scenario, pool.num_ranks))))
+    assert_equal(
+        outcome,
+        merge(pool.run(train_quickly, static(scenario, pool.num_ranks), timeout_s=LIMIT_S)),
+    )
 
 
 def with_dropout(scenario: Scenario, num_ranks: int) -> Scenario:
@@ -329,7 +333,7 @@ def check_dropout(pool: Pool, scenario: Scenario) -> None:
     """Train twice, which must give the same bits, and in a pipeline that never changes."""
     scenario = with_dropout(scenario, pool.num_ranks)
     first, again, unchanged = (
-        merge(pool.run(train_quickly, one))
+        merge(pool.run(train_quickly, one, timeout_s=LIMIT_S))
         for one in (scenario, scenario, static(scenario, pool.num_ranks))
     )
     assert_same_bits(first, again)

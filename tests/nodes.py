@@ -50,7 +50,7 @@ class Cluster:
     folder: str
     lost_node: int | None = None
     comes_back: bool = False
-    deadline_s: float = 150.0
+    deadline_s: float = 240.0
 
 
 def torchrun(

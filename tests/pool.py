@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pipetransformer.launch import _environment, _start_with
+
+# The first optimizer of a process imports the compiler, which takes seconds.
+_IMPORTED = ["pipetransformer", "tests.scenario", "torch._dynamo"]
 
 
 class WorkerError(AssertionError):
@@ -69,10 +73,12 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipetransformer"])
+        context.set_forkserver_preload(_IMPORTED)
         self._folder = tempfile.TemporaryDirectory(prefix="pipetransformer-test-")
         for rank in range(self.num_ranks):
             environment = _environment(rank, self.num_ranks, 1, Path(self._folder.name))
+            # What is imported beforehand must be what these tests import.
+            environment["PYTHONPATH"] = os.pathsep.join(sys.path)
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
             # The server starts with the first process, and imports with its number of threads.

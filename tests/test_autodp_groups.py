@@ -42,9 +42,7 @@ def open_all(lengths: list[int], most_connections: int) -> dict[str, list[object
     ):
         groups_pool = pool()
         for length in lengths:
-            groups = groups_pool.open(
-                Topology(dist.get_world_size(), 2, length), timeout_s=20.0
-            )
+            groups = groups_pool.open(Topology(dist.get_world_size(), 2, length), timeout_s=20.0)
             found["members"].append(members(groups))
             found["built"].append(new_group.call_count)
             sums = []

@@ -257,9 +257,10 @@ def test_a_silent_rank_is_named_with_what_it_owes(two_ranks: Pool) -> None:
 def test_one_process_only_drops() -> None:
     store = DictStore({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}})
     before = {name: frozenset([0]) for name in ("a", "b")}
-    assert move_shards(
-        before, {"a": frozenset([0])}, store, group=None, device=CPU, slots_per_node=1
-    ) == 0
+    assert (
+        move_shards(before, {"a": frozenset([0])}, store, group=None, device=CPU, slots_per_node=1)
+        == 0
+    )
     assert list(store.shards) == ["a"]
 
 

@@ -122,6 +122,7 @@ def test_ssh_ends_all_launchers_when_one_fails_or_it_is_killed_itself(
     assert ending == "kill" or f"ended with status {code}; the others are ended" in said, said
 
 
+@pytest.mark.slow
 def test_slurm_starts_a_launcher_on_every_node(tmp_path: Path, stubs: dict[str, str]) -> None:
     names = ("WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     cluster = Cluster([script("slurm.sh", tmp_path / "hello.py", tmp_path, *names)], str(tmp_path))

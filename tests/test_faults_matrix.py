@@ -1,4 +1,4 @@
-"""Prove that a run survives a kill of each rank before and after each phase, and its stop there."""
+"""Prove that a run survives the kill of each rank in each phase, and its stop there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOTH = ("step", "read", "forward", "loss", "reduce", "update", "decision", "leav
 BOTH += ("adopt", "groups", "cache")
 """What every rank comes by at the transition, or in the first step of one pipeline each."""
 
-ONLY = {0: ("policy", "planner", "journal", "cache file"), 1: ("cache opened",)}
+ONLY = {0: ("policy", "journal", "cache file"), 1: ("cache opened",)}
 SAVING = {0: ("save", "write", "publish", "pointer"), 1: ("save", "write")}
 """At the first save, when there is a pipeline of two ranks and each has something to write."""
 
@@ -61,8 +61,10 @@ def test_a_stop_in_every_phase_is_survived(whole: Run, tmp_path: Path, rank: int
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kills_at_random_steps_are_survived(whole: Run, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
+    # A step that was saved is not trained again, so none can be killed in it.
+    steps = sorted(generator.choices(range(NUM_STEPS), k=8))
     faults = tuple(
-        Fault(generator.randrange(2), "forward", generator.randrange(NUM_STEPS), attempt=attempt)
-        for attempt in range(8)
+        Fault(generator.randrange(2), "forward", step, attempt=attempt)
+        for attempt, step in enumerate(steps)
     )
     survive(whole, tmp_path, faults)

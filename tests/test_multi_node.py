@@ -189,6 +189,17 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank_with_the_same_bits(
 
 
 @pytest.mark.slow
+def test_unequal_nodes_are_refused_by_both_before_anything_starts(tmp_path: Path) -> None:
+    run = script(Run(str(tmp_path)))
+    commands = [torchrun(node, 2, *run, slots=2 - node) for node in range(2)]
+    assert run_nodes(Cluster(commands, str(tmp_path), deadline_s=60.0)) == [1, 1], logs(tmp_path)
+    for node in range(2):
+        said = (tmp_path / f"node{node}.log").read_text()
+        assert "the 3 processes are not spread evenly over nodes" in said, said
+    assert not (tmp_path / RECORDS_FILE).exists()
+
+
+@pytest.mark.slow
 def test_elastic_launchers_go_on_without_the_lost_node_by_themselves(tmp_path: Path) -> None:
     run = script(Run(str(tmp_path), resume="auto", victim=3, kills_itself=False))
     nodes = Cluster(
@@ -202,7 +213,7 @@ def test_elastic_launchers_go_on_without_the_lost_node_by_themselves(tmp_path: P
 def two_nodes_uninterrupted(four_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Train on two emulated nodes, without an interruption."""
     folder = tmp_path_factory.mktemp("whole")
-    whole = merge(four_ranks.run(train_here, Run(str(folder), dtype="float32")))
+    whole = merge(four_ranks.run(train_here, Run(str(folder), dtype="float32"), timeout_s=240.0))
     return dataclasses.replace(whole, losses=recorded_losses(folder))
 
 

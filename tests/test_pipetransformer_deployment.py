@@ -51,8 +51,9 @@ def start(length: int, **settings: Any) -> Trainer:
     return trainer
 
 
-def decision(boundaries: tuple[int, ...], *, micro_batches: int = 2, schedule: str = "1f1b"
-             ) -> Decision:
+def decision(
+    boundaries: tuple[int, ...], *, micro_batches: int = 2, schedule: str = "1f1b"
+) -> Decision:
     """Ask for a pipeline; a layer is a sublayer here, so boundaries[0] of them are frozen."""
     length = len(boundaries) - 1
     plan = PipelinePlan(length, boundaries, micro_batches, schedule, 1.0, (0,) * length)
@@ -70,11 +71,12 @@ def held(deployment: Deployment) -> dict[str, Tensor]:
 
 def digests(deployment: Deployment) -> list[dict[str, str]]:
     """Return every rank's hashes of what it holds."""
-    own = {
-        name: sha256(t.contiguous().numpy().tobytes()).hexdigest()
-        for name, t in held(deployment).items()
-    }
+    own = {name: digest(tensor) for name, tensor in held(deployment).items()}
     return gather_json(own, group=deployment._world.group)
+
+
+def digest(tensor: Tensor) -> str:
+    return sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 def change_again_and_again(sequence: list[tuple[int, ...]]) -> list[list[str]]:
@@ -95,12 +97,15 @@ def change_again_and_again(sequence: list[tuple[int, ...]]) -> list[list[str]]:
                 for rank in range(trainer.world.size)
                 if any(key.startswith(shard) for key in after[rank]) != (rank in ranks)
             ]
-            wrong.append(missing + [
-                f"rank {rank}: {name}"
-                for rank, one in enumerate(after)
-                for name, digest in one.items()
-                if before[name] != digest
-            ])
+            wrong.append(
+                missing
+                + [
+                    f"rank {rank}: {name}"
+                    for rank, one in enumerate(after)
+                    for name, digest in one.items()
+                    if before[name] != digest
+                ]
+            )
     return wrong
 
 
@@ -117,6 +122,37 @@ def test_every_weight_and_moment_is_its_owners_bit_for_bit_after_any_change(
     for pool, sequence in ((two_ranks, SHRINK_GROW_FREEZE_THAW), (four_ranks, longer)):
         for wrong in pool.run(change_again_and_again, sequence):
             assert wrong == [[] for _ in sequence]
+
+
+def gather_and_go_on() -> list[str]:
+    """Gather the weights between two steps, then move them; return what went wrong here."""
+    wrong = []
+    with start(2) as trainer:
+        trainer.step()
+        deployment = trainer._deployment
+        before = {name: t.data_ptr() for name, t in held(deployment).items()}
+        owners = {k: v for one in digests(deployment) for k, v in one.items()}
+        deployment.gather_weights()
+        if {name: t.data_ptr() for name, t in held(deployment).items()} != before:
+            wrong.append("shards of this rank were touched")
+        if trainer.world.is_main:
+            model = trainer._task.model
+            gathered = {
+                f"{sub.name}/weights/{name}": digest(tensor)
+                for index, sub in enumerate(model.sublayers)
+                for name, tensor in model.tensors(index).items()
+            }
+            wrong += [name for name, value in gathered.items() if owners[name] != value]
+        trainer.step()  # What rank 0 gathered is out of date now.
+        owners = {k: v for one in digests(deployment) for k, v in one.items()}
+        deployment.change(decision((0, 8)))
+        own = digests(deployment)[trainer.world.rank]
+        wrong += [name for name in owners if own.get(name) != owners[name]]
+    return wrong
+
+
+def test_gathered_weights_are_all_and_in_nobody_s_way(two_ranks: Pool) -> None:
+    assert two_ranks.run(gather_and_go_on) == [[], []]
 
 
 def change_counted(trainer: Trainer, to: Decision) -> dict[str, int]:

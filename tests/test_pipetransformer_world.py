@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipetransformer.launch import launch
 from pipetransformer.world import World, choose_device, connect, slots_of_a_node, world_size
 from tests.pool import Pool
 
@@ -78,21 +76,17 @@ def test_a_rank_of_no_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         connect("cpu", timeout_s=1.0)
 
 
-def join_unevenly(folder: str) -> None:
-    """Join with rank 1 on a node of its own; note what is raised."""
-    rank = os.environ["RANK"]
-    if rank == "1":
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with pytest.raises(ValueError, match="not spread evenly") as refused:
+def join_unevenly() -> str:
+    """Join with rank 1 on a node of its own; return what is raised."""
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if os.environ["RANK"] == "1" else {}
+    with (patch.dict(os.environ, alone),
+          pytest.raises(ValueError, match="not spread evenly over nodes") as refused):
         connect("cpu", timeout_s=30.0)
-    assert not dist.is_initialized()
-    (Path(folder) / rank).write_text(str(refused.value))
+    return str(refused.value)
 
 
-def test_an_uneven_world_is_refused_on_every_rank_with_one_message(tmp_path: Path) -> None:
-    launch(join_unevenly, (str(tmp_path),), num_slots=2)
-    messages = {path.read_text() for path in tmp_path.iterdir()}
-    assert len(list(tmp_path.iterdir())) == 2 and len(messages) == 1
+def test_an_uneven_world_is_refused_on_every_rank_with_one_message(two_ranks: Pool) -> None:
+    assert len(set(two_ranks.run(join_unevenly))) == 1
 
 
 def lack_a_device() -> str:
