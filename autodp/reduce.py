@@ -132,7 +132,8 @@ class GradientReducer:
                 view.copy_(parameter.grad)
         bucket.nonfinite.zero_()
         bucket.nonfinite[self._replica] = _holds_nonfinite(bucket.gradients)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        with waiting_for("gradients of a stage", self._group):
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _put_back(self, bucket: _Bucket) -> None:
         all_here = all(parameter.grad is not None for parameter in bucket.parameters)

@@ -12,7 +12,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -231,11 +231,21 @@ class ProcessLinkBelow(LinkBelow):
 
 
 class ProcessLinkAbove(LinkAbove):
-    """Send activations to the rank above, and receive their gradients."""
+    """Send activations to the rank above, and receive their gradients.
 
-    def __init__(self, activations: Sender, gradients: Receiver) -> None:
+    Args:
+        activations, gradients: the two directions.
+        needs_gradient: whether gradients are sent back; every micro-batch of a step gets one or
+            none does, even where some of them reach no trained layer. None takes it from the
+            first micro-batch.
+    """
+
+    def __init__(
+        self, activations: Sender, gradients: Receiver, *, needs_gradient: bool | None = None
+    ) -> None:
         self.activations = activations
         self.gradients = gradients
+        self._needs_gradient = needs_gradient
 
     @property
     def waited_s(self) -> float:
@@ -256,6 +266,8 @@ class ProcessLinkAbove(LinkAbove):
                 "tensors; it must return one: move the others into the batch"
             )
         spec = TensorSpec.of(hidden)
+        if self._needs_gradient is not None and hidden.is_floating_point():
+            spec = replace(spec, requires_grad=self._needs_gradient)
         receiver = self.gradients
         if receiver.spec is None:
             self.activations.send_header({"hidden": spec})

@@ -24,7 +24,7 @@ from pipetransformer.deployment import Decision
 from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import PlanSituation, planner_of
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.transition_cost import TransitionCost
 from pipetransformer.world import World
 

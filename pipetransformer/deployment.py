@@ -25,7 +25,8 @@ from pipetransformer.ownership import (
     place,
     split_shard_name,
 )
-from pipetransformer.stage import Stage, Task, set_frozen, set_training
+from pipetransformer.stage import Stage
+from pipetransformer.task import Task, set_frozen, set_training
 from pipetransformer.world import World
 
 

@@ -29,7 +29,7 @@ from autocache import (
 from autodp import broadcast_json, gather_json
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
 from pipetransformer.layer_work import Rows
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)

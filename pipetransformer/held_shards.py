@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from autodp import Holders, Shard, ShardStore
 from pipetransformer.optimizer_state import put_state, take_state
 from pipetransformer.ownership import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
-from pipetransformer.stage import Task, trained_parameters
+from pipetransformer.task import Task, trained_parameters
 
 
 @final

@@ -32,7 +32,7 @@ from pipetransformer.measure_network import (
     measure_sums,
 )
 from pipetransformer.optimizer_state import take_state
-from pipetransformer.stage import Task, trained_parameters
+from pipetransformer.task import Task, trained_parameters
 from pipetransformer.world import World
 
 _BUDGET_S = 4.0

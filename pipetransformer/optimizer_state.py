@@ -39,6 +39,19 @@ def adamw(learning_rate: float = 1e-3, *, weight_decay: float = 0.01,
     return build
 
 
+def peak_learning_rate(factory: OptimizerFactory, model: nn.Module) -> float:
+    """Return the first parameter group's learning rate, as built for the whole model.
+
+    The optimizer is built over empty tensors, so it takes no memory; 0 where nothing trains.
+    """
+    named = [
+        (name, nn.Parameter(p.detach().new_empty((0,) * p.ndim)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    return float(factory(named).param_groups[0]["lr"]) if named else 0.0
+
+
 def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]
                ) -> dict[str, Tensor]:
     """Return the state of the given parameters as a flat mapping "parameter/entry" -> tensor.

@@ -21,7 +21,7 @@ from pipetransformer.launch import launch
 from pipetransformer.measure import measure
 from pipetransformer.named_model import ModelChoice, NamedModel, build_named
 from pipetransformer.optimizer_state import adamw
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.world import connect
 
 _SETUP_TIMEOUT_S = 300.0

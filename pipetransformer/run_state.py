@@ -30,7 +30,8 @@ from pipetransformer.resume import (
 )
 from pipetransformer.run_log import RunLog
 from pipetransformer.saving import Saver
-from pipetransformer.stage import StepResult, Task
+from pipetransformer.stage import StepResult
+from pipetransformer.task import Task
 from pipetransformer.timeline import Position, Timeline
 from pipetransformer.world import World
 

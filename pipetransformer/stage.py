@@ -11,62 +11,33 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from autodp import GradientReducer, Groups, Topology, split_evenly, waiting_for
 from autopipe import (
     SCHEDULES,
-    Peer,
     PipelinePlan,
-    ProcessLinkAbove,
-    ProcessLinkBelow,
-    Receiver,
     Recorder,
-    Sender,
-    StageLinks,
     StageReport,
     forward_only,
     run_program,
 )
 from freeze import GradientSignals
-from pipetransformer.adapters import LayeredModel, LossFunction
-from pipetransformer.config import TrainConfig
 from pipetransformer.layer_work import (
     EvaluationWork,
     LossSums,
     MicroBatches,
     Rows,
-    StageLayers,
     TrainMoment,
     TrainWork,
 )
 from pipetransformer.nonfinite import Finding, NonFiniteError, highest_nonfinite, locate
-from pipetransformer.optimizer_state import OptimizerFactory
-from pipetransformer.side_inputs import SideReceiver, SideSender
+from pipetransformer.stage_wiring import StageWiring
+from pipetransformer.task import Task, set_training, trained_parameters
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
-_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
-
-
-@dataclass(frozen=True)
-class Task:
-    """Hold what is trained; the same on every rank.
-
-    Args:
-        model: the layered model.
-        loss_fn: (output, targets) -> mean, or (sum, count).
-        optimizer: builds an optimizer over named parameters.
-        config: the run's settings.
-        trainable: names of the parameters that the user left trainable.
-    """
-
-    model: LayeredModel
-    loss_fn: LossFunction
-    optimizer: OptimizerFactory
-    config: TrainConfig
-    trainable: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -110,8 +81,9 @@ class Stage:
         self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
         self._groups = groups
         self._trained = range(plan.boundaries[self._index], plan.boundaries[self._index + 1])
-        self._layers = self._stage_layers(self._trained)
-        self._links = self._stage_links()
+        self._wiring = StageWiring(task, world, plan, topology, groups)
+        self._layers = self._wiring.layers(self._trained)
+        self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = self._build_optimizer()
         self.signals = GradientSignals(
@@ -187,7 +159,7 @@ class Stage:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
         model, config = self._task.model, self._task.config
         begin = 0 if self._index == 0 else self._trained.start
-        layers = self._stage_layers(range(begin, self._trained.stop))
+        layers = self._wiring.layers(range(begin, self._trained.stop))
         shares = split_evenly(num_samples, self.topology.replicas)
         first = sum(shares[: self._replica])
         per_step = max(1, config.batch_size // self.topology.replicas)
@@ -314,83 +286,3 @@ class Stage:
 
     def _first_active_layer(self) -> int:
         return self._task.model.sublayers[self.plan.boundaries[0]].layer
-
-    def _stage_layers(self, indices: range) -> StageLayers:
-        """Describe the stage's layers and how side inputs and targets reach it."""
-        side_out = (
-            tuple(
-                SideSender(self._sender(stage, _SIDE_TAG, "side inputs"), self._sides_of(stage))
-                for stage in range(1, self.topology.length)
-                if self._sides_of(stage)
-            )
-            if self._index == 0
-            else ()
-        )
-        side_in = None
-        if self._index > 0 and self._sides_of(self._index):
-            side_in = SideReceiver(
-                Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
-            )
-        is_last = self._index == self.topology.length - 1
-        return StageLayers(
-            self._task.model, indices, self._world.device, side_out, side_in, is_last
-        )
-
-    def _sides_of(self, stage: int) -> tuple[str, ...]:
-        names = self._task.model.sides_of(
-            self.plan.boundaries[stage], self.plan.boundaries[stage + 1]
-        )
-        is_last = stage == self.topology.length - 1
-        return (*names, *(self._task.model.targets if is_last else ()))
-
-    def _stage_links(self) -> StageLinks:
-        previous, following = self._index - 1, self._index + 1
-        links = StageLinks()
-        if previous >= 0:
-            links.below = ProcessLinkBelow(
-                Receiver(self._peer(previous, _HIDDEN_TAG, "activations"), self._world.device),
-                self._sender(previous, _GRADIENT_TAG, "gradients"),
-            )
-        if following < self.topology.length:
-            links.above = ProcessLinkAbove(
-                self._sender(following, _HIDDEN_TAG, "activations"),
-                Receiver(self._peer(following, _GRADIENT_TAG, "gradients"), self._world.device),
-            )
-        return links
-
-    def _sender(self, stage: int, tag: int, name: str) -> Sender:
-        return Sender(self._peer(stage, tag, name), most_pending=self.topology.length + 1)
-
-    def _peer(self, stage: int, tag: int, name: str) -> Peer:
-        rank = self.topology.pipeline_ranks(self._replica)[stage]
-        group = self._groups.backward if tag == _GRADIENT_TAG else self._groups.forward
-        assert group is not None
-        return Peer(rank, group, tag, name, self._timeout_s)
-
-
-def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of sublayers by their names in the user's model."""
-    return {
-        name: tensor
-        for index in indices
-        for name, tensor in task.model.tensors(index).items()
-        if isinstance(tensor, nn.Parameter) and name in task.trainable
-    }
-
-
-def set_training(
-    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
-) -> None:
-    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
-    for index in indices:
-        sublayer = model.sublayers[index]
-        sublayer.module.train(sublayer.layer >= num_frozen)
-
-
-def set_frozen(task: Task, num_frozen: int) -> None:
-    """Take the gradients from frozen layers' parameters; others are as the user left them."""
-    for index, sublayer in enumerate(task.model.sublayers):
-        for name, tensor in task.model.tensors(index).items():
-            if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(name in task.trainable and sublayer.layer >= num_frozen)
-                tensor.grad = None

@@ -21,13 +21,14 @@ from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
 from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
-from pipetransformer.optimizer_state import OptimizerFactory, adamw
+from pipetransformer.optimizer_state import OptimizerFactory, adamw, peak_learning_rate
 from pipetransformer.resume import resumes
 from pipetransformer.run_log import Cost, RunLog
 from pipetransformer.run_state import FitReport, RunState
-from pipetransformer.stage import StepResult, Task
+from pipetransformer.stage import StepResult
+from pipetransformer.task import Task
 from pipetransformer.timeline import Timeline
-from pipetransformer.world import connect, slots_of_a_node, world_size
+from pipetransformer.world import connect
 
 
 class Trainer:
@@ -65,17 +66,18 @@ class Trainer:
     ) -> None:
         self.config = make_config(settings)
         layered = adapt(model)
+        optimizer = optimizer or adamw()
+        self._peak_learning_rate = peak_learning_rate(optimizer, layered.model)
         self._task = Task(
             layered,
             choose_loss(layered, loss_fn),
-            optimizer or adamw(),
+            optimizer,
             self.config,
             frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
         )
         check_dataset(train_set, "train_set")
         if eval_set is not None:
             check_dataset(eval_set, "eval_set")
-        check_world(self.config, world_size(), slots_of_a_node())
         self._resumes = resumes(self.config)
         refuse_batch_norm(layered.model)
         self._policy = as_policy(freeze)
@@ -83,6 +85,12 @@ class Trainer:
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
         self._folder = None if self.config.folder is None else Path(self.config.folder)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
+        try:
+            # Only ranks that have met are known to count their nodes' slots alike.
+            check_world(self.config, self.world.size, self.world.slots_per_node)
+        except ValueError:
+            self.world.close()
+            raise
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
@@ -329,11 +337,7 @@ class Trainer:
 
     def _clock(self) -> Clock:
         """Describe the coming step to a policy."""
-        stage = self._deployment.stage
-        groups = (
-            stage.optimizer.param_groups if stage and stage.optimizer else [{"initial_lr": 0.0}]
-        )
-        peak = groups[0]["initial_lr"]
+        peak = self._peak_learning_rate
         timeline, replicas = self._timeline, self._replicas
         return Clock(
             timeline.position.step,

@@ -8,7 +8,9 @@ import logging
 import multiprocessing
 import os
 import resource
+import select
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,8 +83,8 @@ class Fault:
         point: a key of POINTS.
         step: how many steps are done then; None counts calls from the process's start.
         call: which call of the point's function since then, from 0.
-        how: "kill" and "stop" are signals; "raise" is an error of the user's code; "full" lets
-            files grow no further during the call; "node" kills the launcher and all its ranks.
+        how: "kill" and "stop" are signals; "raise" and "exit" come from the user's code; "full"
+            lets files grow no further during the call; "node" kills the launcher and its ranks.
         after: whether it strikes after the call rather than before.
         attempt: after how many restarts of the run.
     """
@@ -172,6 +174,8 @@ def suffering(fault: Fault, folder: Path) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault.how == "raise":
         raise UserError(f"{fault.point} went wrong on rank {fault.rank}")
+    if fault.how == "exit":
+        raise SystemExit(3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
@@ -183,7 +187,9 @@ def suffering(fault: Fault, folder: Path) -> Iterator[None]:
 def train(run: Run) -> None:
     """Train in a launched process, which may not live to the end."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["PIPETRANSFORMER_RESTART_COUNT"])
-    note(run.folder / "pids", str(os.getpid()))
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    note(pids_file(run, parent.pid), str(os.getpid()))
     keep_warnings(run.folder / "warnings", rank)
     clock = Clock()
     for fault in run.faults:
@@ -244,15 +250,20 @@ def start(
     num_slots: int = 2,
     max_restarts: int = 0,
     entry: Callable[..., None] = train,
-    deadline_s: float = 240.0,
 ) -> None:
-    """Launch a run; check that it ends in time, suffers every fault, and leaves nothing behind."""
+    """Launch a run; check that it ends in time, suffers every fault, and leaves nothing behind.
+
+    In time is 30 s for each attempt.
+    """
     cache, temporary = run.folder / "cache", run.folder / "temporary"
     for folder in (run.folder, cache, temporary):
         folder.mkdir(exist_ok=True)
     here = partial(tempfile.TemporaryDirectory, dir=temporary)
     try:
-        with deadline(deadline_s), mock.patch.object(tempfile, "TemporaryDirectory", here):
+        with (
+            deadline(30.0 * (max_restarts + 1)),
+            mock.patch.object(tempfile, "TemporaryDirectory", here),
+        ):
             launch(
                 entry,
                 (run,),
@@ -262,10 +273,34 @@ def start(
             )
     finally:
         assert not os.listdir(cache) and not os.listdir(temporary)
-        assert not [pid for pid in read_notes(run.folder / "pids") if Path("/proc", pid).exists()]
+        assert all(has_ended(pid) for pid in read_pids(run, os.getpid()))
     struck = [tuple(json.loads(line)) for line in read_notes(run.folder / "struck")]
     missed = [f for f in run.faults if (f.rank, f.point, f.attempt) not in struck]
     assert not missed and len(struck) == len(run.faults), missed
+
+
+def pids_file(run: Run, launcher: int) -> Path:
+    """Name the file in which the processes of a launcher note themselves."""
+    return run.folder / f"pids-{launcher}"
+
+
+def read_pids(run: Run, launcher: int) -> list[int]:
+    """Return the processes that a launcher has started."""
+    return [int(line) for line in read_notes(pids_file(run, launcher))]
+
+
+def has_ended(pid: int, *, wait_s: float = 0.0) -> bool:
+    """Tell whether a process has ended, waiting for that if it is not one of a launcher here."""
+    if sys.platform != "linux":
+        return True
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], wait_s)[0])
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from autodp import EpochSampler, allowed_lengths
 from pipetransformer import Trainer
 from pipetransformer import trainer as trainer_module
 from pipetransformer.measure import Measurements, measure
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.world import World
 from tests.models import NUM_DEEP_LAYERS, deep_model
 from tests.pool import Pool

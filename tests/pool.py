@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -50,14 +51,17 @@ class Pool:
         """
         if not self._workers:
             self._start()
-        for _, connection in self._workers:
-            connection.send((function, arguments))
-        deadline = time.monotonic() + timeout_s
-        answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
-        failures = [text for good, text in answers if not good]
-        if failures:
+        try:
+            for _, connection in self._workers:
+                _send(connection, (function, arguments))
+            deadline = time.monotonic() + timeout_s
+            answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+            failures = [text for good, text in answers if not good]
+            if failures:
+                raise WorkerError("\n".join(failures))
+        except BaseException:
             self.close()
-            raise WorkerError("\n".join(failures))
+            raise
         return [value for _, value in answers]
 
     def close(self) -> None:
@@ -90,10 +94,19 @@ class Pool:
         _, connection = self._workers[rank]
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):
-                return connection.recv()
-        except EOFError:
+                return _receive(connection)
+        except (EOFError, ConnectionResetError):
             return False, f"[rank {rank}] died"
         return False, f"[rank {rank}] did not answer in time"
+
+
+def _send(connection: Connection, value: Any) -> None:
+    # By value: torch would have connections share each tensor's memory, and open a file for it.
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
@@ -106,10 +119,10 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     connect("cpu", timeout_s=60.0)
     while True:
         try:
-            function, arguments = connection.recv()
+            function, arguments = _receive(connection)
         except EOFError:
             os._exit(0)
         try:
-            connection.send((True, function(*arguments)))
+            _send(connection, (True, function(*arguments)))
         except Exception:
-            connection.send((False, f"[rank {environment['RANK']}] {traceback.format_exc()}"))
+            _send(connection, (False, f"[rank {environment['RANK']}] {traceback.format_exc()}"))

@@ -21,7 +21,7 @@ from freeze import FreezeContext, FreezeDecision, FreezePolicy, FreezeSchedule
 from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.adapters import LossFunction, adapt
 from pipetransformer.optimizer_state import NamedParameters, take_state
-from pipetransformer.stage import trained_parameters
+from pipetransformer.task import trained_parameters
 from tests.models import (
     IGNORED,
     NUM_SAMPLES,

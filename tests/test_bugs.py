@@ -123,7 +123,6 @@ def test_a_plan_that_trains_frozen_layers_is_refused() -> None:
         trainer.fit()
 
 
-@pytest.mark.xfail(strict=True, reason="the rate is read from rank 0's optimizer, if it has one")
 def test_a_policy_is_shown_the_learning_rate_at_every_step(two_ranks: Pool) -> None:
     # It was shown 0 before the first step, and wherever all of stage 0 was the user's own fixed
     # layers: a rule that waits for the warm-up's end never saw it.
@@ -139,7 +138,6 @@ def test_a_policy_is_shown_the_learning_rate_at_every_step(two_ranks: Pool) -> N
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a link expects each micro-batch to be like the first")
 def test_a_stage_may_need_a_gradient_in_some_micro_batches_only(two_ranks: Pool) -> None:
     # All that stage 0 trains is an expert: the output of a micro-batch that visits it needs a
     # gradient, that of another none. The sender raised, and the receiver waited for its time.

@@ -14,10 +14,22 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from pipetransformer import launch
 from pipetransformer.records import RECORDS_FILE, read_records
 from pipetransformer.world import STORE_VARIABLE
-from tests.faults import Fault, Run, assert_close, ending, last_checkpoint, start, train
+from tests.faults import (
+    Fault,
+    Run,
+    assert_close,
+    ending,
+    has_ended,
+    last_checkpoint,
+    read_pids,
+    start,
+    train,
+)
 from tests.scenario import Shape
 
 SLOTS = 2
@@ -61,6 +73,7 @@ def nodes_run(folder: Path) -> Run:
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_node_that_is_left(tmp_path: Path) -> None:
     run, whole = nodes_run(tmp_path / "nodes"), nodes_run(tmp_path / "whole")
     whole = replace(whole, faults=())
@@ -77,6 +90,8 @@ def test_a_run_goes_on_with_the_node_that_is_left(tmp_path: Path) -> None:
         try:
             start(run, entry=train_on_first_node, num_slots=SLOTS, max_restarts=1)
             assert lost.wait() == -signal.SIGKILL
+            pids = read_pids(run, lost.pid)
+            assert len(pids) == SLOTS and all(has_ended(pid, wait_s=30.0) for pid in pids)
         finally:
             lost.kill()
             lost.wait()

@@ -22,7 +22,7 @@ from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
 from pipetransformer.frozen_prefix import FrozenPrefix
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.world import World, connect
 from tests.models import NUM_FEATURES, tiny_data, tiny_model
 from tests.pool import Pool

@@ -20,7 +20,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.optimizer_state import OptimizerFactory
-from pipetransformer.stage import Task
+from pipetransformer.task import Task
 from pipetransformer.world import World, connect
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool

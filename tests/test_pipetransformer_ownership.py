@@ -75,6 +75,16 @@ def test_optimizer_state_is_at_every_trainer_and_a_frozen_one_s_at_the_owner_alo
             assert shards[shard_name(name, OPTIMIZER)] == ({min(ranks)} if is_frozen else ranks)
 
 
+def test_parked_are_the_frozen_sublayers_whose_only_optimizer_state_a_rank_has() -> None:
+    for ownership in PLACEMENTS:
+        shards = ownership.shards()
+        for rank in range(ownership.topology.num_ranks):
+            expected = [index for index, name in enumerate(NAMES)
+                        if index < ownership.num_frozen_sublayers
+                        and shards[shard_name(name, OPTIMIZER)] == {rank}]
+            assert list(ownership.parked_by(rank)) == expected
+
+
 def test_each_pipeline_trains_every_active_sublayer_once_and_no_frozen_one() -> None:
     for ownership in PLACEMENTS:
         for replica in range(ownership.topology.replicas):

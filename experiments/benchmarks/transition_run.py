@@ -173,8 +173,8 @@ def check(held: Mapping[str, str], expected: Mapping[str, str]) -> None:
     for rank, names in enumerate(gather_json(wrong, group=world())):
         if names:
             raise StateChangedError(
-                f"{len(names)} of {len(expected)} tensors of rank {rank} are not what their owners "
-                f"held before the transition, among them {names[:3]}"
+                f"{len(names)} of {len(expected)} tensors of rank {rank} are not what their "
+                f"owners held before the transition, among them {names[:3]}"
             )
 
 
