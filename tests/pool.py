@@ -120,7 +120,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     while True:
         try:
             function, arguments = _receive(connection)
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             os._exit(0)
         try:
             _send(connection, (True, function(*arguments)))
