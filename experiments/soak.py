@@ -99,9 +99,9 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     tally = soak(options.kills, options.seed)
-    print(f"\n{'kills':>7}  killed in")
-    for where, number in tally.where.most_common():
-        print(f"{number:7}  {where}")
+    print("\nkills  in the module")
+    for module, number in tally.where.most_common():
+        print(f"{number:5}  {module}")
     print(f"\n{tally.runs} runs of {' or '.join(map(str, LENGTHS))} processes")
     print(json.dumps(tally.to_json()))
     return 0 if tally.is_clean else 1
@@ -143,13 +143,16 @@ def refer(folder: Path, num_ranks: int) -> Reference:
 
 
 def draw(reference: Reference, generator: random.Random) -> Kill:
-    """Choose a rank and a moment."""
+    """Choose a rank and a moment, rather early than late.
+
+    A restarted process begins where the last one saved, so that its late moments never come.
+    """
     rank = generator.randrange(reference.num_ranks)
     if generator.random() < 0.5:
-        return Kill(rank, after_s=generator.uniform(0.0, reference.seconds))
+        return Kill(rank, after_s=generator.uniform(0.0, reference.seconds / 2))
     function, count = generator.choice(sorted(reference.calls[rank].items()))
-    event = generator.choice(("call", "return"))
-    return Kill(rank, function=function, call=generator.randrange(count), event=event)
+    call = generator.randrange(1 + generator.randrange(count))
+    return Kill(rank, function=function, call=call, event=generator.choice(("call", "return")))
 
 
 def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
@@ -175,7 +178,7 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
     killed = folder / "killed"
     where = killed.read_text().splitlines() if killed.exists() else []
     tally.kills += len(where)
-    tally.where.update(where)
+    tally.where.update(name.partition(".")[0] for name in where)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pipetransformer.run_state import FitReport, RunState
 from pipetransformer.stage import StepResult
 from pipetransformer.task import Task
 from pipetransformer.timeline import Timeline
-from pipetransformer.world import connect
+from pipetransformer.world import connect, slots_of_a_node, world_size
 
 
 class Trainer:
@@ -78,6 +78,7 @@ class Trainer:
         check_dataset(train_set, "train_set")
         if eval_set is not None:
             check_dataset(eval_set, "eval_set")
+        check_world(self.config, world_size(), slots_of_a_node())
         self._resumes = resumes(self.config)
         refuse_batch_norm(layered.model)
         self._policy = as_policy(freeze)
@@ -85,12 +86,6 @@ class Trainer:
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
         self._folder = None if self.config.folder is None else Path(self.config.folder)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
-        try:
-            # Only ranks that have met are known to count their nodes' slots alike.
-            check_world(self.config, self.world.size, self.world.slots_per_node)
-        except ValueError:
-            self.world.close()
-            raise
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
