@@ -1,7 +1,8 @@
 """Start one process per device slot on this machine, end them together, and start them again.
 
 For several nodes start the same script with torchrun instead. Processes meet through a file and
-talk over the loopback interface, so that nothing listens for strangers.
+talk over the loopback interface, so that nothing listens for strangers. They end with their
+launcher, however that ends; killed, it leaves the folder of that file behind, a few hundred bytes.
 
     rank 0   ----------- waits, fails |            ------------------- ends
     rank 1   ----- killed             |            ------------------- ends

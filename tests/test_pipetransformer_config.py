@@ -189,3 +189,10 @@ def test_a_batch_smaller_than_the_world_is_refused_before_it_is_joined(
                         lambda *_args, **_settings: pytest.fail("a process group was started"))
     with pytest.raises(ValueError, match="batch_size 3 is smaller than the 4 replicas"):
         Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), batch_size=3)
+
+
+@pytest.mark.parametrize(("set_s", "predicted_s", "limit_s"), [
+    (None, 0.0, 60.0), (None, 2.9, 60.0), (None, 10.0, 200.0), (5.0, 10.0, 5.0)])
+def test_a_wait_within_a_step_is_limited_as_set_or_by_twenty_steps_and_a_minute(
+        set_s: float | None, predicted_s: float, limit_s: float) -> None:
+    assert make_config({"step_timeout_s": set_s}).step_limit_s(predicted_s) == limit_s
