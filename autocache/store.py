@@ -127,6 +127,12 @@ class RowStore:
         return cls(path, layout, num_rows, mapping=mapping, unlink=unlink)
 
     @classmethod
+    def in_memory(cls, layout: RowLayout, num_rows: int) -> RowStore:
+        """Make a store that no other process can open, on no file system."""
+        mapping = mmap.mmap(-1, _file_bytes(layout, num_rows))
+        return cls(Path("memory"), layout, num_rows, mapping=mapping)
+
+    @classmethod
     def create_nameless(cls, folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
         """Create the file without a name: a kill at any moment leaves nothing behind.
 

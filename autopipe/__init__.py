@@ -29,7 +29,14 @@ from autopipe.process_link import (
     Sender,
     TensorSpec,
 )
-from autopipe.profile import Profile, ProfiledSublayer, SublayerCost, profile_sublayers
+from autopipe.profile import (
+    MeasuredChain,
+    Profile,
+    ProfiledSublayer,
+    SublayerCost,
+    profile_sublayers,
+    time_rounds,
+)
 from autopipe.profile import merge as merge_profiles
 from autopipe.recorder import Recorder
 from autopipe.schedule import (
@@ -63,6 +70,7 @@ __all__ = [
     "PlanRequest",
     "ProcessLinkAbove",
     "ProcessLinkBelow",
+    "MeasuredChain",
     "Profile",
     "ProfiledSublayer",
     "Receiver",
@@ -99,6 +107,7 @@ __all__ = [
     "plan_pipeline",
     "predict",
     "profile_sublayers",
+    "time_rounds",
     "restore_batch_norm",
     "run_program",
     "simulate",

@@ -105,8 +105,19 @@ class StepModel:
 
     def simulation(self, schedule: Schedule, sizes: tuple[int, ...],
                    split: tuple[int, ...]) -> Simulation:
-        """Execute a schedule on a clock."""
-        return simulate(schedule, self._stage_times(sizes, split))
+        """Execute a schedule on a clock.
+
+        Slots of a node may share its caches and its memory's bandwidth, so that a stage computes
+        faster while others wait. How many wait follows from a first execution.
+        """
+        times = self._stage_times(sizes, split)
+        slots, alone_share = self._slots_per_node, self._profile.alone_share
+        simulation = simulate(schedule, times)
+        if len(schedule) == 1 or slots == 1 or alone_share == 1.0:
+            return simulation
+        computing = simulation.company / len(schedule)
+        others = max(0.0, (computing * slots - 1) / (slots - 1))
+        return simulate(schedule, times.scaled(alone_share + (1 - alone_share) * others))
 
     def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...], *,
                      num_replicas: int) -> float:
@@ -117,7 +128,8 @@ class StepModel:
         """
         forward, backward, prefix = self._cumulated_work(min(sizes))
         below = [forward[unit] + backward[unit] + (prefix if unit else 0.0) for unit in split[:-1]]
-        return (max(map(add, per_part(self.work_s(sizes), split), below))
+        busiest_s = max(map(add, per_part(self.work_s(sizes), split), below))
+        return (self._profile.alone_share * busiest_s
                 + self._outside_schedule_s(split, num_replicas))
 
     def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
@@ -130,13 +142,16 @@ class StepModel:
 
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
-        send_s = tuple(self._link_above(stage).overhead_s for stage in range(len(split) - 2))
+        last_stage = len(split) - 2
+        handling_s = tuple(self._link_above(stage).overhead_s for stage in range(last_stage))
         # Stage 0 also sends targets to the last stage.
-        targets_s = send_s[-1] if send_s else 0.0
+        targets_s = handling_s[-1] if handling_s else 0.0
         return StageTimes(
             forward_s=tuple(
-                tuple(forward[last] - forward[first] + (0.0 if first else prefix + targets_s)
-                      for forward, _, prefix in work) for first, last in pairwise(split)),
+                tuple(forward[last] - forward[first] + (0.0 if stage else prefix)
+                      + (targets_s if stage in (0, last_stage) else 0.0)
+                      for forward, _, prefix in work)
+                for stage, (first, last) in enumerate(pairwise(split))),
             backward_s=tuple(
                 tuple(backward[last] - backward[first] for _, backward, _ in work)
                 for first, last in pairwise(split)),
@@ -144,7 +159,7 @@ class StepModel:
                 tuple(self._link_above(stage).seconds(size * self._boundary_bytes[unit])
                       for size in sizes)
                 for stage, unit in enumerate(split[1:-1])),
-            send_s=send_s)
+            handling_s=handling_s)
 
     def _link_above(self, stage: int) -> LinkCost:
         """Return the link from a stage to the next; pipelines begin at a node's first slot."""
@@ -159,7 +174,7 @@ class StepModel:
             if self._prefix_cached_s is None:
                 prefix = profile.fetch_s + profile.read_s * size + self._prefix_s(size)
             else:
-                prefix = profile.fetch_s + self._prefix_cached_s * size
+                prefix = profile.cached_fetch_s + self._prefix_cached_s * size
             self._work[size] = (
                 _cumulate(profile.forward_s(index, size) for index in active),
                 _cumulate(profile.backward_s(index, size) for index in active), prefix)

@@ -14,7 +14,8 @@ class LinkCost:
     Args:
         latency_s: the time of an empty one.
         bytes_per_s: rate of its bytes; math.inf where they cost nothing.
-        overhead_s: the sender's own time to hand it over, in which it computes nothing.
+        overhead_s: either end's own time to hand it over or to take it, in which nothing is
+            computed there.
     """
 
     latency_s: float

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from operator import add, sub
+from operator import add, mul, sub
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.chain import (
     ProfiledSublayer,
@@ -56,6 +56,12 @@ class SublayerCost:
         """Return the seconds of the whole backward."""
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
 
+    def lengthened(self, factors: Sequence[float]) -> SublayerCost:
+        """Return a cost with longer times, by a factor for every size."""
+        times: dict[str, Any] = {name: tuple(map(mul, factors, getattr(self, name)))
+                                 for name in _TIMES}
+        return replace(self, **times)
+
 
 _TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
 
@@ -74,6 +80,9 @@ class Profile:
         node_link: a message between neighbouring stages on two nodes.
         all_reduce: sums over replicas, one entry for each number of them.
         fetch_s: fetching a micro-batch's samples, whatever their number.
+        cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
+        alone_share: what computing takes while the other slots are idle, as a share of what the
+            times here say, which are those of slots that all compute and wait for the slowest.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
     """
@@ -87,6 +96,8 @@ class Profile:
     node_link: LinkCost
     all_reduce: tuple[AllReduceCost, ...] = ()
     fetch_s: float = 0.0
+    cached_fetch_s: float = 0.0
+    alone_share: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
@@ -123,6 +134,12 @@ class Profile:
         measured = [cost.num_replicas for cost in self.all_reduce]
         raise ValueError(f"the profile has sums over {measured} replicas, none over "
                          f"{num_replicas}; profile the cluster that is planned for")
+
+    def lengthened(self, factors: Sequence[float]) -> Profile:
+        """Return a profile whose computing takes longer, by a factor for every size."""
+        return replace(
+            self, sublayers=tuple(cost.lengthened(factors) for cost in self.sublayers),
+            optimizer_s_per_byte=statistics.mean(factors) * self.optimizer_s_per_byte)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -180,9 +197,28 @@ def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float
     return max(value, y1) if batch > x1 else value
 
 
+@dataclass(frozen=True)
+class MeasuredChain:
+    """Hold what measuring a chain of sublayers gave.
+
+    Args:
+        costs: bottom first; times are the medians of the rounds.
+        rounds_s: the seconds of all sublayers' forward, backward and frozen forward; a row a
+            batch, an entry a round.
+    """
+
+    costs: tuple[SublayerCost, ...]
+    rounds_s: tuple[tuple[float, ...], ...]
+
+    def median_s(self) -> tuple[float, ...]:
+        """Return the sums of the sublayers' medians, an entry a batch."""
+        return tuple(sum(cost.forward_s[size] + cost.backward_s[size] + cost.frozen_s[size]
+                         for cost in self.costs) for size in range(len(self.rounds_s)))
+
+
 def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
                       batches: Sequence[Mapping[str, Tensor]], *,
-                      repeats: int = 3) -> tuple[SublayerCost, ...]:
+                      repeats: int = 3) -> MeasuredChain:
     """Measure every sublayer on its real input; the modules are left as they were.
 
     Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
@@ -200,9 +236,8 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     middle = batches[len(batches) // 2]
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         sizes = measure_bytes(sublayers, modules, batches[-1])
-        rounds = [[time_chain(sublayers, modules, batch, device) for batch in batches]
-                  for _ in range(repeats + 1)][1:]
-        shares = input_backward_shares(sublayers, modules, middle, rounds=repeats)
+        rounds = _time_rounds(sublayers, modules, batches, repeats)
+        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = (
@@ -212,4 +247,26 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
         costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, input_s,
                                   tuple(map(sub, backward_s, input_s)), frozen_s,
                                   optimizer_bytes=0, **sizes[index]))
-    return tuple(costs)
+    return MeasuredChain(tuple(costs), _totals(rounds))
+
+
+def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]],
+                *, repeats: int) -> tuple[tuple[float, ...], ...]:
+    """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
+    device = next(iter(batches[-1].values())).device
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        return _totals(_time_rounds(sublayers, modules, batches, repeats))
+
+
+def _time_rounds(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+                 batches: Sequence[Mapping[str, Tensor]], repeats: int,
+                 ) -> list[list[list[list[float]]]]:
+    """Time every batch in every round, as `time_chain` does, after a round to warm up."""
+    device = next(iter(batches[-1].values())).device
+    return [[time_chain(sublayers, modules, batch, device) for batch in batches]
+            for _ in range(repeats + 1)][1:]
+
+
+def _totals(rounds: list[list[list[list[float]]]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(sum(map(sum, chain)) for chain in chains)
+                 for chains in zip(*rounds, strict=True))

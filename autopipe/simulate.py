@@ -13,7 +13,8 @@ way:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopipe.schedule import Instruction, Op, Schedule, StageProgram
 
@@ -28,15 +29,22 @@ class StageTimes:
         transfer_s: one row a boundary (of stages j and j + 1), one entry a micro-batch; holds for
             its activation and for its gradient.
         lead_s: each stage's work before its first instruction; empty for none.
-        send_s: what handing over a message takes a sender's own time, one a boundary; empty for
-            none.
+        handling_s: a stage's own time to hand over a message or to take one that has arrived,
+            one a boundary; empty for none.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
     backward_s: tuple[tuple[float, ...], ...]
     transfer_s: tuple[tuple[float, ...], ...]
     lead_s: tuple[float, ...] = ()
-    send_s: tuple[float, ...] = ()
+    handling_s: tuple[float, ...] = ()
+
+    def scaled(self, factor: float) -> StageTimes:
+        """Return times of stages that compute faster, or slower."""
+        forward_s, backward_s = (
+            tuple(tuple(factor * seconds for seconds in row) for row in rows)
+            for rows in (self.forward_s, self.backward_s))
+        return replace(self, forward_s=forward_s, backward_s=backward_s)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Simulation:
 
     Args:
         step_s: from the start to the end of the last stage.
-        busy_s: leading work, forwards, recomputations, backwards and handing over messages.
+        busy_s: leading work, forwards, recomputations, backwards and handling messages.
         idle_s: the rest of the step.
         peak_in_flight: most micro-batches whose forward is done and whose backward is not.
         timeline: every forward, recomputation and backward, each stage's in its order.
@@ -67,6 +75,18 @@ class Simulation:
     idle_s: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
     timeline: tuple[Event, ...]
+
+    @property
+    def company(self) -> float:
+        """Return how many stages compute, itself included, while a stage does; the mean."""
+        changes = sorted([(event.start_s, 1) for event in self.timeline]
+                         + [(event.end_s, -1) for event in self.timeline])
+        number, work_s, company_s = 0, 0.0, 0.0
+        for (start_s, change), (end_s, _) in pairwise(changes):
+            number += change
+            work_s += number * (end_s - start_s)
+            company_s += number ** 2 * (end_s - start_s)
+        return company_s / work_s if work_s else 1.0
 
 
 def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
@@ -130,9 +150,10 @@ class _Clock:
                 f"(forward, backward, transfer, lead) times have {shape} rows; a schedule of "
                 f"{num_stages} stages needs one a stage, and one a boundary for transfers")
         self._times = times
-        self._send_s = times.send_s or (0.0,) * (num_stages - 1)
-        if len(self._send_s) != num_stages - 1:
-            raise ValueError(f"{len(self._send_s)} times to send for {num_stages - 1} boundaries")
+        self._handling_s = times.handling_s or (0.0,) * (num_stages - 1)
+        if len(self._handling_s) != num_stages - 1:
+            raise ValueError(f"{len(self._handling_s)} times to handle a message for "
+                             f"{num_stages - 1} boundaries")
         self.now_s, self.busy_s = list(lead_s), list(lead_s)
         self.events: list[Event] = []
         # Boundary j's activations go to stage j + 1, its gradients to stage j.
@@ -147,16 +168,16 @@ class _Clock:
         elif op is Op.BACKWARD:
             self._compute(stage, instruction, self._times.backward_s[stage][i])
         elif op is Op.SEND_ACTIVATION:
-            self._spend(stage, self._send_s[stage])
+            self._spend(stage, self._handling_s[stage])
             self._activations[stage].send(i, self.now_s[stage], self._times.transfer_s[stage][i])
         elif op is Op.SEND_GRADIENT:
             below = stage - 1
-            self._spend(stage, self._send_s[below])
+            self._spend(stage, self._handling_s[below])
             self._gradients[below].send(i, self.now_s[stage], self._times.transfer_s[below][i])
         elif op is Op.RECV_ACTIVATION:
-            return self._receive(stage, i, self._activations[stage - 1])
+            return self._receive(stage, i, self._activations[stage - 1], boundary=stage - 1)
         else:
-            return self._receive(stage, i, self._gradients[stage])
+            return self._receive(stage, i, self._gradients[stage], boundary=stage)
         return True
 
     def _compute(self, stage: int, instruction: Instruction, seconds: float) -> None:
@@ -169,11 +190,12 @@ class _Clock:
         self.now_s[stage] += seconds
         self.busy_s[stage] += seconds
 
-    def _receive(self, stage: int, micro_batch: int, link: _Link) -> bool:
+    def _receive(self, stage: int, micro_batch: int, link: _Link, *, boundary: int) -> bool:
         if not link.messages or link.messages[0][0] != micro_batch:
             return False
         _, arrives_s = link.messages.popleft()
         self.now_s[stage] = max(self.now_s[stage], arrives_s)
+        self._spend(stage, self._handling_s[boundary])
         return True
 
     def unread(self) -> list[str]:

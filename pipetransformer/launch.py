@@ -21,13 +21,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
 
@@ -36,6 +37,8 @@ from autopipe import LinkError
 from pipetransformer.world import STORE_VARIABLE
 
 RESTART_VARIABLE = "PIPETRANSFORMER_RESTART_COUNT"
+LAUNCH_VARIABLE = "PIPETRANSFORMER_LAUNCH"
+"""Names one call of `launch`, whose restarts have it in common."""
 
 _LOGGER = logging.getLogger(__name__)
 _PARENT_DEATH_SIGNAL = 1
@@ -84,9 +87,11 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
+    name = uuid4().hex
     with _cleaning_up_after_sigterm():
         for restarts in range(max_restarts + 1):
-            cause = _run(context, (entry, tuple(arguments)), num_slots, cores_per_slot, restarts)
+            own = {LAUNCH_VARIABLE: name, RESTART_VARIABLE: str(restarts)}
+            cause = _run(context, (entry, tuple(arguments)), num_slots, cores_per_slot, own)
             if cause is None:
                 return
             if restarts < max_restarts:
@@ -98,14 +103,13 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
 
 
 def _run(context: Any, work: tuple[Callable[..., None], tuple[Any, ...]], num_slots: int,
-         cores: int, restarts: int) -> str | None:
+         cores: int, own: Mapping[str, str]) -> str | None:
     """Start all ranks and wait for them; return what ended them early, or None."""
     with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
         processes: list[BaseProcess] = []
         try:
             for rank in range(num_slots):
-                environment = {**_environment(rank, num_slots, cores, Path(folder)),
-                               RESTART_VARIABLE: str(restarts)}
+                environment = {**_environment(rank, num_slots, cores, Path(folder)), **own}
                 processes.append(context.Process(target=_enter, args=(*work, environment),
                                                  name=f"rank{rank}"))
                 # The thread count must be in the environment before the child imports torch.

@@ -6,7 +6,7 @@ what they took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,17 +22,12 @@ from autopipe import (
     merge_profiles,
     profile_sublayers,
 )
-from freeze import GradientSignals
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
-from pipetransformer.measure_network import (
-    least_s,
-    measure_agreement,
-    measure_links,
-    measure_sums,
-)
-from pipetransformer.optimizer_state import take_state
-from pipetransformer.task import Task, trained_parameters
+from pipetransformer.measure_compute import measure_company, measure_update
+from pipetransformer.measure_network import measure_agreement, measure_links, measure_sums
+from pipetransformer.measure_reading import measure_rows, measure_samples
+from pipetransformer.task import Task
 from pipetransformer.world import World
 
 _BUDGET_S = 4.0
@@ -41,9 +36,7 @@ _BUDGET_S = 4.0
 MEASURE_GUESS_S = 2 * _BUDGET_S
 """What measuring takes, until it was done."""
 
-_MOST_ROUNDS, _MOST_SIZES = 3, 6
-_UPDATED_BYTES = 64 << 20
-"""Parameters on which an update is timed: with gradients and state far beyond a cache's size."""
+_MOST_ROUNDS, _MOST_SIZES = 7, 6
 
 
 @dataclass(frozen=True)
@@ -68,20 +61,21 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
     gather_json(None, group=world.group)
     with _whole(task, world.device):
         batches, rounds = _choose_batches(task, world, read)
-        costs = profile_sublayers(_sublayers(task), batches, repeats=rounds)
-        update_s, state_ratio = _measure_update(task)
-    costs = tuple(_with_state(cost, state_ratio) for cost in costs)
-    link, node_link = measure_links(world)
-    size = len(next(iter(batches[-1].values())))
-    one_s, whole_s = (
-        least_s(lambda n=n: read(torch.arange(n)), repeats=3)  # type: ignore[misc]
-        for n in (1, size)
-    )
+        chain = profile_sublayers(_sublayers(task), batches, repeats=rounds)
+        lengthening, alone_share = measure_company(_sublayers(task), batches, chain, world)
+        update_s, state_ratio = measure_update(task)
+        link, node_link = measure_links(world, lambda: _forward(_sublayers(task), batches[0]))
+    costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
+    sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
+    fetch_s, read_s = measure_samples(read, sizes[-1])
+    cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
-        batch_sizes=tuple(len(next(iter(batch.values()))) for batch in batches),
+        batch_sizes=sizes,
         sublayers=costs,
-        read_s=max(0.0, whole_s - one_s) / max(size - 1, 1),
-        fetch_s=one_s,
+        read_s=read_s,
+        fetch_s=fetch_s,
+        cached_fetch_s=cached_fetch_s,
+        alone_share=alone_share,
         optimizer_s_per_byte=update_s,
         step_overhead_s=2 * measure_agreement(world),
         link=link,
@@ -92,9 +86,10 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
             timeout_s=task.config.setup_timeout_s,
         ),
     )
-    gathered = gather_json([own.to_json(), _measure_copy()], group=world.group)
+    gathered = gather_json([own.to_json(), 1 / cached_byte_s], group=world.group)
     merged = merge_profiles([Profile.from_json(values) for values, _ in gathered])
     rate = sorted(rate for _, rate in gathered)[len(gathered) // 2]
+    merged = merged.lengthened(lengthening)
     values = broadcast_json([merged.to_json(), rate], group=world.group)
     return Measurements(Profile.from_json(values[0]), values[1])
 
@@ -183,43 +178,12 @@ def _caller(task: Task, index: int) -> Callable[[Tensor | None, Mapping[str, Ten
     return call
 
 
+def _forward(sublayers: Sequence[ProfiledSublayer], batch: Batch) -> None:
+    hidden: Tensor | None = None
+    with torch.no_grad():
+        for sublayer in sublayers:
+            hidden = sublayer.call(hidden, batch)
+
+
 def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:
     return replace(cost, optimizer_bytes=round(ratio * cost.gradient_bytes))
-
-
-def _measure_update(task: Task) -> tuple[float, float]:
-    """Return seconds of an update per parameter byte, and state bytes per parameter byte.
-
-    An update measures the gradients and steps the optimizer. It is timed on copies of parameters
-    under their names, so that nothing is changed.
-    """
-    copies: dict[str, dict[str, nn.Parameter]] = {}
-    num_bytes = 0
-    for index, sublayer in enumerate(task.model.sublayers):
-        own = trained_parameters(task, range(index, index + 1))
-        if own and num_bytes < _UPDATED_BYTES:
-            copies[sublayer.name] = {n: nn.Parameter(p.detach().clone()) for n, p in own.items()}
-            num_bytes += sum(p.nbytes for p in own.values())
-    if not copies:
-        return 0.0, 0.0
-    named = {name: p for own in copies.values() for name, p in own.items()}
-    optimizer = task.optimizer(list(named.items()))
-    signals = GradientSignals({name: list(own.values()) for name, own in copies.items()})
-    for parameter in named.values():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def update() -> None:
-        float(signals.squared_norm(None))
-        optimizer.step()
-
-    seconds = least_s(update, repeats=5)
-    state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
-    return seconds / num_bytes, state_bytes / num_bytes
-
-
-def _measure_copy() -> float:
-    """Return the bytes per second at which rows are read from memory and summed, as a check is."""
-    rows = torch.zeros(256, 1 << 13, dtype=torch.int64)
-    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:64]
-    seconds = least_s(lambda: rows.index_select(0, index).sum(1))
-    return len(index) * rows[0].nbytes / seconds

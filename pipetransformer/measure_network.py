@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,25 +12,30 @@ from torch import nn
 
 from autodp import GradientReducer, Topology, allowed_lengths, broadcast_json, gather_json
 from autopipe import AllReduceCost, LinkCost
+from pipetransformer.timing import typical_s
 from pipetransformer.world import World
 
 _PROBE_BYTES = 1 << 20
-_ISSUED_BYTES = 1 << 16
+_TURNS = 31
 _SUM_BYTES = (1 << 12, 1 << 18, 1 << 22, 25 << 20)
 """Sizes at which sums are timed; beyond the last, a bucket's, they cost in proportion."""
 
 _FREE = LinkCost(0.0, float(1 << 40))
 
 
-def measure_links(world: World) -> tuple[LinkCost, LinkCost]:
+def measure_links(world: World, work: Callable[[], object]) -> tuple[LinkCost, LinkCost]:
     """Time messages within a node, and between two; all links of a kind count as equal.
 
     Ranks exchange messages in pairs, all at once, as stages do; rank 0's times count. Where one of
     the kinds does not occur, the other's cost stands for it. Collective.
+
+    Args:
+        world: the ranks.
+        work: computes as a stage does, for a few milliseconds.
     """
     slots = world.slots_per_node
-    within = _measure_link(world, 1) if slots > 1 and world.size > 1 else None
-    between = _measure_link(world, slots) if world.size > slots else None
+    within = _measure_link(world, 1, work) if slots > 1 and world.size > 1 else None
+    between = _measure_link(world, slots, work) if world.size > slots else None
     return within or between or _FREE, between or within or _FREE
 
 
@@ -62,25 +66,10 @@ def measure_agreement(world: World) -> float:
     if world.group is None:
         return 0.0
     numbers = torch.zeros(2, dtype=torch.float64)
-    return least_s(lambda: dist.all_reduce(numbers, group=world.group))
+    return typical_s(lambda: dist.all_reduce(numbers, group=world.group))
 
 
-def least_s(action: Callable[[], object], *, repeats: int = 10) -> float:
-    """Return the least seconds of an action's repeats, after one to warm up.
-
-    On a machine that others use, too, medians of so few differ threefold between two runs.
-    """
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        action()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def _measure_link(world: World, distance: int) -> LinkCost:
+def _measure_link(world: World, distance: int, work: Callable[[], object]) -> LinkCost:
     """Time messages, there and back, between each rank and the one at a distance above it."""
     position = world.rank % (2 * distance)
     is_lower = position < distance
@@ -88,11 +77,12 @@ def _measure_link(world: World, distance: int) -> LinkCost:
     values: list[float] = []
     if peer < world.size:
         small_s, large_s = (
-            least_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
+            typical_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
             for n in (1, _PROBE_BYTES)
         )
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
-        values = [small_s, rate, _handing_over_s(world, peer, begins=is_lower)]
+        overhead_s = _overhead_s(world, peer, work, begins=is_lower, message_s=small_s)
+        values = [small_s, rate, overhead_s]
     return LinkCost(*broadcast_json(values, group=world.group))
 
 
@@ -102,20 +92,26 @@ def _ping(world: World, peer: int, num_bytes: int, *, begins: bool) -> None:
         (dist.send if sends else dist.recv)(payload, peer, group=world.group)
 
 
-def _handing_over_s(world: World, peer: int, *, begins: bool) -> float:
-    """Return the seconds that issuing a message takes, not waiting for its arrival."""
-    payload = torch.zeros(_ISSUED_BYTES, dtype=torch.uint8, device=world.device)
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        if not begins:
-            dist.recv(payload, peer, group=world.group)
-            continue
-        work = dist.isend(payload, peer, group=world.group)
-        seconds.append(time.perf_counter() - start)
-        assert work is not None
-        work.wait()
-    return min(seconds) if begins else 0.0
+def _overhead_s(
+    world: World, peer: int, work: Callable[[], object], *, begins: bool, message_s: float
+) -> float:
+    """Return the seconds that a message costs each of its ends beside its way.
+
+    Two ranks work in turn, each waiting for the other's message; what that takes beyond the work
+    and the messages' way is spent on handling messages, on waking up, and on computing with caches
+    that have gone cold.
+    """
+    payload = torch.zeros(1, dtype=torch.uint8, device=world.device)
+    alone_s = typical_s(work, repeats=_TURNS)
+
+    def turn() -> None:
+        for works in (begins, not begins):
+            if works:
+                work()
+            (dist.send if works else dist.recv)(payload, peer, group=world.group)
+
+    turn_s = typical_s(turn, repeats=_TURNS)
+    return max(0.0, turn_s / 2 - alone_s - message_s) / 2
 
 
 @contextmanager
@@ -145,12 +141,12 @@ def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
     """Time what a stage does with gradients of so many bytes: copy, sum, and put in place."""
     parameter = nn.Parameter(torch.zeros(num_bytes // 4, device=world.device))
     reducer = GradientReducer([parameter], group)
+    gradient = torch.zeros_like(parameter)
 
-    def reduce() -> None:
-        parameter.grad = torch.zeros_like(parameter)
-        reducer.finish()
+    def have_gradient() -> None:
+        parameter.grad = gradient
 
     try:
-        return least_s(reduce, repeats=5)
+        return typical_s(reducer.finish, repeats=9, before=have_gradient)
     finally:
         reducer.close()

@@ -417,3 +417,15 @@ def test_stamps_refuse_depths_that_are_not_frozen() -> None:
     for depth in (-1, 2):
         with pytest.raises(ValueError, match="cannot keep"):
             stamps.truncate(depth)
+
+
+def test_a_store_in_memory_holds_rows_and_is_on_no_file_system() -> None:
+    ids = torch.arange(NUM_ROWS)
+    with RowStore.in_memory(LAYOUT, NUM_ROWS) as store:
+        assert not store.path.exists()
+        assert not store.read(ids, [7]).depth.any()
+        store.write(ids, 7, make_rows(ids))
+        found = store.read(ids, [7])
+        assert found.depth.eq(1).all()
+        for name, rows in make_rows(ids).items():
+            assert torch.equal(found.rows[name], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -236,3 +237,56 @@ def test_prediction_of_boundaries_that_miss_sublayers_is_refused() -> None:
 def test_plan_survives_json() -> None:
     plan = plan_pipeline(uniform(4), request(lengths=(2,)))
     assert PipelinePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_stages_that_compute_alone_on_their_node_are_as_much_faster_as_measured() -> None:
+    one = request(lengths=(2,), micro_batches=(1,), slots_per_node=2)
+    slow, fast = (predict(uniform(4, alone_share=share), one, boundaries=(0, 2, 4),
+                          num_micro_batches=1, schedule="1f1b").predicted_step_s
+                  for share in (1.0, 0.75))
+    assert fast == 0.75 * slow
+    # Two replicas of a whole model always compute side by side.
+    whole = request(lengths=(1,), micro_batches=(1,))
+    assert (plan_pipeline(uniform(4, alone_share=0.75), whole).predicted_step_s
+            == plan_pipeline(uniform(4), whole).predicted_step_s)
+    # So do slots of different nodes.
+    apart = request(lengths=(2,), micro_batches=(1,), slots_per_node=1)
+    assert plan_pipeline(uniform(4, alone_share=0.75), apart).predicted_step_s == slow
+
+
+def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() -> None:
+    def ratio(count: int) -> float:
+        one = request(lengths=(2,), micro_batches=(count,), global_batch=64,
+                      slots_per_node=2)
+        fast, slow = (plan_pipeline(uniform(4, alone_share=share), one).predicted_step_s
+                      for share in (0.5, 1.0))
+        return fast / slow
+
+    assert 0.5 == ratio(1) < ratio(2) < ratio(8) < ratio(64) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int) -> None:
+    generator = random.Random(seed)
+    known = dataclasses.replace(random_profile(generator), alone_share=generator.uniform(0.3, 1.0))
+    asked = request(4, num_frozen=generator.randint(0, 2))
+    best = candidates(known, asked)[0]
+    assert plan_pipeline(known, asked).predicted_step_s <= 1.01 * best.predicted_step_s
+
+
+def test_a_fetch_from_the_cache_costs_what_the_profile_says_for_every_micro_batch() -> None:
+    forced = {"lengths": (1,), "num_frozen": 2, "prefix_cached_s": 0.0}
+    one, four = (plan_pipeline(uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
+                               request(**forced, micro_batches=(count,))).predicted_step_s
+                 for count in (1, 4))
+    assert four - one == 3 * 7.0
+
+
+def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() -> None:
+    known = random_profile(random.Random(0))
+    longer = known.lengthened((1.5,))
+    assert longer.forward_s(0, 4) == pytest.approx(1.5 * known.forward_s(0, 4))
+    assert longer.backward_s(0, 4) == pytest.approx(1.5 * known.backward_s(0, 4))
+    assert longer.frozen_s(0, 4) == pytest.approx(1.5 * known.frozen_s(0, 4))
+    assert longer.optimizer_s_per_byte == 1.5 * known.optimizer_s_per_byte
+    assert longer.link == known.link and longer.all_reduce == known.all_reduce

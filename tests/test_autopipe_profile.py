@@ -91,7 +91,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_each_sublayer_gets_its_own_times_at_each_size(clock: Clock) -> None:
-    costs = profile_sublayers(chain(Timed(clock, 1, 2, 0.5), Timed(clock, 3, 5, 2)), batches(2, 4))
+    sublayers = chain(Timed(clock, 1, 2, 0.5), Timed(clock, 3, 5, 2))
+    costs = profile_sublayers(sublayers, batches(2, 4)).costs
     assert [c.forward_s for c in costs] == [(2.0, 4.0), (6.0, 12.0)]
     assert [c.backward_s for c in costs] == [(4.0, 8.0), (10.0, 20.0)]
     assert [c.frozen_s for c in costs] == [(1.0, 2.0), (4.0, 8.0)]
@@ -108,18 +109,18 @@ def test_one_disturbed_moment_changes_no_time(clock: Clock) -> None:
             # The first measured forward; counting bytes and warming up come before it.
             self.clock.now_s += 100.0 if self.calls == 5 else 0.0
 
-    costs = profile_sublayers(chain(Disturbed(clock, 1, 2, 0.5)), batches(2))
+    costs = profile_sublayers(chain(Disturbed(clock, 1, 2, 0.5)), batches(2)).costs
     assert (costs[0].forward_s, costs[0].backward_s, costs[0].frozen_s) == ((2.0,), (4.0,), (1.0,))
 
 
 def test_sublayer_without_parameters_or_input_gradient_has_no_backward_time(clock: Clock) -> None:
-    costs = profile_sublayers(chain(nn.Flatten(), Timed(clock, 1, 2, 0.5)), batches(2))
+    costs = profile_sublayers(chain(nn.Flatten(), Timed(clock, 1, 2, 0.5)), batches(2)).costs
     assert costs[0].backward_s == (0.0,)
 
 
 def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     costs = profile_sublayers(chain(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))),
-                              batches(1, 4))
+                              batches(1, 4)).costs
     # The first Linear saves its 8 inputs; ReLU and the second Linear the same 16 values.
     assert costs[0].saved_bytes == 4 * (8 + 16)
     assert costs[0].output_bytes == 4 * 8
@@ -128,19 +129,20 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
 
 def test_dropout_masks_count_although_the_model_came_in_eval_mode() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
-    plain = profile_sublayers(chain(nn.Linear(8, 8)), batches(4))
-    assert profile_sublayers(chain(module), batches(4))[0].saved_bytes > plain[0].saved_bytes
+    plain = profile_sublayers(chain(nn.Linear(8, 8)), batches(4)).costs
+    assert profile_sublayers(chain(module), batches(4)).costs[0].saved_bytes > plain[0].saved_bytes
 
 
 def test_shared_parameter_counts_in_the_first_sublayer_only() -> None:
     shared = nn.Linear(8, 8, bias=False)
-    costs = profile_sublayers(chain(shared, nn.Sequential(shared, nn.BatchNorm1d(8))), batches(4))
+    sublayers = chain(shared, nn.Sequential(shared, nn.BatchNorm1d(8)))
+    costs = profile_sublayers(sublayers, batches(4)).costs
     assert [c.parameter_bytes for c in costs] == [4 * 64, 4 * 16]
     assert [c.buffer_bytes for c in costs] == [0, 4 * 16 + 8]
 
 
 def test_layer_in_place_on_its_input_can_be_profiled() -> None:
-    costs = profile_sublayers(chain(nn.Linear(8, 8), nn.ReLU(inplace=True)), batches(2))
+    costs = profile_sublayers(chain(nn.Linear(8, 8), nn.ReLU(inplace=True)), batches(2)).costs
     assert costs[1].backward_s[0] > 0
 
 

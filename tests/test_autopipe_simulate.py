@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from functools import cache
 
@@ -136,3 +137,30 @@ def test_message_that_nobody_receives_is_refused() -> None:
 def test_times_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(3, 3, 2, 2\) rows; a schedule of 2 stages"):
         simulate(gpipe(2, 1), uniform(3, 1))
+
+
+def test_handling_a_message_takes_both_ends_their_own_time() -> None:
+    times = dataclasses.replace(uniform(2, 1, transfer_s=1.0), handling_s=(0.5,))
+    result = simulate(one_f_one_b(2, 1), times)
+    # F, hand over, 1 s on the way, take, F and B, hand over, 1 s, take, B.
+    assert result.step_s == 1 + 0.5 + 1 + 0.5 + 3 + 0.5 + 1 + 0.5 + 2
+    assert result.busy_s == (3 + 2 * 0.5,) * 2
+
+
+def test_handling_times_are_one_a_boundary() -> None:
+    times = dataclasses.replace(uniform(3, 1), handling_s=(0.5,))
+    with pytest.raises(ValueError, match="1 times to handle a message for 2 boundaries"):
+        simulate(one_f_one_b(3, 1), times)
+
+
+@pytest.mark.parametrize(("length", "num_micro_batches", "company"), [
+    (1, 4, 1.0), (2, 1, 1.0), (4, 1, 1.0),
+    # Forwards of 1 s alone: one stage is at work in the first and the last of 5 s, else two.
+    (2, 4, (2 * 1 + 3 * 4) / (2 * 1 + 3 * 2))])
+def test_company_is_how_many_stages_compute_while_one_does(
+        length: int, num_micro_batches: int, company: float) -> None:
+    times = StageTimes(((1.0,) * num_micro_batches,) * length,
+                       ((0.0,) * num_micro_batches,) * length,
+                       ((0.0,) * num_micro_batches,) * (length - 1))
+    result = simulate(gpipe(length, num_micro_batches), times)
+    assert result.company == pytest.approx(company)

@@ -147,6 +147,24 @@ def test_after_the_last_restart_the_failure_is_raised(tmp_path: Path) -> None:
         start(fail_twice, (str(tmp_path),), num_slots=2, max_restarts=1, start_method="forkserver")
 
 
+def note_launch(folder: str) -> None:
+    """Note the launch's name; the first attempt fails."""
+    rank, restarts = os.environ["RANK"], os.environ["PIPETRANSFORMER_RESTART_COUNT"]
+    Path(folder, f"{restarts}-{rank}").write_text(os.environ["PIPETRANSFORMER_LAUNCH"])
+    if restarts == "0":
+        raise LookupError("first attempt")
+
+
+def test_restarts_have_the_launch_s_name_in_common_and_launches_differ(tmp_path: Path) -> None:
+    names = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        start(note_launch, (str(folder),), num_slots=1, max_restarts=1, start_method="forkserver")
+        names.append({path.read_text() for path in folder.iterdir()})
+        assert len(list(folder.iterdir())) == 2
+    assert [len(found) for found in names] == [1, 1] and names[0] != names[1]
+
+
 def stop(folder: str) -> None:
     """Rank 1 is stopped by a signal; rank 0 waits for it until its patience ends."""
     world = connect("cpu", timeout_s=3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from pipetransformer.checkpoint import (
     publish,
     write_shards,
 )
+from pipetransformer.checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.resume import agree, note_launchers, open_latest, resumes
 from pipetransformer.snapshot import HostShard, Snapshot
@@ -383,3 +385,33 @@ def test_auto_without_a_checkpoint_starts_with_the_journal_s_decisions(tmp_path:
     with make_trainer(tmp_path, freeze=lambda context: 3, resume="auto") as trainer:
         trainer.step()
         assert trainer.decision is not None and trainer.decision.num_frozen == 0
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_goes_on_with_the_longest_pipeline_that_fewer_ranks_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: Any
+) -> None:
+    set_to = dataclasses.replace(config(tmp_path, resume), length=4)
+    with pytest.raises(ValueError, match=r"length 4 does not fit|holds no checkpoint"):
+        check_world(set_to, 2, 2)
+    save(tmp_path / "checkpoints", 10)
+    check_world(set_to, 2, 2)
+    assert caplog.messages == [
+        "pipeline length 4 does not fit 2 processes with 2 slots a node: the run continues with "
+        "at most 2"
+    ]
+    with pytest.raises(ValueError, match="already holds a run"):
+        check_world(dataclasses.replace(set_to, resume=False), 2, 2)
+
+
+def test_a_run_of_a_longer_pipeline_ends_alike_on_one_rank(tmp_path: Path) -> None:
+    whole, continued = tiny_model(), tiny_model()
+    train(tmp_path / "whole", model=whole)
+    with make_trainer(tmp_path / "cut", checkpoint_every_steps=1) as trainer:
+        for _ in range(3):
+            trainer.step()
+    with make_trainer(tmp_path / "cut", model=continued, resume=True, length=4) as trainer:
+        trainer.fit()
+        assert trainer.decision is not None and trainer.decision.plan.length == 1
+    for name, parameter in continued.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name

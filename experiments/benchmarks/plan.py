@@ -1,9 +1,9 @@
 """Compare what the planner predicts with what steps take, over a grid of pipelines.
 
 In every round the machine is profiled, every pipeline of the grid is predicted from that profile,
-and trained for a few steps, in random order. Then the planner's choice and the pipeline that was
-measured fastest are measured again, in turn. Two processes of one thread each. Run it as `python
--m experiments.benchmarks.plan`.
+and trained for a few steps, in random order; the medians of the rounds are compared. Then the
+planner's choice and the pipeline that was measured fastest are measured again, in turn. Two
+processes of one thread each. Run it as `python -m experiments.benchmarks.plan`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     ratios = []
     for point, values in found["grid"]:
         predicted, measured = (statistics.median(column) for column in zip(*values, strict=True))
-        ratios.append(statistics.median(p / m for p, m in values))
+        ratios.append(predicted / measured)
         yield (
             f"{point['frozen']:6}  {point['length']}  {point['micro_batches']}  "
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
@@ -213,7 +213,7 @@ def main() -> int:
     """Measure and judge."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frozen", type=int, nargs="+", default=[0, 3, 6, 9])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=12, help="a number of frozen layers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,86 @@
+"""Prove what the parts of a measurement time, and that they leave out what they should."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopipe import MeasuredChain, SublayerCost
+from pipetransformer import measure_compute as compute_module
+from pipetransformer.data import Batch
+from pipetransformer.measure_compute import measure_company
+from pipetransformer.measure_reading import measure_rows, measure_samples
+from pipetransformer.timing import typical_s
+from pipetransformer.world import World
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stand for the time, which only passes where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_typical_seconds_are_the_median_without_warm_up_and_preparation(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seconds = Clock(monkeypatch), iter([50.0, 3.0, 1.0, 40.0, 2.0, 4.0])
+    assert typical_s(lambda: clock.spend(next(seconds)), repeats=5,
+                     before=lambda: clock.spend(1000.0)) == 3.0
+
+
+def test_reading_is_divided_into_the_call_and_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def read(ids: Tensor) -> Batch:
+        clock.spend(5.0 + 2.0 * len(ids))
+        return {}
+
+    assert measure_samples(read, 8) == (pytest.approx(5.0), pytest.approx(2.0))
+    assert measure_samples(read, 1) == (pytest.approx(7.0), 0.0)
+
+
+def test_a_cached_row_costs_a_call_and_its_bytes() -> None:
+    call_s, byte_s = measure_rows()
+    assert 0.0 <= call_s < 0.1
+    assert 1e-12 <= byte_s < 1e-6
+
+
+def chain(*rounds_s: float) -> MeasuredChain:
+    """Make a chain of one sublayer at one size, 4 s by its medians."""
+    cost = SublayerCost("only", 0, (1.0,), (1.0,), (1.0,), (1.0,), 0, 0, 0, 0, 0.0, 0.0)
+    return MeasuredChain((cost,), (rounds_s,))
+
+
+def world(rank: int, size: int, slots: int) -> World:
+    return World(rank, size, slots, CPU, None, owned=False)
+
+
+def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([
+        [[((4.0, 6.0, 4.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 6, 4.
+        [((4.0, 4.0, 3.0),), None],  # Rank 0 of the node alone.
+    ])
+    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
+    monkeypatch.setattr(compute_module, "time_rounds", lambda *_args, **_settings: ())
+    longer, alone = measure_company([], [{}], chain(4.0, 6.0, 4.0), world(1, 2, 2))
+    assert longer == (pytest.approx(5.0 / 4.0),)
+    assert alone == pytest.approx(4.0 / 5.0)
+
+
+@pytest.mark.parametrize(("size", "slots"), [(1, 1), (2, 1)])
+def test_where_no_node_has_two_slots_none_computes_alone(
+        monkeypatch: pytest.MonkeyPatch, size: int, slots: int) -> None:
+    one = [((4.0, 4.4, 4.0),), (4.0,)]
+    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: [one] * size)
+    longer, alone = measure_company([], [{}], chain(4.0, 4.4, 4.0), world(0, size, slots))
+    assert (longer, alone) == ((pytest.approx(12.4 / 3 / 4),), 1.0)
