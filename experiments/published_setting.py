@@ -1,48 +1,30 @@
 """State the published experiment: its machines, its run and its results, each with its source.
 
 Sources: [paper] PipeTransformer (ICML 2021), section 5; [program] the published program
-(github.com/Distributed-AI/PipeTransformer), its README and its logs; [sheet] NVIDIA's data sheet
-of the Quadro RTX 5000; [here] measured by this project.
+(github.com/Distributed-AI/PipeTransformer), its README and its logs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
-from torch import Tensor
-
-from autopipe import LinkCost, Profile, ProfiledSublayer
-from autopipe.cluster import Cluster
+from autopipe import Profile
+from autopipe.cluster import load_cluster
 from autopipe.modelled import modelled_profile
-from pipetransformer import LayeredModel
 from pipetransformer.named_model import ModelChoice, build_named
+from pipetransformer.plan_place import profiled
 
-EFFICIENCY = 0.45
-"""Share of the peak that matrix products reach. With it the modelled forward of 320 images through
-frozen layers takes 2.33 s on one device, of 64 images 0.47 s; FORWARD_S has what was measured.
-Neither pipelines nor speed-ups enter it."""
+_DESCRIPTION = Path(__file__).parents[1] / "docs" / "clusters" / "2x8-rtx5000.toml"
+CLUSTER = load_cluster(_DESCRIPTION)
+"""The published machines; the file says where each number comes from."""
+
 FORWARD_S = {320: 2.313, 64: 0.471}
 """[program] README: one device's forward through all frozen blocks, by its batch. It does not name
-the device; it has 16 GB, as the published ones."""
+the device; it has 16 GB, as the published ones. With the description's efficiency the modelled
+forward takes 2.33 s and 0.47 s; neither pipelines nor speed-ups enter it."""
 
-_LAUNCH_S = 1 / 93_000
-"""[here] One process started 93,000 small operations a second on a CPU; for these machines it is
-an estimate. At 2 us no speed-up moves by more than 3 %."""
-
-CLUSTER = Cluster(
-    name="2 x 8 Quadro RTX 5000",
-    nodes=2,  # [paper]
-    slots_per_node=8,  # [paper]
-    memory_bytes=16_000_000_000,  # [paper]
-    memory_bytes_per_s=448e9,  # [sheet]
-    flops_per_s={"float32": EFFICIENCY * 11.2e12},  # [sheet] the peak; [program] no autocast
-    link=LinkCost(_LAUNCH_S, 15.754e9),  # [paper] PCIe 3.0, 16 lanes
-    node_link=LinkCost(_LAUNCH_S, 5e9),  # [paper] InfiniBand CX353A
-    kernel_overhead_s=_LAUNCH_S,
-)
 _SGD_PASSES = 5
 """SGD with momentum ([program]) reads weight, gradient and momentum and writes two of them."""
 
@@ -81,17 +63,5 @@ def frozen_by_epoch(num_epochs: int = EPOCHS) -> list[int]:
 def published_profile() -> Profile:
     """Model ViT-B/16 at 224 pixels on one of the published devices, in float32."""
     named = build_named(ModelChoice("vit_base_patch16_224"), device="meta")
-    sublayers = [
-        ProfiledSublayer(
-            sublayer.name, sublayer.layer, sublayer.module, partial(_call, named.model, index)
-        )
-        for index, sublayer in enumerate(named.model.sublayers)
-    ]
-    profile = modelled_profile(sublayers, named.sample, CLUSTER)
+    profile = modelled_profile(profiled(named.model), named.sample, CLUSTER)
     return replace(profile, optimizer_s_per_byte=_SGD_PASSES / CLUSTER.memory_bytes_per_s)
-
-
-def _call(
-    model: LayeredModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
-) -> Tensor:
-    return model.call(index, batch if hidden is None else hidden, sides=batch)
