@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,9 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
         chain = profile_sublayers(_sublayers(task), batches, repeats=rounds)
         lengthening, alone_share = measure_company(_sublayers(task), batches, chain, world)
         update_s, state_ratio = measure_update(task)
-        link, node_link = measure_links(world, lambda: _forward(_sublayers(task), batches[0]))
+        work = partial(_forward, _sublayers(task), batches[0])
+        link, node_link = measure_links(world, work)
+        agreement_s = measure_agreement(world, work)
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
     sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
     fetch_s, read_s = measure_samples(read, sizes[-1])
@@ -77,7 +80,7 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
         cached_fetch_s=cached_fetch_s,
         alone_share=alone_share,
         optimizer_s_per_byte=update_s,
-        step_overhead_s=2 * measure_agreement(world),
+        step_overhead_s=2 * agreement_s,
         link=link,
         node_link=node_link,
         all_reduce=measure_sums(

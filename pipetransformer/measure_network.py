@@ -61,12 +61,23 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     return tuple(costs)
 
 
-def measure_agreement(world: World) -> float:
-    """Return the seconds of a sum of two numbers over the world, of which a step has two."""
+def measure_agreement(world: World, work: Callable[[], object]) -> float:
+    """Return the seconds of a sum of two numbers over the world, of which a step has two.
+
+    Ranks come to it from their work, one earlier than the other.
+
+    Args:
+        world, work: as for `measure_links`.
+    """
     if world.group is None:
         return 0.0
     numbers = torch.zeros(2, dtype=torch.float64)
-    return typical_s(lambda: dist.all_reduce(numbers, group=world.group))
+
+    def work_and_agree() -> None:
+        work()
+        dist.all_reduce(numbers, group=world.group)
+
+    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - typical_s(work, repeats=_TURNS))
 
 
 def _measure_link(world: World, distance: int, work: Callable[[], object]) -> LinkCost:
