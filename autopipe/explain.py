@@ -87,12 +87,12 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(
         replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan
-    ).step_s
-    compute_s = sum(simulation.busy_s) / plan.length
+    )
+    compute_s = sum(unlinked.busy_s) / plan.length
     parts = StepParts(
         compute_s=compute_s,
-        bubble_s=unlinked - compute_s,
-        transfer_s=simulation.step_s - unlinked,
+        bubble_s=unlinked.step_s - compute_s,
+        transfer_s=simulation.step_s - unlinked.step_s,
         all_reduce_s=_saved_s(unsummed, request, plan),
         update_s=_saved_s(replace(profile, optimizer_s_per_byte=0.0), request, plan),
         overhead_s=_saved_s(replace(profile, step_overhead_s=0.0), request, plan),

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pipetransformer.line_file import LineFile
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -110,13 +112,14 @@ class Journal:
         first = from_step or 0
         self._recorded = {entry["step"]: entry for entry in entries if entry["step"] >= first}
         _cut_torn_line(path)
-        self._file = open(path, "ab")
+        self._file = LineFile(path)
         fsync_folder(path.parent)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one decision and wait until it is on disk; execute it only after this returns.
 
-        A replayed decision, equal to the one recorded for its step, is not written again.
+        A replayed decision, equal to the one recorded for its step, is not written again. Where
+        the disk is full the decision is not recorded, which is warned of.
 
         Raises:
             ValueError: the entry has no int "step" >= 0, or a "check" of its own.
@@ -129,9 +132,16 @@ class Journal:
             raise ValueError("a journal entry holds 'check', which is added to it; rename that")
         if _canonical(plain) == _canonical(self._recorded.get(step)):
             return
-        self._file.write(f'{line[:-1]}, "check": "{_check_value(line)}"}}\n'.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sealed = f'{line[:-1]}, "check": "{_check_value(line)}"}}\n'.encode()
+        try:
+            self._file.append(sealed, durable=True)
+        except OSError as error:
+            _LOG.warning(
+                "the decision of step %d is not in the journal: %s; a run that is interrupted "
+                "before the next checkpoint may decide otherwise",
+                step,
+                error,
+            )
         self._recorded[step] = plain
 
     def recorded(self, step: int) -> dict[str, Any] | None:

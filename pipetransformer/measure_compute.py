@@ -53,9 +53,9 @@ def measure_company(
         return lengthening, 1.0
     alone_s = None
     if world.rank % world.slots_per_node == 0:
-        alone_s = time_rounds(sublayers, batches, repeats=max(2, len(chain.rounds_s[0]) // 2))
+        alone_s = time_rounds(sublayers, batches, repeats=max(3, len(chain.rounds_s[0]) // 2))
     share = statistics.median(
-        sum(map(statistics.median, one_s)) / max(sum(map(statistics.median, slowest_s)), 1e-9)
+        sum(map(statistics.mean, one_s)) / max(sum(map(statistics.mean, slowest_s)), 1e-9)
         for one_s in gather_json(alone_s, group=world.group)
         if one_s is not None
     )

@@ -103,7 +103,7 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
         values = json.loads(answer.read_text())
     # The sample is made up, so that reading it tells nothing of a dataset.
-    profile = replace(Profile.from_json(values["profile"]), read_s=0.0)
+    profile = replace(Profile.from_json(values["profile"]), read_s=0.0, fetch_s=0.0)
     name = f"this machine, a {values['device'].upper()} for each slot"
     return Place(
         name,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autodp import allowed_lengths
-from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline
+from autopipe import (
+    PipelinePlan,
+    PlanRequest,
+    Profile,
+    paper_plan,
+    plan_pipeline,
+    predict,
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,8 @@ Planner = Callable[[PlanSituation], PipelinePlan]
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     """Return the plan with which the rest of the run, the way there included, takes least time.
 
-    Another length is taken only where what it saves until the end exceeds the transition's cost.
-    At the start, and where the current length no longer fits, the fastest plan is taken.
+    Other stages are taken only where what they save until the end exceeds the transition's cost.
+    At the start, and where the current stages no longer fit, the fastest plan is taken.
 
     Raises:
         ValueError: nothing fits the memory limit.
@@ -49,16 +57,38 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     current = situation.current
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
+    stay = _same_stages(situation, current)
 
     def remaining_s(plan: PipelinePlan) -> float:
         # Steps are counted at the current batch, which with scale_batch is not the other plan's.
         share = plan.length / current.length if situation.scale_batch else 1.0
-        going_s = 0.0 if plan.length == current.length else situation.transition_s(plan)
+        stays = stay is not None and plan.boundaries == stay.boundaries
+        going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
 
-    stay = plans[current.length]
-    best = min(plans.values(), key=remaining_s)
-    return best if remaining_s(best) < remaining_s(stay) else stay
+    return min([*([] if stay is None else [stay]), *plans.values()], key=remaining_s)
+
+
+def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
+    """Predict the current stages, less what is frozen by now; None where they no longer fit."""
+    request, profile = situation.request, situation.profile
+    first_active = sum(cost.layer < request.num_frozen for cost in profile.sublayers)
+    boundaries = (first_active, *current.boundaries[1:])
+    if first_active >= boundaries[1]:
+        return None
+    replicas = request.num_ranks // current.length
+    if situation.scale_batch:
+        request = replace(request, global_batch=request.global_batch * replicas)
+    num_samples = math.ceil(request.global_batch / replicas)
+    plan = predict(
+        profile,
+        request,
+        boundaries=boundaries,
+        num_micro_batches=min(current.num_micro_batches, num_samples),
+        schedule=current.schedule,
+    )
+    limit = request.memory_limit_bytes
+    return plan if limit is None or max(plan.peak_bytes) <= limit else None
 
 
 def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:

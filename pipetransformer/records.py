@@ -21,11 +21,15 @@ number of stages of a pipeline. Other kinds may be recorded too; the report leav
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from pipetransformer.line_file import LineFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 RECORDS_FILE = "records.jsonl"
+
+_LOGGER = logging.getLogger(__name__)
 
 BREAKDOWN_CATEGORIES = (
     "compute",
@@ -50,7 +56,8 @@ class Records:
     """Append one JSON line per step or event, and every number in it to TensorBoard.
 
     A resumed run appends to what is there; its `elapsed_s` goes on from the last record, so time
-    spent dead is not counted. Steps repeated since the last checkpoint are recorded again.
+    spent dead is not counted. Steps repeated since the last checkpoint are recorded again. Where
+    the disk is full, records are lost, which is warned of once, and training goes on.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -61,7 +68,8 @@ class Records:
         Raises:
             ValueError: an earlier line of the file is not a record.
         """
-        self._lines: TextIO | None = None
+        self._lines: LineFile | None = None
+        self._loses = False
         self._board: SummaryWriter | None = None
         self._started_s = time.monotonic()
         if folder is None:
@@ -73,9 +81,7 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / RECORDS_FILE
         self._started_s -= _recover(path)
-        # Line buffering hands each record to the operating system, so a killed process loses
-        # none; fsync would add a disk's latency to every step.
-        self._lines = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = LineFile(path)
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, kind: str, step: int, **fields: object) -> None:
@@ -90,24 +96,44 @@ class Records:
             ValueError: a field is named `elapsed_s`.
             TypeError: a field is of another type.
         """
-        if self._lines is None or self._board is None:
+        if self._lines is None:
             return
         if "elapsed_s" in fields:
             raise ValueError("field 'elapsed_s' is set by Records itself; give it another name")
         elapsed_s = round(time.monotonic() - self._started_s, 6)
         values = {name: _plain(value, name) for name, value in fields.items()}
         record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
-        self._lines.write(json.dumps(record, allow_nan=False) + "\n")
-        for tag, number in _scalars(values, prefix=kind).items():
-            self._board.add_scalar(tag, number, step)
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            # Not durably: that would add a disk's latency to every step.
+            self._lines.append(line.encode())
+        except OSError as error:
+            self._warn_once(error)
+        if self._board is not None:
+            try:
+                for tag, number in _scalars(values, prefix=kind).items():
+                    self._board.add_scalar(tag, number, step)
+            except OSError as error:
+                self._warn_once(error)
+                self._close_board()
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
         if self._lines is not None:
             self._lines.close()
+        self._lines = None
+        self._close_board()
+
+    def _close_board(self) -> None:
         if self._board is not None:
-            self._board.close()
-        self._lines = self._board = None
+            with suppress(OSError):  # It has been warned of.
+                self._board.close()
+        self._board = None
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._loses:
+            _LOGGER.warning("records are lost: %s; training goes on", error)
+        self._loses = True
 
     def __enter__(self) -> Records:
         """Return itself."""

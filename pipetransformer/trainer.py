@@ -292,6 +292,7 @@ class Trainer:
         before = self._controller.current
         stage = self._deployment.stage
         measured_anew = before is not None and self._measure_if_drifted()
+        decides = time.perf_counter()
         decision = self._controller.decide(
             self._clock(), stage.signals if stage else None, self.report.metrics
         )
@@ -303,10 +304,11 @@ class Trainer:
             if changed
             else []
         )
-        seconds = time.perf_counter() - start
+        ends = time.perf_counter()
+        seconds = ends - decides
         self._controller.executed(decision, seconds if changed else None)
         if before is not None:
-            self.report.seconds += seconds
+            self.report.seconds += ends - start
         if changed:
             cost = Cost(seconds, predicted_s, moved)
             entry = self._log.transition(before, decision, cost)

@@ -11,10 +11,11 @@ from pipetransformer.ownership import OPTIMIZER, WEIGHTS, place, shard_name
 from pipetransformer.world import World
 
 _REGROUP_S = 0.05
-"""Building groups, optimizer and buckets, before a transition has told what it takes here."""
+"""Building groups, optimizer and buckets, before a change that moved nothing has told."""
 
 _FRESH = 3.0
-"""How many times slower bytes travel into fresh memory than in a repeated probe."""
+"""How many times slower bytes travel into fresh memory than in a repeated probe, before a
+transition has told."""
 
 
 class TransitionCost:
@@ -26,28 +27,33 @@ class TransitionCost:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._correction = 1.0
+        self._regroup_s, self._slowness = _REGROUP_S, _FRESH
 
     def predict_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
         """Return the seconds of going from one plan to another."""
-        return self._correction * self._model_s(profile, before, after)
+        return self._regroup_s + self._slowness * self._way_s(profile, before, after)
 
     def note(
         self, profile: Profile, before: PipelinePlan, after: PipelinePlan, *, seconds: float
     ) -> None:
         """Learn from a transition's measured seconds."""
-        self._correction = seconds / self._model_s(profile, before, after)
+        way_s = self._way_s(profile, before, after)
+        if way_s == 0:
+            self._regroup_s = seconds
+        else:
+            self._slowness = max(0.0, seconds - self._regroup_s) / way_s
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
-        return {"correction": self._correction}
+        return {"regroup_s": self._regroup_s, "slowness": self._slowness}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
-        self._correction = state["correction"]
+        self._regroup_s, self._slowness = state["regroup_s"], state["slowness"]
 
-    def _model_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
-        return _REGROUP_S + _FRESH * self._incoming_bytes(profile, before, after) * max(
+    def _way_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
+        """Return the seconds of the bytes' way, at the rate of a repeated probe."""
+        return self._incoming_bytes(profile, before, after) * max(
             1 / profile.link.bytes_per_s, 1 / profile.node_link.bytes_per_s
         )
 

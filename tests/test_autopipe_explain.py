@@ -71,3 +71,30 @@ def test_json_has_the_plan_its_parts_and_its_stages_times() -> None:
     assert values["busy_s"] == (3.0, 9.0)
     assert values["idle_s"] == pytest.approx((10.2, 4.2))
     assert replace(found.parts, **{k: values[k] for k in vars(found.parts)}) == found.parts
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 16, 32])
+def test_no_part_is_negative_where_messages_cost_their_ends_and_neighbours_slow_each_other(
+    num_micro_batches: int,
+) -> None:
+    profile = Profile(
+        batch_sizes=(1,),
+        sublayers=(sublayer(0, 0.01), sublayer(1, 0.01)),
+        read_s=0.0,
+        optimizer_s_per_byte=0.0,
+        step_overhead_s=0.0,
+        link=LinkCost(0.0001, 1e6, overhead_s=0.002),
+        node_link=LinkCost(0.0001, 1e6, overhead_s=0.002),
+        alone_share=0.8,
+    )
+    request = PlanRequest(2, 2, global_batch=32, num_frozen=0)
+    plan = predict(
+        profile,
+        request,
+        boundaries=(0, 1, 2),
+        num_micro_batches=num_micro_batches,
+        schedule="1f1b",
+    )
+    parts = explain(profile, request, plan).parts
+    assert min(vars(parts).values()) > -1e-12, parts
+    assert parts.step_s == pytest.approx(plan.predicted_step_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -199,3 +200,21 @@ def test_entry_without_a_step_is_refused_and_not_written(tmp_path: Path, entry: 
 def test_values_that_json_would_lose_are_refused(value: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         encode_json(value, "entry")
+
+
+def test_a_full_disk_costs_the_decision_s_record_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append({"step": 1, "frozen": 0})
+        with monkeypatch.context() as context:
+            context.setattr(os, "fsync", fail_with_a_full_disk)
+            journal.append({"step": 2, "frozen": 1})
+        journal.append({"step": 3, "frozen": 2})
+    assert "the decision of step 2 is not in the journal" in caplog.text
+    assert [entry["step"] for entry in read_journal(path)] == [1, 3]
+
+
+def fail_with_a_full_disk(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -67,14 +67,14 @@ def world(rank: int, size: int, slots: int) -> World:
 def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
         monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([
-        [[((4.0, 6.0, 4.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 6, 4.
-        [((4.0, 4.0, 3.0),), None],  # Rank 0 of the node alone.
+        [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
+        [((4.0, 4.0, 2.5),), None],  # Rank 0 of the node alone.
     ])
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
     monkeypatch.setattr(compute_module, "time_rounds", lambda *_args, **_settings: ())
-    longer, alone = measure_company([], [{}], chain(4.0, 6.0, 4.0), world(1, 2, 2))
-    assert longer == (pytest.approx(5.0 / 4.0),)
-    assert alone == pytest.approx(4.0 / 5.0)
+    longer, alone = measure_company([], [{}], chain(4.0, 4.0, 12.0), world(1, 2, 2))
+    assert longer == (pytest.approx(7.0 / 4.0),)
+    assert alone == pytest.approx(3.5 / 7.0)
 
 
 @pytest.mark.parametrize(("size", "slots"), [(1, 1), (2, 1)])

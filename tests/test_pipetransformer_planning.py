@@ -85,9 +85,26 @@ def test_each_length_bears_its_own_transition() -> None:
     assert fastest_plan(leave) == plans[2]  # Saves 10 x 3 - 10 s, and K = 1 saves 10 x 9 - 75 s.
 
 
-def test_a_stay_is_planned_anew_for_what_is_frozen_now() -> None:
-    plan = fastest_plan(situation(pipeline(2), num_frozen=2, transition_s=1e9))
+def test_stages_of_which_one_has_frozen_are_cut_anew_where_leaving_them_costs_more() -> None:
+    frozen = situation(pipeline(2), num_frozen=2)
+    plan = fastest_plan(dataclasses.replace(
+        frozen, transition_s=lambda plan: 1.0 if plan.length == 2 else 1e9))
     assert (plan.length, plan.boundaries) == (2, (2, 3, 4))
+
+
+@pytest.mark.parametrize(("transition_s", "boundaries"), [(59.0, (1, 3, 5)), (61.0, (1, 2, 5))])
+def test_stages_of_the_same_number_are_repacked_only_where_that_pays(
+        transition_s: float, boundaries: tuple[int, ...]) -> None:
+    # Stages of one and three sublayers take 86 s a step, of two and two 74 s.
+    five = {"profile": profile(5), "lengths": (2,), "num_frozen": 1, "micro_batches": (2,)}
+    current = dataclasses.replace(pipeline(2), boundaries=(0, 2, 5), num_micro_batches=2)
+    plan = fastest_plan(situation(current, remaining_steps=5, transition_s=transition_s, **five))
+    assert plan.boundaries == boundaries
+
+
+def test_a_current_plan_of_more_micro_batches_than_samples_is_compared_with_fewer() -> None:
+    current = dataclasses.replace(pipeline(2), num_micro_batches=99)
+    assert fastest_plan(situation(current, transition_s=1e9)).boundaries == (0, 2, 4)
 
 
 def test_a_pipeline_that_no_longer_fits_the_memory_is_left_whatever_that_costs() -> None:

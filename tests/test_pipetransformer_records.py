@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,36 @@ def test_a_field_that_json_cannot_hold_is_refused_by_its_name(tmp_path: Path) ->
         with pytest.raises(ValueError, match="'elapsed_s' is set by Records itself"):
             records.log("step", 1, elapsed_s=3.0)
     assert read_records(tmp_path / "records.jsonl") == []
+
+
+def limit_files(num_bytes: int) -> None:
+    """Let no file grow beyond a size, as a full disk does; the signal that tells is ignored."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+# TensorBoard's own thread ends with the error that its writer then raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_records_and_one_warning_and_leaves_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = signal.getsignal(signal.SIGXFSZ)
+    with Records(tmp_path) as records:
+        records.log("step", 1, loss=0.5)
+        records.log("step", 2, loss=0.5)
+        size = (tmp_path / "records.jsonl").stat().st_size
+        try:
+            # Half a line fits.
+            limit_files(size + size // 4)
+            for step in range(3, 60):
+                records.log("step", step, loss=0.5)
+            assert (tmp_path / "records.jsonl").stat().st_size == size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            signal.signal(signal.SIGXFSZ, handler)
+        records.log("step", 60, loss=0.5)
+    assert [record["step"] for record in read_records(tmp_path / "records.jsonl")] == [1, 2, 60]
+    lost = [text for text in caplog.messages if "records are lost" in text]
+    assert len(lost) == 1 and "training goes on" in lost[0]
+    with Records(tmp_path):
+        pass

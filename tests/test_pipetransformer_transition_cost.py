@@ -59,3 +59,14 @@ def test_what_a_transition_took_corrects_the_coming_predictions_and_survives_a_r
     assert cost.predict_s(PROFILE, there, back) == pytest.approx(3 * first_s)
     resumed.load_state_dict(json.loads(json.dumps(cost.state_dict())))
     assert resumed.predict_s(PROFILE, back, there) == cost.predict_s(PROFILE, back, there)
+
+
+def test_a_change_that_moves_nothing_tells_nothing_of_the_bytes() -> None:
+    cost = TransitionCost(TWO)
+    here, there = pipeline(0, 2, 4), pipeline(0, 4)
+    still_s, far_s = cost.predict_s(PROFILE, here, here), cost.predict_s(PROFILE, here, there)
+    cost.note(PROFILE, here, here, seconds=still_s + 4.0)
+    assert cost.predict_s(PROFILE, here, there) == pytest.approx(far_s + 4.0)
+    # One faster than regrouping alone leaves no negative time for the bytes.
+    cost.note(PROFILE, here, there, seconds=1.0)
+    assert cost.predict_s(PROFILE, here, there) == still_s + 4.0
