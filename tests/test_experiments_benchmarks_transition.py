@@ -56,9 +56,9 @@ def test_the_last_line_holds_medians_and_what_was_moved(
 
 
 @pytest.mark.parametrize(
-    ("change_s", "status"), [((0.9, 1.5), 0), ((1.5, 1.5), 1)], ids=["one within", "none within"]
+    ("change_s", "status"), [((0.8, 0.9), 0), ((0.8, 1.5), 1)], ids=["within", "beyond"]
 )
-def test_it_fails_only_if_no_launch_is_within_the_limits(
+def test_it_fails_where_the_median_of_the_launches_is_beyond_the_limits(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     change_s: tuple[float, float],

@@ -101,8 +101,9 @@ def main(arguments: Sequence[str]) -> int:
         f"{line['parameters'] / 1e6:.1f} M parameters is bit for bit its owner's"
     )
     print(json.dumps(line))
-    best = [min(run.steps for run in runs), min(run.over_copy for run in runs)]
-    return int(best[0] > STEPS_LIMIT or best[1] > COPY_LIMIT)
+    return int(
+        line["transition_steps"] > STEPS_LIMIT or line["transition_over_copy"] > COPY_LIMIT
+    )
 
 
 if __name__ == "__main__":
