@@ -7,8 +7,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from autopipe.cluster import parse_bytes
+from autopipe.paper_plan import draw_tables, table_text, throughput_tables
 from autopipe.timeline_picture import save_picture
 from pipetransformer.named_model import BERTS, DTYPES, ModelChoice
 from pipetransformer.plan_answer import PLANS, Answer, Refusal, find_plan, make_request
@@ -21,6 +23,9 @@ from pipetransformer.plan_report import (
     place_text,
     title,
 )
+
+Tables: TypeAlias = dict[int, dict[int, float]]
+"""Samples a second by pipeline length and micro-batches."""
 
 BATCH_A_SLOT = 32
 """Samples of a step for each slot, where the command line does not say."""
@@ -150,21 +155,29 @@ def run_plan(question: PlanQuestion, say: Callable[[str], None]) -> bool:
         )
         for num_frozen in question.frozen
     ]
+    tables = _published_tables(question, place, answers)
     write = _as_json if question.as_json else _as_text
-    say(write(question, place, answers))
-    drawn = [] if question.picture is None else _draw(answers, Path(question.picture))
+    say(write(question, place, answers, tables))
+    drawn = [] if question.picture is None else _draw(answers, tables, Path(question.picture))
     if drawn and not question.as_json:
         say("\n" + "\n".join(map(str, drawn)))
     return not any(isinstance(answer.chosen, Refusal) for answer in answers)
 
 
-def _as_text(question: PlanQuestion, place: Place, answers: list[Answer]) -> str:
+def _published_tables(question: PlanQuestion, place: Place, answers: list[Answer]) -> Tables:
+    """Return the tables from which the published rules take M; what is frozen is not in them."""
+    asked = [a.request for a in answers if not isinstance(a.paper, Refusal)]
+    return throughput_tables(place.profile, asked[0]) if question.plan == "paper" and asked else {}
+
+
+def _as_text(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
     head = place_text(_model_name(question), place, answers[0].request.global_batch)
     alone = len(answers) == 1
-    return f"{head}\n\n{answer_text(answers[0], place) if alone else frozen_text(answers)}"
+    text = f"{head}\n\n{answer_text(answers[0], place) if alone else frozen_text(answers)}"
+    return f"{text}\n\n{table_text(tables)}" if tables else text
 
 
-def _as_json(question: PlanQuestion, place: Place, answers: list[Answer]) -> str:
+def _as_json(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
     return json.dumps(
         {
             "model": _model_name(question),
@@ -172,6 +185,7 @@ def _as_json(question: PlanQuestion, place: Place, answers: list[Answer]) -> str
             "num_slots": place.num_slots,
             "global_batch": answers[0].request.global_batch,
             "answers": [answer_json(answer, place) for answer in answers],
+            "throughputs": tables,
         }
     )
 
@@ -190,8 +204,11 @@ def _find_place(question: PlanQuestion) -> tuple[Place, int]:
     return place, global_batch
 
 
-def _draw(answers: list[Answer], path: Path) -> list[Path]:
-    """Draw every chosen schedule; several to files of their own, named by what is frozen."""
+def _draw(answers: list[Answer], tables: Tables, path: Path) -> list[Path]:
+    """Draw every chosen schedule; several to files of their own, named by what is frozen.
+
+    Tables are drawn to a file beside them.
+    """
     drawn = []
     for answer in answers:
         chosen, frozen = answer.chosen, answer.request.num_frozen
@@ -203,4 +220,7 @@ def _draw(answers: list[Answer], path: Path) -> list[Path]:
             drawn.append(path)
         heading = (f"{title(chosen, answer)} (predicted)", parts_text(chosen))
         save_picture(chosen.spans(), drawn[-1], heading=heading)
+    if tables:
+        drawn.append(path.with_stem(f"{path.stem}-throughput"))
+        draw_tables(tables, drawn[-1])
     return drawn
