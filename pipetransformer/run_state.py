@@ -6,6 +6,7 @@ run's seed and the position. Neither is the learning rate, a function of the pos
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,10 @@ from pipetransformer.stage import StepResult
 from pipetransformer.task import Task
 from pipetransformer.timeline import Position, Timeline
 from pipetransformer.world import World
+
+_LOGGER = logging.getLogger(__name__)
+_PATIENCE_S = 1.0
+"""How long training may stop for the save before, where steps are shorter."""
 
 
 @dataclass
@@ -156,7 +161,7 @@ class RunState:
             # Only after a step: there is no optimizer state before the first.
             self._reserved_for = decision
             self._saver.reserve(self._deployment.owned_shards())
-        if self._timeline.save_due():
+        if self._timeline.save_due() and self._may_save(self._saver, decision):
             self._saver.save(
                 self._timeline.position.step,
                 self._deployment.owned_shards(),
@@ -164,6 +169,22 @@ class RunState:
                 own=self._own_json(),
             )
         self._note_saved(self._saver, log)
+
+    def _may_save(self, saver: Saver, decision: Decision) -> bool:
+        """Wait a step at most for the save before this one; the run's last save waits longer."""
+        if self._timeline.is_over:
+            return True
+        step_s = decision.plan.predicted_step_s
+        may = saver.catches_up(
+            patience_s=max(_PATIENCE_S, step_s), limit_s=self._task.config.step_limit_s(step_s)
+        )
+        if not may and self._world.is_main:
+            _LOGGER.warning(
+                "no checkpoint of step %d: the one before it is still being written; training "
+                "goes on. Save less often, or to a faster disk",
+                self._timeline.position.step,
+            )
+        return may
 
     def finish(self, log: RunLog) -> None:
         """Wait until the last checkpoint is written.

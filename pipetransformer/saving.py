@@ -5,7 +5,8 @@
     other ranks              | write | tell rank 0  |
 
 The ranks' writers speak to each other in a group of their own, which the training loop never uses.
-One save is under way at a time: the next one waits for it, on all ranks alike.
+One save is under way at a time. One that is due meanwhile is left out on all ranks alike, so that
+a slow disk costs checkpoints and not time; only the end of the run waits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from autodp import broadcast_json, gather_json
+from autodp import broadcast_json, gather_json, waiting_for
 from pipetransformer.checkpoint import (
     CorruptCheckpointError,
     ShardRecord,
@@ -115,6 +117,26 @@ class Saver:
         self._start(
             f"the checkpoint of step {step}", self._write, step, host_shards, values, stopped_s
         )
+
+    def catches_up(self, *, patience_s: float, limit_s: float) -> bool:
+        """Wait a little for the save under way; tell whether all ranks' have ended. Collective.
+
+        Args:
+            patience_s: how long to wait for this rank's.
+            limit_s: how long to wait for another rank's answer.
+        Raises:
+            PeerError: a rank is gone, or silent.
+        """
+        if self._writer is not None:
+            self._writer.join(patience_s)
+        if self._world.group is None:
+            return self.is_idle
+        num_busy = torch.tensor(int(not self.is_idle))
+        with waiting_for("whether their checkpoint is written", self._world.group):
+            work = dist.all_reduce(num_busy, group=self._world.group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=limit_s))
+        return int(num_busy) == 0
 
     def take_saved(self) -> Saved | None:
         """Return the report of a save that has ended since the last call, or None."""

@@ -8,20 +8,22 @@ import os
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipetransformer import saving
+from pipetransformer import Trainer, run_state, saving
 from pipetransformer.checkpoint import ShardRecord, write_shards
 from pipetransformer.resume import open_latest
 from pipetransformer.saving import Saver
 from pipetransformer.snapshot import HostShard
 from pipetransformer.world import connect
+from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
 
@@ -323,3 +325,57 @@ def test_a_rank_whose_files_never_come_ends_the_run_within_the_limit(tmp_path: P
         pool.close()
     assert "raise setup_timeout_s or save to a faster disk" in message
     assert open_latest(tmp_path, group=None) is None
+
+
+def test_a_save_that_is_due_too_early_is_left_out_and_the_last_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_state, "_PATIENCE_S", 0.01)
+    latch = Latch()
+
+    def open_later() -> None:
+        assert latch.reached.wait(60)
+        time.sleep(2.0)  # The steps that follow take some milliseconds each.
+        latch.opened.set()
+
+    opener = threading.Thread(target=open_later)
+    opener.start()
+    trainer = Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        folder=tmp_path,
+        epochs=2,
+        batch_size=6,
+        checkpoint_every_steps=3,
+        progress=False,
+    )
+    with replaced("write_shards", latch.write), trainer:
+        trainer.fit()
+    opener.join()
+    # Due after steps 3, 6, 9 and at the end, 10; the first was written until all else was done.
+    left_out = [text for text in caplog.messages if "still being written" in text]
+    assert [text.split(":")[0] for text in left_out] == [
+        "no checkpoint of step 6",
+        "no checkpoint of step 9",
+    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        "step-00000003",
+        "step-00000010",
+    ]
+
+
+def catch_up(rank_is_busy: tuple[bool, bool]) -> bool:
+    """Ask whether all ranks have written, where some are writing."""
+    saver, latch = make_saver(Path("unused")), threading.Event()
+    if rank_is_busy[saver._world.rank]:
+        saver._start("a save", latch.wait)
+    found = saver.catches_up(patience_s=0.01, limit_s=60.0)
+    latch.set()
+    saver.close()
+    return found
+
+
+@pytest.mark.parametrize("busy", [(False, False), (True, False), (False, True)])
+def test_a_save_is_left_out_by_all_ranks_or_none(two_ranks: Pool, busy: tuple[bool, bool]) -> None:
+    assert two_ranks.run(catch_up, busy) == [busy == (False, False)] * 2
