@@ -9,6 +9,7 @@ from itertools import pairwise
 from operator import add, mul, sub
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopipe.chain import (
@@ -236,7 +237,7 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     middle = batches[len(batches) // 2]
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         sizes = measure_bytes(sublayers, modules, batches[-1])
-        rounds = _time_rounds(sublayers, modules, batches, repeats)
+        rounds = _time_rounds(sublayers, modules, batches, device, repeats)
         shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
     costs = []
     for index, sublayer in enumerate(sublayers):
@@ -255,14 +256,13 @@ def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping
     """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
     device = next(iter(batches[-1].values())).device
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        return _totals(_time_rounds(sublayers, modules, batches, repeats))
+        return _totals(_time_rounds(sublayers, modules, batches, device, repeats))
 
 
 def _time_rounds(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                 batches: Sequence[Mapping[str, Tensor]], repeats: int,
+                 batches: Sequence[Mapping[str, Tensor]], device: torch.device, repeats: int,
                  ) -> list[list[list[list[float]]]]:
     """Time every batch in every round, as `time_chain` does, after a round to warm up."""
-    device = next(iter(batches[-1].values())).device
     return [[time_chain(sublayers, modules, batch, device) for batch in batches]
             for _ in range(repeats + 1)][1:]
 

@@ -7,14 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autodp import allowed_lengths
-from autopipe import (
-    PipelinePlan,
-    PlanRequest,
-    Profile,
-    paper_plan,
-    plan_pipeline,
-    predict,
-)
+from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline, predict
 
 
 @dataclass(frozen=True)
@@ -66,20 +59,18 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
         going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
 
-    return min([*([] if stay is None else [stay]), *plans.values()], key=remaining_s)
+    choices = [*plans.values()] if stay is None else [stay, *plans.values()]
+    return min(choices, key=remaining_s)
 
 
 def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
-    request, profile = situation.request, situation.profile
+    request, profile = _of_length(situation, current.length), situation.profile
     first_active = sum(cost.layer < request.num_frozen for cost in profile.sublayers)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
         return None
-    replicas = request.num_ranks // current.length
-    if situation.scale_batch:
-        request = replace(request, global_batch=request.global_batch * replicas)
-    num_samples = math.ceil(request.global_batch / replicas)
+    num_samples = math.ceil(request.global_batch / (request.num_ranks // current.length))
     plan = predict(
         profile,
         request,
@@ -115,15 +106,20 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
     request = situation.request
     plans, refusals = {}, []
     for length in request.lengths or allowed_lengths(request.num_ranks, request.slots_per_node):
-        grown = request.num_ranks // length if situation.scale_batch else 1
-        one = replace(request, lengths=(length,), global_batch=request.global_batch * grown)
         try:
-            plans[length] = plan_pipeline(situation.profile, one)
+            plans[length] = plan_pipeline(situation.profile, _of_length(situation, length))
         except ValueError as error:
             refusals.append(error)
     if not plans:
         raise refusals[-1]
     return plans
+
+
+def _of_length(situation: PlanSituation, length: int) -> PlanRequest:
+    """Return the request for one length, with the batch that is trained at it."""
+    request = situation.request
+    grown = request.num_ranks // length if situation.scale_batch else 1
+    return replace(request, lengths=(length,), global_batch=request.global_batch * grown)
 
 
 def published_plan(situation: PlanSituation) -> PipelinePlan:

@@ -20,21 +20,23 @@ def sublayer(layer: int, forward_s: float) -> SublayerCost:
     )  # fmt: skip
 
 
+PROFILE = Profile(
+    batch_sizes=(1,),
+    sublayers=(sublayer(0, 1.0), sublayer(1, 3.0)),
+    read_s=0.0,
+    optimizer_s_per_byte=0.02,
+    step_overhead_s=0.25,
+    link=LinkCost(0.5, 100.0),
+    node_link=LinkCost(9.0, 1.0),
+    all_reduce=(AllReduceCost(2, (50, 150), (4.0, 6.0)),),
+)
+
+
 def explained() -> ExplainedPlan:
     """Explain two uneven stages of two replicas, which pass one micro-batch to each other."""
-    profile = Profile(
-        batch_sizes=(1,),
-        sublayers=(sublayer(0, 1.0), sublayer(1, 3.0)),
-        read_s=0.0,
-        optimizer_s_per_byte=0.02,
-        step_overhead_s=0.25,
-        link=LinkCost(0.5, 100.0),
-        node_link=LinkCost(9.0, 1.0),
-        all_reduce=(AllReduceCost(2, (50, 150), (4.0, 6.0)),),
-    )
     request = PlanRequest(4, 4, global_batch=2, num_frozen=0)
-    plan = predict(profile, request, boundaries=(0, 1, 2), num_micro_batches=1, schedule="gpipe")
-    return explain(profile, request, plan)
+    plan = predict(PROFILE, request, boundaries=(0, 1, 2), num_micro_batches=1, schedule="gpipe")
+    return explain(PROFILE, request, plan)
 
 
 def test_parts_of_two_uneven_stages_are_those_by_hand() -> None:
@@ -77,14 +79,12 @@ def test_json_has_the_plan_its_parts_and_its_stages_times() -> None:
 def test_no_part_is_negative_where_messages_cost_their_ends_and_neighbours_slow_each_other(
     num_micro_batches: int,
 ) -> None:
-    profile = Profile(
-        batch_sizes=(1,),
+    profile = replace(
+        PROFILE,
         sublayers=(sublayer(0, 0.01), sublayer(1, 0.01)),
-        read_s=0.0,
         optimizer_s_per_byte=0.0,
         step_overhead_s=0.0,
         link=LinkCost(0.0001, 1e6, overhead_s=0.002),
-        node_link=LinkCost(0.0001, 1e6, overhead_s=0.002),
         alone_share=0.8,
     )
     request = PlanRequest(2, 2, global_batch=32, num_frozen=0)
