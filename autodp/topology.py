@@ -5,6 +5,11 @@ Legend: K stages a pipeline, R replicas, world = K * R ranks, rank = replica * K
     8 ranks, K = 2:   replica   0    1    2    3
                       stage 0   0    2    4    6      stage group of stage 0: ranks 0 2 4 6
                       stage 1   1    3    5    7      pipeline group of replica 1: ranks 2 3
+
+Where K leaves a remainder, the last ranks of each node, or of the world where a pipeline spans
+nodes, are spares. They are the stage and the replica after the last, and in no pipeline.
+
+    2 nodes of 3 slots, K = 2:   pipelines 0 1 and 3 4, spares 2 and 5
 """
 
 from __future__ import annotations
@@ -21,8 +26,7 @@ class Topology:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
     Raises:
-        ValueError: K does not divide the world, or neither divides the slots of a node nor is a
-            multiple of them.
+        ValueError: no pipeline of this length is possible, be it with spares.
     """
 
     num_ranks: int
@@ -30,24 +34,41 @@ class Topology:
     length: int
 
     def __post_init__(self) -> None:
-        if self.length not in allowed_lengths(self.num_ranks, self.slots_per_node):
-            allowed = allowed_lengths(self.num_ranks, self.slots_per_node)
+        allowed = allowed_lengths(self.num_ranks, self.slots_per_node)
+        within_node = 0 < self.length <= self.slots_per_node
+        spans_nodes = self.length > 0 and self.length % self.slots_per_node == 0
+        if not (within_node or spans_nodes) or self.replicas == 0:
             raise ValueError(
                 f"pipeline length {self.length} does not fit {self.num_ranks} ranks with "
-                f"{self.slots_per_node} slots a node; choose one of {list(allowed)}")
+                f"{self.slots_per_node} slots a node; choose one of {list(allowed)}, or a length "
+                "within a node or over whole ones, with spares")
 
     @property
     def replicas(self) -> int:
         """Return how many pipelines train side by side."""
-        return self.num_ranks // self.length
+        blocks, rest = divmod(self.num_ranks, self._block)
+        return blocks * (self._block // self.length) + rest // self.length
+
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Return the ranks that no pipeline has a stage for."""
+        return tuple(rank for rank in range(self.num_ranks) if self.is_spare(rank))
+
+    def is_spare(self, rank: int) -> bool:
+        """Tell whether no pipeline has a stage for a rank."""
+        return self.replica_of(rank) == self.replicas
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage that a rank runs."""
-        return rank % self.length
+        """Return the stage that a rank runs; K for a spare."""
+        return self.length if self.is_spare(rank) else rank % self._block % self.length
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica that a rank belongs to."""
-        return rank // self.length
+        """Return the replica that a rank belongs to; R for a spare."""
+        block, position = divmod(rank, self._block)
+        block_size = min(self._block, self.num_ranks - block * self._block)
+        if position >= block_size // self.length * self.length:
+            return self.replicas
+        return block * (self._block // self.length) + position // self.length
 
     def node_of(self, rank: int) -> int:
         """Return the node that a rank runs on."""
@@ -55,11 +76,18 @@ class Topology:
 
     def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of one pipeline, first stage first."""
-        return tuple(range(replica * self.length, (replica + 1) * self.length))
+        block, position = divmod(replica, self._block // self.length)
+        first = block * self._block + position * self.length
+        return tuple(range(first, first + self.length))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage, one a replica."""
-        return tuple(range(stage, self.num_ranks, self.length))
+        return tuple(self.pipeline_ranks(replica)[stage] for replica in range(self.replicas))
+
+    @property
+    def _block(self) -> int:
+        """Return the consecutive ranks that pipelines are packed into: a node's, or one's own."""
+        return max(self.slots_per_node, self.length)
 
 
 def allowed_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from autopipe.lengths import fitting_lengths
 from autopipe.partition import greedy_partition
-from autopipe.plan import PipelinePlan, PlanRequest, fitting_lengths, predict
+from autopipe.plan import PipelinePlan, PlanRequest, predict
 from autopipe.profile import Profile
 
 FROZEN_COST = 1 / 6
@@ -82,7 +83,7 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> dic
         lengths=None,
         micro_batches=None,
     )
-    num_samples = -(-request.global_batch // (request.num_ranks // length))
+    num_samples = request.samples_of(length)
     counts = [m for m in range(length, 6 * length + 1, length) if m <= num_samples]
     boundaries = paper_split(profile, 0, length)
     return {
@@ -193,7 +194,7 @@ def _start(profile: Profile, request: PlanRequest) -> int:
         for length in request.lengths
         or fitting_lengths(request.num_ranks, request.slots_per_node)
         if length <= min(request.slots_per_node, len(profile.sublayers))
-        and request.num_ranks // length <= request.global_batch
+        and request.replicas_of(length) <= request.global_batch
     ]
     if not lengths:
         raise ValueError(
@@ -206,7 +207,7 @@ def _start(profile: Profile, request: PlanRequest) -> int:
 def _halvings(length: int, request: PlanRequest) -> Iterator[int]:
     """Yield a length, its half and so on, as far as the cluster and the batch allow."""
     allowed = request.lengths or fitting_lengths(request.num_ranks, request.slots_per_node)
-    while length in allowed and request.num_ranks // length <= request.global_batch:
+    while length in allowed and request.replicas_of(length) <= request.global_batch:
         yield length
         if length % 2:
             return

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from autopipe.estimate import StepModel
+from autopipe.lengths import length_choices, replicas_of
 from autopipe.partition import PartCost, best_split, per_part
 from autopipe.profile import Profile
 from autopipe.schedule import SCHEDULES
@@ -69,7 +70,8 @@ class PlanRequest:
             are computed in each step.
         prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
             micro-batch's.
-        lengths: pipeline lengths to consider; None for all that fit the cluster.
+        lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
+            slots idle only where no other is feasible.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
         schedules: schedules to consider; of two equally good ones the earlier is taken.
     Raises:
@@ -97,21 +99,28 @@ class PlanRequest:
                                    ("micro_batches", min(self.micro_batches or (1,)), 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
-        fitting = fitting_lengths(self.num_ranks, self.slots_per_node)
         for length in self.lengths or ():
-            if length not in fitting:
+            if length < 1 or not self.replicas_of(length):
+                fitting = chain(*length_choices(self.num_ranks, self.slots_per_node))
                 raise ValueError(
                     f"pipeline length {length} does not fit {self.num_ranks} ranks with "
-                    f"{self.slots_per_node} slots a node; choose from {list(fitting)}")
+                    f"{self.slots_per_node} slots a node; choose from {sorted(fitting)}")
         if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
             raise ValueError(f"schedules {list(self.schedules)} are not all known; choose from "
                              f"{list(SCHEDULES)}")
 
+    def length_choices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths to consider: each choice for where none before it is feasible."""
+        return ((self.lengths,) if self.lengths
+                else length_choices(self.num_ranks, self.slots_per_node))
 
-def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
-    """Return the K that divide the world, and divide a node's slots or are a multiple of them."""
-    return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
-                 and (slots_per_node % length == 0 or length % slots_per_node == 0))
+    def replicas_of(self, length: int) -> int:
+        """Return how many pipelines of a length train side by side."""
+        return replicas_of(length, self.num_ranks, self.slots_per_node)
+
+    def samples_of(self, length: int) -> int:
+        """Return the samples of the largest replica in a step."""
+        return math.ceil(self.global_batch / self.replicas_of(length))
 
 
 def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -171,7 +180,7 @@ def predict(profile: Profile, request: PlanRequest, *, boundaries: tuple[int, ..
             f"layers leave active")
     only = replace(request, lengths=(len(split) - 1,), micro_batches=(num_micro_batches,),
                    schedules=(schedule,))
-    (_, sizes), = _shapes(model, only)
+    (_, sizes), = _shapes(model, only, only.length_choices()[0])
     return _plan(model, only, _Candidate(sizes, schedule, split, least_s=0.0))
 
 
@@ -181,8 +190,7 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
     What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
     """
     model = _model(profile, request)
-    num_samples = math.ceil(request.global_batch / (request.num_ranks // plan.length))
-    sizes = micro_batch_sizes(num_samples, plan.num_micro_batches)
+    sizes = micro_batch_sizes(request.samples_of(plan.length), plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
     return model.simulation(SCHEDULES[plan.schedule](plan.length, len(sizes)), sizes, split)
 
@@ -212,14 +220,32 @@ def _model(profile: Profile, request: PlanRequest) -> StepModel:
                      slots_per_node=request.slots_per_node, prefix_chunk=request.prefix_chunk)
 
 
-def _shapes(model: StepModel, request: PlanRequest) -> list[tuple[int, tuple[int, ...]]]:
+def _possible_shapes(model: StepModel, request: PlanRequest
+                     ) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """List the shapes of each choice of lengths that allows any.
+
+    Raises:
+        ValueError: none does.
+    """
+    choices, refusals = [], []
+    for lengths in request.length_choices():
+        try:
+            choices.append(_shapes(model, request, lengths))
+        except ValueError as error:
+            refusals.append(error)
+    if not choices:
+        raise refusals[0]
+    return choices
+
+
+def _shapes(model: StepModel, request: PlanRequest, wanted: tuple[int, ...]
+            ) -> list[tuple[int, tuple[int, ...]]]:
     """List the possible lengths with the micro-batch sizes of the largest replica."""
-    wanted = request.lengths or fitting_lengths(request.num_ranks, request.slots_per_node)
     lengths = [length for length in wanted if length <= model.num_units
-               and request.num_ranks // length <= request.global_batch]
+               and request.replicas_of(length) <= request.global_batch]
     shapes = []
     for length in lengths:
-        num_samples = math.ceil(request.global_batch / (request.num_ranks // length))
+        num_samples = request.samples_of(length)
         shapes += [(length, micro_batch_sizes(num_samples, count))
                    for count in request.micro_batches or _micro_batch_counts(length, num_samples)
                    if count <= num_samples]
@@ -252,13 +278,21 @@ def _in_flight(schedule: str, length: int, num_micro_batches: int) -> tuple[int,
 def _num_bytes(model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...],
                schedule: str) -> PartCost:
     return model.stage_bytes(sizes, _in_flight(schedule, length, len(sizes)),
-                             num_replicas=request.num_ranks // length)
+                             num_replicas=request.replicas_of(length))
 
 
-def _fitting(model: StepModel, request: PlanRequest) -> Iterator[_Candidate]:
+def _fitting(model: StepModel, request: PlanRequest) -> list[_Candidate]:
+    """Return the candidates of the first choice of lengths that has any, of none if none has."""
+    found = (list(_split_all(model, request, shapes))
+             for shapes in _possible_shapes(model, request))
+    return next(filter(None, found), [])
+
+
+def _split_all(model: StepModel, request: PlanRequest, shapes: list[tuple[int, tuple[int, ...]]]
+               ) -> Iterator[_Candidate]:
     """Split every shape so that its slowest stage is fastest, among the splits that fit."""
     limit = request.memory_limit_bytes
-    for length, sizes in _shapes(model, request):
+    for length, sizes in shapes:
         work_s = model.work_s(sizes)
         unlimited = best_split(model.num_units, length, work_s)
         assert unlimited is not None, "without a limit every shape can be split"
@@ -271,7 +305,7 @@ def _fitting(model: StepModel, request: PlanRequest) -> Iterator[_Candidate]:
                                        feasible=partial(_within, num_bytes, limit))
             if split is not None:
                 least_s = model.least_step_s(sizes, split,
-                                             num_replicas=request.num_ranks // length)
+                                             num_replicas=request.replicas_of(length))
                 yield _Candidate(sizes, schedule, split, least_s)
 
 
@@ -283,7 +317,7 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
     step_s = model.step_s(SCHEDULES[name](length, len(sizes)), sizes, split,
-                          num_replicas=request.num_ranks // length)
+                          num_replicas=request.replicas_of(length))
     peak_bytes = per_part(_num_bytes(model, request, length, sizes, name), split)
     return PipelinePlan(length, tuple(model.first_active + unit for unit in split), len(sizes),
                         name, step_s, tuple(map(int, peak_bytes)))
@@ -291,7 +325,7 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
 
 def _least_memory(model: StepModel, request: PlanRequest) -> PipelinePlan:
     smallest: tuple[float, _Candidate] | None = None
-    for length, sizes in _shapes(model, request):
+    for length, sizes in chain.from_iterable(_possible_shapes(model, request)):
         for schedule in request.schedules:
             num_bytes = _num_bytes(model, request, length, sizes, schedule)
             split = best_split(model.num_units, length, num_bytes)

@@ -124,17 +124,19 @@ class Profile:
     def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
         """Return the seconds of a sum over replicas.
 
+        A number that was not measured, as spares leave it, costs what the next larger one does.
+
         Raises:
-            ValueError: it was not measured for this number of replicas.
+            ValueError: no sum over so many replicas was measured.
         """
         if num_replicas == 1:
             return 0.0
-        for cost in self.all_reduce:
-            if cost.num_replicas == num_replicas:
-                return cost.at(num_bytes)
-        measured = [cost.num_replicas for cost in self.all_reduce]
-        raise ValueError(f"the profile has sums over {measured} replicas, none over "
-                         f"{num_replicas}; profile the cluster that is planned for")
+        measured = {cost.num_replicas: cost for cost in self.all_reduce}
+        nearest = min((n for n in measured if n >= num_replicas), default=None)
+        if nearest is None:
+            raise ValueError(f"the profile has sums over {list(measured)} replicas, none over "
+                             f"{num_replicas}; profile the cluster that is planned for")
+        return measured[nearest].at(num_bytes)
 
     def lengthened(self, factors: Sequence[float]) -> Profile:
         """Return a profile whose computing takes longer, by a factor for every size."""

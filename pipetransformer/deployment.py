@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autodp import GroupPool, Holders, Shard, Topology, move_shards
+from autodp import GroupPool, Holders, Shard, move_shards
 from autopipe import PipelinePlan
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.held_shards import HeldShards
@@ -177,7 +177,7 @@ class Deployment:
         self._groups.close()
 
     def _place(self, decision: Decision) -> Ownership:
-        topology = Topology(self._world.size, self._world.slots_per_node, decision.plan.length)
+        topology = self._world.topology(decision.plan.length)
         return place(self._names, topology, decision.plan)
 
     def _move(self, before: Holders, after: Holders) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autodp import GradientReducer, Topology, allowed_lengths, broadcast_json, gather_json
+from autodp import GradientReducer, allowed_lengths, broadcast_json, gather_json
 from autopipe import AllReduceCost, LinkCost
 from pipetransformer.timing import typical_s
 from pipetransformer.world import World
@@ -132,7 +132,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         assert world.group is not None
         yield world.group
         return
-    topology = Topology(world.size, world.slots_per_node, length)
+    topology = world.topology(length)
     timeout = timedelta(seconds=timeout_s)
     groups = [
         dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)

@@ -38,7 +38,9 @@ class Ownership:
         return self.boundaries[0]
 
     def trained_by(self, rank: int) -> range:
-        """Return the sublayers a rank trains."""
+        """Return the sublayers a rank trains; a spare has none."""
+        if self.topology.is_spare(rank):
+            return range(0)
         stage = self.topology.stage_of(rank)
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 

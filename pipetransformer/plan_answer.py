@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autodp import allowed_lengths
 from autopipe import PipelinePlan, PlanRequest, Profile, candidates, paper_plan, plan_pipeline
 from autopipe.explain import ExplainedPlan, explain, runners_up
 from autopipe.plan import least_memory_plan
@@ -125,8 +124,8 @@ def _cached_s(place: Place, num_frozen: int) -> float | None:
 def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterator[Refusal]:
     """Say for every length that has no plan why."""
     num_active = sum(cost.layer >= request.num_frozen for cost in profile.sublayers)
-    for length in allowed_lengths(request.num_ranks, request.slots_per_node):
-        replicas = request.num_ranks // length
+    for length in request.length_choices()[0]:
+        replicas = request.replicas_of(length)
         if length in found:
             continue
         if length > num_active:

@@ -55,10 +55,13 @@ def answer_text(answer: Answer, place: Place) -> str:
 def title(explained: ExplainedPlan, answer: Answer) -> str:
     """Name a plan, and state its step's time."""
     plan, request = explained.plan, answer.request
+    replicas = request.replicas_of(plan.length)
+    idle = request.num_ranks - replicas * plan.length
+    spares = f"; {idle} of {request.num_ranks} slots stay idle" if idle else ""
     return (
-        f"K = {plan.length}, R = {request.num_ranks // plan.length}, "
+        f"K = {plan.length}, R = {replicas}, "
         f"M = {plan.num_micro_batches}, {plan.schedule}: step {_ms(plan.predicted_step_s)} ms, "
-        f"{_rate(explained, answer)} samples/s"
+        f"{_rate(explained, answer)} samples/s{spares}"
     )
 
 
@@ -159,7 +162,7 @@ def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
     plan, request = found.plan, answer.request
     return [
         str(plan.length),
-        str(request.num_ranks // plan.length),
+        str(request.replicas_of(plan.length)),
         str(plan.num_micro_batches),
         plan.schedule,
         _ms(plan.predicted_step_s),

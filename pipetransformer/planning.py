@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autodp import allowed_lengths
 from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline, predict
 
 
@@ -51,10 +49,13 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
     stay = _same_stages(situation, current)
+    replicas_of = situation.request.replicas_of
 
     def remaining_s(plan: PipelinePlan) -> float:
         # Steps are counted at the current batch, which with scale_batch is not the other plan's.
-        share = plan.length / current.length if situation.scale_batch else 1.0
+        share = 1.0
+        if situation.scale_batch:
+            share = replicas_of(current.length) / replicas_of(plan.length)
         stays = stay is not None and plan.boundaries == stay.boundaries
         going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
@@ -70,12 +71,11 @@ def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePla
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
         return None
-    num_samples = math.ceil(request.global_batch / (request.num_ranks // current.length))
     plan = predict(
         profile,
         request,
         boundaries=boundaries,
-        num_micro_batches=min(current.num_micro_batches, num_samples),
+        num_micro_batches=min(current.num_micro_batches, request.samples_of(current.length)),
         schedule=current.schedule,
     )
     limit = request.memory_limit_bytes
@@ -94,31 +94,36 @@ def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
     if not situation.scale_batch:
         return plan_pipeline(situation.profile, situation.request)
     plans = fastest_by_length(situation)
-    return min(plans.values(), key=lambda plan: (plan.predicted_step_s * plan.length, plan.length))
+    replicas_of = situation.request.replicas_of
+    return min(plans.values(), key=lambda plan: (
+        plan.predicted_step_s / replicas_of(plan.length), plan.length))
 
 
 def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
-    """Return the fastest plan of every length that fits.
+    """Return the fastest plan of every length that fits; of those with spares only if need be.
 
     Raises:
         ValueError: nothing fits the memory limit.
     """
-    request = situation.request
-    plans, refusals = {}, []
-    for length in request.lengths or allowed_lengths(request.num_ranks, request.slots_per_node):
-        try:
-            plans[length] = plan_pipeline(situation.profile, _of_length(situation, length))
-        except ValueError as error:
-            refusals.append(error)
-    if not plans:
-        raise refusals[-1]
-    return plans
+    refusals = []
+    choices = situation.request.length_choices()
+    for lengths in choices:
+        plans = {}
+        for length in lengths:
+            try:
+                plans[length] = plan_pipeline(situation.profile, _of_length(situation, length))
+            except ValueError as error:
+                refusals.append(error)
+        if plans:
+            return plans
+    # What the longest of the lengths that use all slots lacks says most.
+    raise refusals[len(choices[0]) - 1]
 
 
 def _of_length(situation: PlanSituation, length: int) -> PlanRequest:
     """Return the request for one length, with the batch that is trained at it."""
     request = situation.request
-    grown = request.num_ranks // length if situation.scale_batch else 1
+    grown = request.replicas_of(length) if situation.scale_batch else 1
     return replace(request, lengths=(length,), global_batch=request.global_batch * grown)
 
 
@@ -133,7 +138,7 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
     if current is None or plan.length <= current.length:
         return plan
     request = situation.request
-    if current.length not in allowed_lengths(request.num_ranks, request.slots_per_node):
+    if current.length not in request.length_choices()[0]:
         return plan  # Another world; there is no such pipeline to stay with.
     return _paper_plan(replace(situation, request=replace(request, lengths=(current.length,))))
 
@@ -148,7 +153,7 @@ def _paper_plan(situation: PlanSituation) -> PipelinePlan:
         global_batch=request.global_batch * request.num_ranks,
         memory_limit_bytes=None,
     )
-    replicas = request.num_ranks // paper_plan(profile, most).length
+    replicas = request.replicas_of(paper_plan(profile, most).length)
     return paper_plan(profile, replace(request, global_batch=request.global_batch * replicas))
 
 

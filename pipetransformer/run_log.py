@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autocache import CacheStats
-from autodp import gather_json
+from autodp import Topology, gather_json
 from autopipe import Profile
 from pipetransformer.deployment import Decision
 from pipetransformer.pace import Pace
@@ -19,6 +20,7 @@ from pipetransformer.saving import Saved
 from pipetransformer.stage import StepResult
 from pipetransformer.world import World
 
+_LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cost:
@@ -81,7 +83,8 @@ class RunLog:
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         misses = stats.misses + stats.upgrades
-        plan, replicas = decision.plan, self._world.size // decision.plan.length
+        plan = decision.plan
+        replicas = self._world.topology(plan.length).replicas
         max_steps = fields.pop("max_steps")
         self._records.log(
             "step",
@@ -119,7 +122,11 @@ class RunLog:
         self, before: Decision | None, decision: Decision, cost: Cost
     ) -> dict[str, Any]:
         """Note that a decision has been carried out; return its entry for the run's report."""
-        plan, replicas = decision.plan, self._world.size // decision.plan.length
+        plan = decision.plan
+        topology = self._world.topology(plan.length)
+        if topology.spares and (before is None or before.plan.length != plan.length):
+            self._warn_of_spares(topology)
+        replicas = topology.replicas
         entry: dict[str, Any] = {
             "step": decision.step,
             "frozen": decision.num_frozen,
@@ -152,6 +159,18 @@ class RunLog:
             )
         return entry
 
+    def _warn_of_spares(self, topology: Topology) -> None:
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no pipeline that uses all %d processes is feasible: K x R = %d x %d train, and "
+                "ranks %s stay idle; a higher memory_limit_bytes or another number of processes "
+                "may change that",
+                topology.num_ranks,
+                topology.length,
+                topology.replicas,
+                ", ".join(map(str, topology.spares)),
+            )
+
     def measurement(self, step: int, seconds: float) -> None:
         """Note that the profile was measured anew."""
         self._spent["other"] += seconds
@@ -170,8 +189,11 @@ class RunLog:
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Model the time on the links of what this rank receives in a step."""
         plan, link = decision.plan, self._profile.link
-        stage = self._world.rank % plan.length
-        per_replica = num_samples * plan.length / self._world.size
+        topology = self._world.topology(plan.length)
+        if topology.is_spare(self._world.rank):
+            return 0.0
+        stage = topology.stage_of(self._world.rank)
+        per_replica = num_samples / topology.replicas
         total_s = 0.0
         for boundary, crossed in ((stage, stage > 0), (stage + 1, stage < plan.length - 1)):
             if crossed:
@@ -182,7 +204,7 @@ class RunLog:
 
     def _shape(self, decision: Decision) -> str:
         plan = decision.plan
-        replicas = self._world.size // plan.length
+        replicas = self._world.topology(plan.length).replicas
         return f"K x R = {plan.length}x{replicas}, M = {plan.num_micro_batches} ({plan.schedule})"
 
     def epoch(self, step: int, epoch: int) -> None:

@@ -80,7 +80,11 @@ class Stage:
         self._replica = topology.replica_of(world.rank)
         self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
         self._groups = groups
-        self._trained = range(plan.boundaries[self._index], plan.boundaries[self._index + 1])
+        # A spare is a stage without sublayers, in a replica that has no samples.
+        self._is_spare = topology.is_spare(world.rank)
+        self._trained = range(
+            *((0, 0) if self._is_spare else plan.boundaries[self._index : self._index + 2])
+        )
         self._wiring = StageWiring(task, world, plan, topology, groups)
         self._layers = self._wiring.layers(self._trained)
         self._links = self._wiring.links()
@@ -131,8 +135,7 @@ class Stage:
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
         for parameter in self.parameters.values():
             parameter.grad = None
-        slices = split_evenly(len(ids), self.topology.replicas)
-        first, size = sum(slices[: self._replica]), slices[self._replica]
+        first, size = self._share(len(ids))
         moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
         sizes = split_evenly(size, min(size, self.plan.num_micro_batches)) if size else ()
         batches = MicroBatches(ids[first : first + size], sizes, rows)
@@ -160,12 +163,11 @@ class Stage:
         model, config = self._task.model, self._task.config
         begin = 0 if self._index == 0 else self._trained.start
         layers = self._wiring.layers(range(begin, self._trained.stop))
-        shares = split_evenly(num_samples, self.topology.replicas)
-        first = sum(shares[: self._replica])
+        first, size = self._share(num_samples)
         per_step = max(1, config.batch_size // self.topology.replicas)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
-            for ids in torch.arange(first, first + shares[self._replica]).split(per_step):
+            for ids in torch.arange(first, first + size).split(per_step):
                 if len(ids) == 0:  # Fewer examples than replicas: this one has none.
                     break
                 num_micro_batches = min(len(ids), self.plan.num_micro_batches)
@@ -181,6 +183,11 @@ class Stage:
                 run_program(program, work, self._links, sizes)
                 work.finish_step()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
+
+    def _share(self, num_samples: int) -> tuple[int, int]:
+        """Return where this replica's samples begin, and how many they are."""
+        sizes = (*split_evenly(num_samples, self.topology.replicas), 0)
+        return sum(sizes[: self._replica]), sizes[self._replica]
 
     def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
@@ -268,10 +275,12 @@ class Stage:
     def _breakdown(
         self, work: TrainWork, report: StageReport, reduce_s: float, total_s: float
     ) -> dict[str, float]:
+        # A spare has nothing to sum, and waits all the time.
+        idle_s = reduce_s if self._is_spare else 0.0
         parts = {
             "compute": report.compute_s,
-            "bubble": report.wait_s,
-            "all_reduce": reduce_s,
+            "bubble": report.wait_s + idle_s,
+            "all_reduce": reduce_s - idle_s,
             "data": work.data_s,
         }
         return {**parts, "other": total_s - sum(parts.values())}

@@ -48,6 +48,11 @@ class StageWiring:
         return self.topology.stage_of(self.world.rank)
 
     @property
+    def is_spare(self) -> bool:
+        """Tell whether this rank is in no pipeline."""
+        return self.topology.is_spare(self.world.rank)
+
+    @property
     def replica(self) -> int:
         """Return which pipeline this rank belongs to."""
         return self.topology.replica_of(self.world.rank)
@@ -69,7 +74,7 @@ class StageWiring:
             else ()
         )
         side_in = None
-        if self.index > 0 and self._sides_of(self.index):
+        if self.index > 0 and not self.is_spare and self._sides_of(self.index):
             side_in = SideReceiver(
                 Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
             )
@@ -79,9 +84,11 @@ class StageWiring:
         )
 
     def links(self) -> StageLinks:
-        """Build the links to the stages below and above."""
-        previous, following = self.index - 1, self.index + 1
+        """Build the links to the stages below and above; a spare has none."""
         links = StageLinks()
+        if self.is_spare:
+            return links
+        previous, following = self.index - 1, self.index + 1
         if previous >= 0:
             links.below = ProcessLinkBelow(
                 Receiver(self._peer(previous, _HIDDEN_TAG, "activations"), self.world.device),

@@ -200,7 +200,8 @@ class Trainer:
         self._trace = Trace()
         try:
             self.step()
-            is_first = self.world.rank == self._deployment.active_stage.index
+            topology = self._deployment.active_stage.topology
+            is_first = topology.replica_of(self.world.rank) == 0
             spans = [span.to_json() for span in self._trace.spans] if is_first else []
         finally:
             self._trace = None

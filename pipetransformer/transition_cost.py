@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autodp import Topology, largest_incoming_bytes, plan_moves
+from autodp import largest_incoming_bytes, plan_moves
 from autopipe import PipelinePlan, Profile
 from pipetransformer.ownership import OPTIMIZER, WEIGHTS, place, shard_name
 from pipetransformer.world import World
@@ -60,14 +60,13 @@ class TransitionCost:
     def _incoming_bytes(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> int:
         """Return the bytes of the rank that receives most."""
         names = [cost.name for cost in profile.sublayers]
-        slots = self._world.slots_per_node
         old, new = (
-            place(names, Topology(self._world.size, slots, plan.length), plan).shards()
+            place(names, self._world.topology(plan.length), plan).shards()
             for plan in (before, after)
         )
         sizes: dict[str, int] = {}
         for cost in profile.sublayers:
             sizes[shard_name(cost.name, WEIGHTS)] = cost.parameter_bytes + cost.buffer_bytes
             sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
-        moves = plan_moves(old, new, sizes, slots_per_node=slots)
+        moves = plan_moves(old, new, sizes, slots_per_node=self._world.slots_per_node)
         return largest_incoming_bytes(moves, sizes)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from autodp import gather_json
+from autodp import Topology, gather_json
 from pipetransformer.meeting import Place, check_places, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
@@ -54,6 +54,10 @@ class World:
     def is_main(self) -> bool:
         """Tell whether this rank decides, records and reports."""
         return self.rank == 0
+
+    def topology(self, length: int) -> Topology:
+        """Say which rank is which stage of pipelines of a length."""
+        return Topology(self.size, self.slots_per_node, length)
 
     def close(self) -> None:
         """Destroy the default process group, if it was initialised here."""

@@ -42,12 +42,14 @@ class Shape:
     Args:
         length, micro_batches, schedule: K, M, and in which order they run.
         cuts: the sublayers with which stages 1, 2, ... begin; () cuts evenly.
+        spares: whether the length may leave ranks idle; else the longest that does not is taken.
     """
 
     length: int
     micro_batches: int
     schedule: str = "1f1b"
     cuts: tuple[int, ...] = ()
+    spares: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Forced:
         request = situation.request
         allowed = allowed_lengths(request.num_ranks, request.slots_per_node)
         most = min(shape.length, len(sublayers) - first)
-        length = max(one for one in allowed if one <= most)
+        length = most if shape.spares else max(one for one in allowed if one <= most)
         even = (first + (len(sublayers) - first) * j // length for j in range(length + 1))
         cuts = (first, *shape.cuts, len(sublayers)) if shape.cuts else tuple(even)
         request = dataclasses.replace(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from autodp import Topology, allowed_lengths, build_groups
 from autodp.groups import open_links
+from autopipe.lengths import length_choices, replicas_of
 from tests.pool import Pool
 
 CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(1, 10)]
@@ -24,6 +25,44 @@ def test_grid_of_the_docstring() -> None:
     assert topology.stage_ranks(0) == (0, 2, 4, 6)
     assert topology.stage_ranks(1) == (1, 3, 5, 7)
     assert topology.pipeline_ranks(1) == (2, 3)
+
+
+@pytest.mark.parametrize(("num_ranks", "slots", "length", "pipelines", "spares"), [
+    (3, 3, 2, [(0, 1)], (2,)),
+    (6, 3, 2, [(0, 1), (3, 4)], (2, 5)),
+    (7, 7, 3, [(0, 1, 2), (3, 4, 5)], (6,)),
+    (12, 4, 8, [tuple(range(8))], (8, 9, 10, 11)),
+    (6, 4, 3, [(0, 1, 2)], (3, 4, 5)),
+])
+def test_what_a_length_leaves_over_is_spare(
+        num_ranks: int, slots: int, length: int, pipelines: list[tuple[int, ...]],
+        spares: tuple[int, ...]) -> None:
+    topology = Topology(num_ranks, slots, length)
+    assert topology.replicas == len(pipelines)
+    assert [topology.pipeline_ranks(r) for r in range(topology.replicas)] == pipelines
+    assert [topology.stage_ranks(j) for j in range(length)] == [*zip(*pipelines, strict=True)]
+    assert topology.spares == spares
+    for rank in spares:
+        assert (topology.stage_of(rank), topology.replica_of(rank)) == (length, len(pipelines))
+    for replica, ranks in enumerate(pipelines):
+        assert [topology.stage_of(rank) for rank in ranks] == [*range(length)]
+        assert {topology.replica_of(rank) for rank in ranks} == {replica}
+        assert not any(map(topology.is_spare, ranks))
+
+
+def test_the_planner_counts_replicas_as_the_topology_does() -> None:
+    for num_ranks, slots in CLUSTERS:
+        exact, *others = length_choices(num_ranks, slots)
+        assert exact == allowed_lengths(num_ranks, slots)
+        trained = [{length * Topology(num_ranks, slots, length).replicas for length in lengths}
+                   for lengths in others]
+        assert all(len(used) == 1 for used in trained)
+        assert trained == sorted(trained, key=max, reverse=True)
+        for length in range(1, num_ranks + 1):
+            replicas = replicas_of(length, num_ranks, slots)
+            assert (replicas > 0) == any(length in lengths for lengths in (exact, *others))
+            if replicas:
+                assert replicas == Topology(num_ranks, slots, length).replicas
 
 
 def test_every_rank_is_one_stage_of_one_replica() -> None:
@@ -67,10 +106,10 @@ def test_lengths_that_divide_the_world_and_fit_its_nodes_are_allowed() -> None:
     assert allowed_lengths(1, 8) == (1,)
 
 
-@pytest.mark.parametrize("length", [-2, 0, 3, 5, 8, 16])
+@pytest.mark.parametrize("length", [-2, 0, 5, 6, 16])
 def test_a_length_that_does_not_fit_is_refused_with_the_ones_that_do(length: int) -> None:
     with pytest.raises(ValueError, match=rf"length {length} does not fit 12 ranks with 4 slots a "
-                                         rf"node; choose one of \[1, 2, 4, 12\]"):
+                                         rf"node; choose one of \[1, 2, 4, 12\], or a .* spares"):
         Topology(12, 4, length)
 
 

@@ -205,7 +205,8 @@ def test_nothing_fitting_names_the_stage_its_bytes_and_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "slots", "length", "fitting"), [
-    (4, 4, 3, r"\[1, 2, 4\]"), (16, 8, 32, r"\[1, 2, 4, 8, 16\]"), (12, 4, 6, r"\[1, 2, 4, 12\]")])
+    (4, 4, 5, r"\[1, 2, 3, 4\]"), (8, 4, 16, r"\[1, 2, 3, 4, 8\]"),
+    (12, 4, 6, r"\[1, 2, 3, 4, 8, 12\]"), (4, 4, 0, r"\[1, 2, 3, 4\]")])
 def test_length_that_does_not_fit_the_cluster_is_refused_with_those_that_do(
         num_ranks: int, slots: int, length: int, fitting: str) -> None:
     with pytest.raises(ValueError, match=f"length {length} does not fit .* from {fitting}"):
