@@ -11,7 +11,7 @@ from autopipe.batch_norm import (
     restore_batch_norm,
 )
 from autopipe.block_partition import block_partition
-from autopipe.chain import chain_seconds
+from autopipe.chain import chain_bytes, chain_seconds
 from autopipe.engine import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.gpipe import GPipe
 from autopipe.gpipe_checks import flatten_sequential
@@ -34,6 +34,7 @@ from autopipe.profile import (
     Profile,
     ProfiledSublayer,
     SublayerCost,
+    join_chains,
     profile_sublayers,
     time_rounds,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "balance",
     "block_partition",
     "candidates",
+    "chain_bytes",
     "chain_seconds",
     "convert_deferred_batch_norm",
     "draw",
@@ -97,6 +99,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "greedy_partition",
+    "join_chains",
     "is_checkpointing",
     "is_recomputing",
     "merge_profiles",

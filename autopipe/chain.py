@@ -162,6 +162,14 @@ def chain_seconds(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Ten
         return sum(map(sum, time_chain(sublayers, modules, batch, device)))
 
 
+def chain_bytes(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
+                ) -> list[dict[str, Any]]:
+    """Return the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
+    device = next(iter(batch.values())).device
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        return measure_bytes(sublayers, modules, batch)
+
+
 def input_backward_shares(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
                           batch: Mapping[str, Tensor], *, rounds: int) -> list[float]:
     """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1].

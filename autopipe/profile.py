@@ -253,6 +253,14 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     return MeasuredChain(tuple(costs), _totals(rounds))
 
 
+def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Put together what measuring the parts of a chain gave, bottom first, of equal rounds."""
+    parts = [chain.rounds_s for chain in chains]
+    return MeasuredChain(
+        tuple(cost for chain in chains for cost in chain.costs),
+        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)))
+
+
 def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]],
                 *, repeats: int) -> tuple[tuple[float, ...], ...]:
     """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""

@@ -149,6 +149,14 @@ class Deployment:
                 shards[name] = self._held.read(name)
         return shards
 
+    def held_bytes(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state on this rank's device."""
+        if self.stage is None:
+            return 0
+        tensors = [t for shard in self.held_shards().values() for t in shard.values()]
+        tensors += [p.grad for p in self.stage.parameters.values() if p.grad is not None]
+        return sum(t.nbytes for t in tensors if t.device == self._world.device)
+
     def owned_shards(self) -> dict[str, Shard]:
         """Return the shards that this rank owns, to be saved; tensors are the live ones."""
         assert self._ownership is not None

@@ -6,28 +6,30 @@ what they took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autodp import broadcast_json, gather_json
 from autopipe import (
+    LinkCost,
+    MeasuredChain,
     Profile,
     ProfiledSublayer,
     SublayerCost,
     chain_seconds,
+    join_chains,
     merge_profiles,
     profile_sublayers,
 )
-from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
-from pipetransformer.measure_compute import measure_company, measure_update
+from pipetransformer.measure_compute import Rounds, measure_company, measure_update, time_alone
 from pipetransformer.measure_network import measure_agreement, measure_links, measure_sums
 from pipetransformer.measure_reading import measure_rows, measure_samples
+from pipetransformer.measure_spans import cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.task import Task
 from pipetransformer.world import World
 
@@ -48,32 +50,51 @@ class Measurements:
     copy_bytes_per_s: float
 
 
-def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measurements:
+def measure(
+    task: Task, world: World, read: Callable[[Tensor], Batch], *, held_bytes: int = 0
+) -> Measurements:
     """Measure sublayers, optimizer, links and memory; every rank measures, all get the medians.
 
     It may be called while training: sublayers that a rank does not hold get random weights for
-    as long, and everything is left as it was. Collective.
+    as long, and everything is left as it was. A model that does not fit the devices is measured in
+    parts. Collective.
 
     Args:
         task, world: what is trained, and where.
         read: reads samples of the training set.
+        held_bytes: what training holds on this rank's device meanwhile.
     """
-    # Start together: the ranks of a node slow each other down.
-    gather_json(None, group=world.group)
-    with _whole(task, world.device):
-        batches, rounds = _choose_batches(task, world, read)
-        chain = profile_sublayers(_sublayers(task), batches, repeats=rounds)
-        lengthening, alone_share = measure_company(_sublayers(task), batches, chain, world)
-        update_s, state_ratio = measure_update(task)
-        work = partial(_forward, _sublayers(task), batches[0])
-        link, node_link = measure_links(world, work)
-        agreement_s = measure_agreement(world, work)
+    spans, sizes = _choose_spans(task, world, read, held_bytes)
+    batches, rounds = _choose_batches(task, world, read, spans=spans, sizes=sizes)
+
+    def time_span(
+        sublayers: list[ProfiledSublayer], inputs: list[Batch]
+    ) -> tuple[MeasuredChain, Rounds | None]:
+        # Start together: the ranks of a node slow each other down.
+        gather_json(None, group=world.group)
+        chain = profile_sublayers(sublayers, inputs, repeats=rounds)
+        gather_json(None, group=world.group)
+        return chain, time_alone(sublayers, inputs, chain, world)
+
+    chains, alone_s = zip(*run_spans(task, world.device, spans, batches, time_span), strict=True)
+    chain = join_chains(chains)
+    lengthening, alone_share = measure_company(chain, alone_s, world)
+    update_s, state_ratio = measure_update(task, world.device)
+
+    def time_network(
+        sublayers: list[ProfiledSublayer], inputs: list[Batch]
+    ) -> tuple[LinkCost, LinkCost, float]:
+        work = partial(forward, sublayers, inputs[0])
+        return *measure_links(world, work), measure_agreement(world, work)
+
+    ((link, node_link, agreement_s),) = run_spans(
+        task, world.device, spans[:1], batches, time_network
+    )
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
-    sizes = tuple(len(next(iter(batch.values()))) for batch in batches)
-    fetch_s, read_s = measure_samples(read, sizes[-1])
+    fetch_s, read_s = measure_samples(read, _size_of(batches[-1]))
     cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
-        batch_sizes=sizes,
+        batch_sizes=tuple(map(_size_of, batches)),
         sublayers=costs,
         read_s=read_s,
         fetch_s=fetch_s,
@@ -97,60 +118,60 @@ def measure(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Measur
     return Measurements(Profile.from_json(values[0]), values[1])
 
 
-@contextmanager
-def _whole(task: Task, device: torch.device) -> Iterator[None]:
-    """Lend the whole model on a device, trainable as the user left it."""
-    model = task.model
-    absent = [
-        i for i in range(len(model.sublayers)) if any(t.is_meta for t in model.tensors(i).values())
-    ]
-    for index in absent:
-        _fill(model, index, device)
-    parameters = dict(model.model.named_parameters())
-    flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    came_from_cpu = all(p.device.type == "cpu" for p in parameters.values())
-    try:
-        model.model.to(device)
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in task.trainable)
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(flags[name])
-        if came_from_cpu:
-            model.model.to("cpu")
-        for index in absent:
-            model.release(index)
+def _choose_spans(
+    task: Task, world: World, read: Callable[[Tensor], Batch], held_bytes: int
+) -> tuple[list[range], list[int]]:
+    """Return the spans in which to measure, and the micro-batch sizes, ascending; as all ranks do.
 
-
-def _fill(model: LayeredModel, index: int, device: torch.device) -> None:
-    """Give a released sublayer weights that compute at the speed of real ones."""
-    model.materialize(index, device)
-    # A generator of its own leaves the caller's random numbers as they were.
-    generator = torch.Generator(device).manual_seed(index)
-    with torch.no_grad():
-        for tensor in model.tensors(index).values():
-            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                tensor.normal_(0.0, 0.02, generator=generator)
-            else:
-                tensor.fill_(1)
-
-
-def _choose_batches(
-    task: Task, world: World, read: Callable[[Tensor], Batch]
-) -> tuple[list[Batch], int]:
-    """Read batches of the micro-batch sizes to measure, ascending; say how often to time them.
-
-    Sizes are halves of the largest that a sensible plan runs; the budget may exclude the larger
-    ones, for all ranks alike.
+    Sizes are halves of the largest that a sensible plan runs. Where no single sublayer fits at a
+    size, it is left out, the smallest excepted.
     """
     per_rank = -(-task.config.batch_size // world.size)
     largest = min(task.config.batch_size, 2 * per_rank)
     sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
-    sublayers, batches, round_s = _sublayers(task), list[Batch](), 0.0
+    free = [
+        one
+        for one in gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
+        if one is not None
+    ]
+    if not free:
+        return [range(len(task.model.sublayers))], sizes
+    needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
+    sizes = [n for n in sizes if all(need.at(n) <= min(free) for need in needs)] or sizes[:1]
+    return cut_spans(needs, sizes[-1], min(free)), sizes
+
+
+def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
+    """Return the bytes of a device that measuring may take; None for no limit."""
+    limits = []
+    if task.config.memory_limit_bytes is not None:
+        limits.append(task.config.memory_limit_bytes - held_bytes)
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limits.append(torch.cuda.mem_get_info(device)[0] + kept)
+    return min(limits, default=None)
+
+
+def _choose_batches(
+    task: Task,
+    world: World,
+    read: Callable[[Tensor], Batch],
+    *,
+    spans: list[range],
+    sizes: list[int],
+) -> tuple[list[Batch], int]:
+    """Read batches of the sizes to measure; say how often to time them.
+
+    The budget may exclude the larger sizes, for all ranks alike.
+    """
+    batches, round_s = list[Batch](), 0.0
     for size in sizes:
-        batch = {name: t.to(world.device) for name, t in read(torch.arange(size)).items()}
-        seconds = max(gather_json(chain_seconds(sublayers, batch), group=world.group))
+        batch = _read(read, size, world.device)
+        gather_json(None, group=world.group)
+        own_s = sum(
+            run_spans(task, world.device, spans, [batch], _seconds)
+        )
+        seconds = max(gather_json(own_s, group=world.group))
         if batches and 2 * (round_s + seconds) > _BUDGET_S:
             break
         batches.append(batch)
@@ -158,34 +179,16 @@ def _choose_batches(
     return batches, max(1, min(_MOST_ROUNDS, int(_BUDGET_S / max(round_s, 1e-9))))
 
 
-def _sublayers(task: Task) -> list[ProfiledSublayer]:
-    return [
-        ProfiledSublayer(sub.name, sub.layer, sub.module, _caller(task, index))
-        for index, sub in enumerate(task.model.sublayers)
-    ]
+def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
+    return chain_seconds(sublayers, inputs[0])
 
 
-def _caller(task: Task, index: int) -> Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]:
-    """Return what runs a sublayer; the last one's loss counts with it."""
-    model = task.model
-    names = model.targets
-
-    def call(hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        output = model.call(index, batch if hidden is None else hidden, sides=batch)
-        if index < len(model.sublayers) - 1:
-            return output
-        targets = batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
-        loss = task.loss_fn(output, targets)
-        return loss[0] if isinstance(loss, tuple) else loss
-
-    return call
+def _read(read: Callable[[Tensor], Batch], size: int, device: torch.device) -> Batch:
+    return {name: t.to(device) for name, t in read(torch.arange(size)).items()}
 
 
-def _forward(sublayers: Sequence[ProfiledSublayer], batch: Batch) -> None:
-    hidden: Tensor | None = None
-    with torch.no_grad():
-        for sublayer in sublayers:
-            hidden = sublayer.call(hidden, batch)
+def _size_of(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:

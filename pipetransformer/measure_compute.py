@@ -17,15 +17,35 @@ from pipetransformer.task import Task, trained_parameters
 from pipetransformer.timing import Displacer, typical_s
 from pipetransformer.world import World
 
+Rounds = tuple[tuple[float, ...], ...]
+"""Seconds; a row a batch, an entry a round."""
+
 _UPDATED_BYTES = 64 << 20
 """Parameters on which an update is timed: with gradients and state far beyond a cache's size."""
 
 
-def measure_company(
+def time_alone(
     sublayers: Sequence[ProfiledSublayer],
     batches: Sequence[Batch],
     chain: MeasuredChain,
     world: World,
+) -> Rounds | None:
+    """Time sublayers again, on the first rank of each node while the others wait. Collective.
+
+    Returns:
+        the rounds' seconds; None on the other ranks, and where a node has no others.
+    """
+    if world.slots_per_node == 1 or world.size == 1:
+        return None
+    rounds_s = None
+    if world.rank % world.slots_per_node == 0:
+        rounds_s = time_rounds(sublayers, batches, repeats=max(3, len(chain.rounds_s[0]) // 2))
+    gather_json(None, group=world.group)
+    return rounds_s
+
+
+def measure_company(
+    chain: MeasuredChain, alone_s: Sequence[Rounds | None], world: World
 ) -> tuple[tuple[float, ...], float]:
     """Measure what it costs to compute side by side; every rank gets the same. Collective.
 
@@ -34,6 +54,10 @@ def measure_company(
     they add a tenth. A stage that computes while the others wait escapes this, and has the node's
     caches and memory to itself besides: the first rank of each node is timed so.
 
+    Args:
+        chain: this rank's times beside the others.
+        alone_s: its times alone, of the chain's parts, from `time_alone`.
+        world: the ranks.
     Returns:
         how much longer than the chain's medians all ranks' computing takes in a step, for every
         size; and what computing takes on an otherwise idle node, as a share of that.
@@ -42,38 +66,38 @@ def measure_company(
     rounds_s, medians_s = zip(*gathered, strict=True)
     usual_s = list(map(statistics.median, zip(*medians_s, strict=True)))
     slowest_s = [
-        list(map(max, zip(*(rounds[size] for rounds in rounds_s), strict=True)))
-        for size in range(len(batches))
+        list(map(max, zip(*of_size, strict=True))) for of_size in zip(*rounds_s, strict=True)
     ]
     lengthening = tuple(
         max(1.0, statistics.mean(slowest) / max(usual, 1e-9))
         for slowest, usual in zip(slowest_s, usual_s, strict=True)
     )
-    if world.slots_per_node == 1 or world.size == 1:
-        return lengthening, 1.0
-    alone_s = None
-    if world.rank % world.slots_per_node == 0:
-        alone_s = time_rounds(sublayers, batches, repeats=max(3, len(chain.rounds_s[0]) // 2))
-    share = statistics.median(
-        sum(map(statistics.mean, one_s)) / max(sum(map(statistics.mean, slowest_s)), 1e-9)
-        for one_s in gather_json(alone_s, group=world.group)
-        if one_s is not None
-    )
-    return lengthening, min(1.0, share)
+    beside_s = sum(map(statistics.mean, slowest_s))
+    shares = [
+        sum(statistics.mean(rounds) for part in parts for rounds in part) / max(beside_s, 1e-9)
+        for parts in gather_json(list(alone_s), group=world.group)
+        if None not in parts
+    ]
+    return lengthening, min(1.0, statistics.median(shares or [1.0]))
 
 
-def measure_update(task: Task) -> tuple[float, float]:
+def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
     """Return seconds of an update per parameter byte, and state bytes per parameter byte.
 
-    An update measures the gradients and steps the optimizer. It is timed on copies of parameters
-    under their names, so that nothing is changed.
+    An update measures the gradients and steps the optimizer. It is timed on parameters of the same
+    names and shapes, so that nothing is changed.
     """
+    # The parameters, their gradients and mostly two moments are to take half the limit at most.
+    limit = task.config.memory_limit_bytes
+    most_bytes = _UPDATED_BYTES if limit is None else min(_UPDATED_BYTES, limit // 8)
     copies: dict[str, dict[str, nn.Parameter]] = {}
     num_bytes = 0
     for index, sublayer in enumerate(task.model.sublayers):
         own = trained_parameters(task, range(index, index + 1))
-        if own and num_bytes < _UPDATED_BYTES:
-            copies[sublayer.name] = {n: nn.Parameter(p.detach().clone()) for n, p in own.items()}
+        if own and num_bytes < most_bytes:
+            copies[sublayer.name] = {
+                n: nn.Parameter(torch.zeros_like(p, device=device)) for n, p in own.items()
+            }
             num_bytes += sum(p.nbytes for p in own.values())
     if not copies:
         return 0.0, 0.0

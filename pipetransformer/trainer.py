@@ -264,6 +264,7 @@ class Trainer:
             self._task,
             self.world,
             lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0),
+            held_bytes=self._deployment.held_bytes(),
         )
         self._measure_s = time.perf_counter() - start
         return measurements

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopipe import MeasuredChain, SublayerCost
 from pipetransformer import measure_compute as compute_module
 from pipetransformer.data import Batch
-from pipetransformer.measure_compute import measure_company
+from pipetransformer.measure_compute import measure_company, time_alone
 from pipetransformer.measure_reading import measure_rows, measure_samples
 from pipetransformer.timing import typical_s
 from pipetransformer.world import World
@@ -68,11 +68,11 @@ def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
         monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([
         [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
-        [((4.0, 4.0, 2.5),), None],  # Rank 0 of the node alone.
+        # Rank 0 of the node alone, in two spans.
+        [[((3.0, 3.0, 2.0),), ((1.0, 1.0, 0.5),)], [None, None]],
     ])
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
-    monkeypatch.setattr(compute_module, "time_rounds", lambda *_args, **_settings: ())
-    longer, alone = measure_company([], [{}], chain(4.0, 4.0, 12.0), world(1, 2, 2))
+    longer, alone = measure_company(chain(4.0, 4.0, 12.0), [None, None], world(1, 2, 2))
     assert longer == (pytest.approx(7.0 / 4.0),)
     assert alone == pytest.approx(3.5 / 7.0)
 
@@ -81,6 +81,9 @@ def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
 def test_where_no_node_has_two_slots_none_computes_alone(
         monkeypatch: pytest.MonkeyPatch, size: int, slots: int) -> None:
     one = [((4.0, 4.4, 4.0),), (4.0,)]
-    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: [one] * size)
-    longer, alone = measure_company([], [{}], chain(4.0, 4.4, 4.0), world(0, size, slots))
+    answers = iter([[one] * size, [[None]] * size])
+    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
+    own = chain(4.0, 4.4, 4.0)
+    assert time_alone([], [], own, world(0, size, slots)) is None
+    longer, alone = measure_company(own, [None], world(0, size, slots))
     assert (longer, alone) == ((pytest.approx(12.4 / 3 / 4),), 1.0)
