@@ -2,7 +2,7 @@
 
 from autodp.groups import GroupPool, Groups, build_groups
 from autodp.messages import broadcast_json, gather_json
-from autodp.moves import Holders, Move, largest_incoming_bytes, plan_moves
+from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
@@ -18,6 +18,7 @@ __all__ = [
     "Holders",
     "Move",
     "PeerError",
+    "ROUND_BYTES",
     "Shard",
     "ShardStore",
     "Topology",

@@ -29,12 +29,14 @@ class StepModel:
             computed in each step.
         slots_per_node: ranks of a node, which a longer pipeline leaves.
         prefix_chunk: samples the prefix runs at a time; None for a micro-batch's.
+        round_bytes: what a transition brings at a time; 0 where none can come.
     Raises:
         ValueError: nothing is left to train.
     """
 
     def __init__(self, profile: Profile, *, num_frozen: int, prefix_cached_s: float | None,
-                 slots_per_node: int, prefix_chunk: int | None = None) -> None:
+                 slots_per_node: int, prefix_chunk: int | None = None,
+                 round_bytes: int = 0) -> None:
         costs = profile.sublayers
         self.first_active = sum(cost.layer < num_frozen for cost in costs)
         self.num_units = len(costs) - self.first_active
@@ -45,9 +47,15 @@ class StepModel:
         self._slots_per_node, self._prefix_chunk = slots_per_node, prefix_chunk
         frozen, active = costs[:self.first_active], costs[self.first_active:]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
+        # Without gradients, activations are gone when the next sublayer has run.
+        self._prefix_sample_bytes = max(
+            (cost.saved_bytes + 2 * cost.output_bytes for cost in frozen), default=0.0)
+        # A tensor larger than a round travels alone.
+        self._round_bytes = round_bytes and max(
+            round_bytes, *(cost.parameter_bytes for cost in costs))
         self._gradients = _cumulate(cost.gradient_bytes for cost in active)
-        self._held = _cumulate(cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
-                               + cost.buffer_bytes for cost in active)
+        self._held = _cumulate(cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
+                               for cost in active)
         self._saved = _cumulate(cost.saved_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
@@ -75,9 +83,12 @@ class StepModel:
                     num_replicas: int) -> PartCost:
         """Return the function that says how many bytes a stage needs.
 
-        They are weights, gradients and optimizer state, the buckets in which replicas sum
-        gradients, and for every micro-batch in flight what autograd saves and the activations at
-        the stage's two ends.
+        In a step they are weights, gradients and optimizer state, the buckets in which replicas
+        sum gradients, and for every micro-batch in flight what autograd saves and the activations
+        at the stage's two ends; on stage 0 besides the frozen weights and what running them takes.
+        In a transition, which a stage leaves its gradients and activations for, a round of what
+        arrives comes in their place. Host memory is not counted, on no device: frozen layers'
+        optimizer state, the cache, a checkpoint that is being written.
 
         Args:
             sizes: samples of every micro-batch.
@@ -85,15 +96,16 @@ class StepModel:
             num_replicas: pipelines side by side.
         """
         num_samples = [max(sizes) * number for number in in_flight]
+        prefix_run = (self._prefix_chunk or max(sizes)) * self._prefix_sample_bytes
 
         def cost(part: int, first: int, last: int) -> float:
-            held = self._held[last] - self._held[first]
-            if num_replicas > 1:
-                held += self._gradients[last] - self._gradients[first]
-            held += self._prefix_bytes if part == 0 else 0
+            held = self._held[last] - self._held[first] + (0 if part else self._prefix_bytes)
+            copies = 2 if num_replicas > 1 else 1
             per_sample = (self._saved[last] - self._saved[first]
                           + self._boundary_bytes[first] + self._boundary_bytes[last])
-            return math.ceil(held + num_samples[part] * per_sample)
+            training = (copies * (self._gradients[last] - self._gradients[first])
+                        + num_samples[part] * per_sample + (0 if part else prefix_run))
+            return math.ceil(held + max(training, min(held, self._round_bytes)))
 
         return cost
 

@@ -70,6 +70,7 @@ class PlanRequest:
             are computed in each step.
         prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
             micro-batch's.
+        round_bytes: what a transition brings a rank at a time; 0 where none can come.
         lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
             slots idle only where no other is feasible.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
@@ -86,6 +87,7 @@ class PlanRequest:
     memory_limit_bytes: int | None = None
     prefix_cached_s: float | None = None
     prefix_chunk: int | None = None
+    round_bytes: int = 0
     lengths: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
@@ -96,6 +98,7 @@ class PlanRequest:
                                    ("global_batch", self.global_batch, 1),
                                    ("num_frozen", self.num_frozen, 0),
                                    ("prefix_chunk", self.prefix_chunk or 1, 1),
+                                   ("round_bytes", self.round_bytes, 0),
                                    ("micro_batches", min(self.micro_batches or (1,)), 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -217,7 +220,8 @@ class _Candidate:
 def _model(profile: Profile, request: PlanRequest) -> StepModel:
     return StepModel(profile, num_frozen=request.num_frozen,
                      prefix_cached_s=request.prefix_cached_s,
-                     slots_per_node=request.slots_per_node, prefix_chunk=request.prefix_chunk)
+                     slots_per_node=request.slots_per_node, prefix_chunk=request.prefix_chunk,
+                     round_bytes=request.round_bytes)
 
 
 def _possible_shapes(model: StepModel, request: PlanRequest

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autodp import allowed_lengths, broadcast_json, gather_json
+from autodp import ROUND_BYTES, allowed_lengths, broadcast_json, gather_json
 from autopipe import PipelinePlan, PlanRequest
 from freeze import (
     FreezeContext,
@@ -162,6 +162,7 @@ class Controller:
             memory_limit_bytes=config.memory_limit_bytes,
             prefix_cached_s=cached_s,
             prefix_chunk=config.prefix_chunk,
+            round_bytes=ROUND_BYTES if self._world.size > 1 else 0,
             lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),

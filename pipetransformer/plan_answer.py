@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from autodp import ROUND_BYTES
 from autopipe import PipelinePlan, PlanRequest, Profile, candidates, paper_plan, plan_pipeline
 from autopipe.explain import ExplainedPlan, explain, runners_up
 from autopipe.plan import least_memory_plan
@@ -101,6 +102,7 @@ def make_request(
         num_frozen=num_frozen,
         memory_limit_bytes=limit,
         prefix_chunk=TrainConfig.prefix_chunk,
+        round_bytes=ROUND_BYTES if place.num_slots > 1 else 0,
         prefix_cached_s=_cached_s(place, num_frozen) if cached else None,
     )
 

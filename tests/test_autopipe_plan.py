@@ -76,9 +76,27 @@ def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> N
     model = profile(*(sublayer(layer, output_bytes=1.0, buffer_bytes=7) for layer in range(6)))
     plan = predict(model, request(3, slots_per_node=3, global_batch=9, num_frozen=1),
                    boundaries=(1, 3, 4, 6), num_micro_batches=3, schedule="1f1b")
-    # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each.
-    assert plan.peak_bytes == (107 + 2 * 407 + 3 * 3 * (20 + 2), 407 + 3 * 2 * (10 + 2),
+    # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
+    # layer takes while it runs is 10 bytes a sample and its two ends.
+    assert plan.peak_bytes == (107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2), 407 + 3 * 2 * (10 + 2),
                                2 * 407 + 3 * 1 * (20 + 2))
+
+
+def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations() -> None:
+    def peaks(round_bytes: int) -> tuple[int, ...]:
+        wanted = request(lengths=(2,), num_frozen=4, micro_batches=(16,), round_bytes=round_bytes)
+        return predict(uniform(7), wanted, boundaries=(4, 5, 7), num_micro_batches=16,
+                       schedule="1f1b").peak_bytes
+
+    # Weights, moments and gradients of 1 and 2 layers; activations of 2 micro-batches and of 1.
+    first, second = 4 * 100 + 10 + 400 + 2 * 10, 2 * 400 + 20
+    assert peaks(0) == peaks(100) == (first, second)
+    assert peaks(130) == (first, second)
+    assert peaks(190) == (first - 130 + 190, second)
+    assert peaks(300) == (4 * 100 + 300 + 300, 2 * 300 + 300)
+    # No more can arrive than is held at last, and a tensor larger than a round travels alone.
+    assert peaks(10_000) == (2 * 700, 2 * 600)
+    assert peaks(1) == (first, second)
 
 
 def test_1f1b_holds_fewer_micro_batches_than_gpipe_on_every_stage() -> None:
@@ -136,7 +154,7 @@ def test_computed_prefix_moves_the_boundary_and_a_cached_one_does_not() -> None:
 def test_frozen_weights_count_on_the_first_stage() -> None:
     plan = plan_pipeline(uniform(14), request(lengths=(2,), num_frozen=6, micro_batches=(16,),
                                               prefix_cached_s=0.0))
-    assert plan.peak_bytes[0] - plan.peak_bytes[1] == 6 * 100 + 4 * 10
+    assert plan.peak_bytes[0] - plan.peak_bytes[1] == 6 * 100 + 10 + 4 * 10
 
 
 def test_split_is_the_fastest_of_those_that_fit() -> None:
