@@ -35,6 +35,7 @@ from autopipe.profile import (
     ProfiledSublayer,
     SublayerCost,
     join_chains,
+    join_sizes,
     profile_sublayers,
     time_rounds,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "gpipe",
     "greedy_partition",
     "join_chains",
+    "join_sizes",
     "is_checkpointing",
     "is_recomputing",
     "merge_profiles",

@@ -261,6 +261,21 @@ def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
         tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)))
 
 
+def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Put together what measuring one chain at different sizes gave, smaller sizes first.
+
+    Bytes are those of the last.
+    """
+    costs = []
+    for same in zip(*(chain.costs for chain in chains), strict=True):
+        forward_s, input_s, weight_s, frozen_s = (
+            tuple(second for cost in same for second in getattr(cost, name))
+            for name in ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s"))
+        costs.append(replace(same[-1], forward_s=forward_s, input_backward_s=input_s,
+                             weight_backward_s=weight_s, frozen_s=frozen_s))
+    return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
+
+
 def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]],
                 *, repeats: int) -> tuple[tuple[float, ...], ...]:
     """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""

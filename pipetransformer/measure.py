@@ -6,9 +6,11 @@ what they took.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,14 +24,15 @@ from autopipe import (
     SublayerCost,
     chain_seconds,
     join_chains,
+    join_sizes,
     merge_profiles,
     profile_sublayers,
 )
 from pipetransformer.data import Batch
-from pipetransformer.measure_compute import Rounds, measure_company, measure_update, time_alone
+from pipetransformer.measure_compute import measure_company, measure_update, time_alone
 from pipetransformer.measure_network import measure_agreement, measure_links, measure_sums
 from pipetransformer.measure_reading import measure_rows, measure_samples
-from pipetransformer.measure_spans import cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.measure_spans import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.task import Task
 from pipetransformer.world import World
 
@@ -64,20 +67,24 @@ def measure(
         read: reads samples of the training set.
         held_bytes: what training holds on this rank's device meanwhile.
     """
-    spans, sizes = _choose_spans(task, world, read, held_bytes)
-    batches, rounds = _choose_batches(task, world, read, spans=spans, sizes=sizes)
+    spans_of = _choose_spans(task, world, read, held_bytes)
+    batches, rounds = _choose_batches(task, world, read, spans_of)
 
     def time_span(
         sublayers: list[ProfiledSublayer], inputs: list[Batch]
-    ) -> tuple[MeasuredChain, Rounds | None]:
+    ) -> MeasuredChain:
         # Start together: the ranks of a node slow each other down.
         gather_json(None, group=world.group)
-        chain = profile_sublayers(sublayers, inputs, repeats=rounds)
-        gather_json(None, group=world.group)
-        return chain, time_alone(sublayers, inputs, chain, world)
+        return profile_sublayers(sublayers, inputs, repeats=rounds)
 
-    chains, alone_s = zip(*run_spans(task, world.device, spans, batches, time_span), strict=True)
-    chain = join_chains(chains)
+    chains = []
+    for spans, sizes in groupby(batches, key=spans_of.__getitem__):
+        inputs = [batches[size] for size in sizes]
+        chains.append(join_chains(run_spans(task, world.device, spans, inputs, time_span)))
+    chain = join_sizes(chains)
+    smallest, largest = min(batches), max(batches)
+    alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
+    alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     lengthening, alone_share = measure_company(chain, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
 
@@ -88,13 +95,13 @@ def measure(
         return *measure_links(world, work), measure_agreement(world, work)
 
     ((link, node_link, agreement_s),) = run_spans(
-        task, world.device, spans[:1], batches, time_network
+        task, world.device, spans_of[smallest][:1], [batches[smallest]], time_network
     )
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
-    fetch_s, read_s = measure_samples(read, _size_of(batches[-1]))
+    fetch_s, read_s = measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
-        batch_sizes=tuple(map(_size_of, batches)),
+        batch_sizes=tuple(batches),
         sublayers=costs,
         read_s=read_s,
         fetch_s=fetch_s,
@@ -120,25 +127,27 @@ def measure(
 
 def _choose_spans(
     task: Task, world: World, read: Callable[[Tensor], Batch], held_bytes: int
-) -> tuple[list[range], list[int]]:
-    """Return the spans in which to measure, and the micro-batch sizes, ascending; as all ranks do.
+) -> dict[int, tuple[range, ...]]:
+    """Return the micro-batch sizes to measure, ascending, with the spans in which to do so.
 
-    Sizes are halves of the largest that a sensible plan runs. Where no single sublayer fits at a
-    size, it is left out, the smallest excepted.
+    Sizes are halves of the largest that a sensible plan runs. One of twice a rank's share of the
+    batch occurs only where a stage has at most half of the layers, and is measured over half of
+    them: the more is in memory at once, the longer a layer takes. Where no single sublayer fits at
+    a size, it is left out, the smallest excepted. All ranks come to the same.
     """
     per_rank = -(-task.config.batch_size // world.size)
     largest = min(task.config.batch_size, 2 * per_rank)
     sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
-    free = [
-        one
-        for one in gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
-        if one is not None
-    ]
-    if not free:
-        return [range(len(task.model.sublayers))], sizes
-    needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
-    sizes = [n for n in sizes if all(need.at(n) <= min(free) for need in needs)] or sizes[:1]
-    return cut_spans(needs, sizes[-1], min(free)), sizes
+    gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
+    limit = min((one for one in gathered if one is not None), default=math.inf)
+    needs = [Need(0, 0.0)] * len(task.model.sublayers)
+    if limit < math.inf:
+        needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
+    fitting = [size for size in sizes if all(need.at(size) <= limit for need in needs)]
+    return {
+        size: cut_spans(needs, size, limit, parts=-(-size // per_rank))
+        for size in fitting or sizes[:1]
+    }
 
 
 def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
@@ -156,25 +165,21 @@ def _choose_batches(
     task: Task,
     world: World,
     read: Callable[[Tensor], Batch],
-    *,
-    spans: list[range],
-    sizes: list[int],
-) -> tuple[list[Batch], int]:
+    spans_of: Mapping[int, Sequence[range]],
+) -> tuple[dict[int, Batch], int]:
     """Read batches of the sizes to measure; say how often to time them.
 
     The budget may exclude the larger sizes, for all ranks alike.
     """
-    batches, round_s = list[Batch](), 0.0
-    for size in sizes:
+    batches, round_s = dict[int, Batch](), 0.0
+    for size, spans in spans_of.items():
         batch = _read(read, size, world.device)
         gather_json(None, group=world.group)
-        own_s = sum(
-            run_spans(task, world.device, spans, [batch], _seconds)
-        )
+        own_s = sum(run_spans(task, world.device, spans, [batch], _seconds))
         seconds = max(gather_json(own_s, group=world.group))
         if batches and 2 * (round_s + seconds) > _BUDGET_S:
             break
-        batches.append(batch)
+        batches[size] = batch
         round_s += seconds
     return batches, max(1, min(_MOST_ROUNDS, int(_BUDGET_S / max(round_s, 1e-9))))
 
@@ -185,10 +190,6 @@ def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
 
 def _read(read: Callable[[Tensor], Batch], size: int, device: torch.device) -> Batch:
     return {name: t.to(device) for name, t in read(torch.arange(size)).items()}
-
-
-def _size_of(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
 
 
 def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:

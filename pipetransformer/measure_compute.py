@@ -17,35 +17,31 @@ from pipetransformer.task import Task, trained_parameters
 from pipetransformer.timing import Displacer, typical_s
 from pipetransformer.world import World
 
-Rounds = tuple[tuple[float, ...], ...]
-"""Seconds; a row a batch, an entry a round."""
-
 _UPDATED_BYTES = 64 << 20
 """Parameters on which an update is timed: with gradients and state far beyond a cache's size."""
 
 
 def time_alone(
-    sublayers: Sequence[ProfiledSublayer],
-    batches: Sequence[Batch],
-    chain: MeasuredChain,
-    world: World,
-) -> Rounds | None:
+    sublayers: Sequence[ProfiledSublayer], batches: Sequence[Batch], *, world: World, repeats: int
+) -> float | None:
     """Time sublayers again, on the first rank of each node while the others wait. Collective.
 
     Returns:
-        the rounds' seconds; None on the other ranks, and where a node has no others.
+        the mean of the repeats; None on the other ranks, and where a node has no others.
     """
     if world.slots_per_node == 1 or world.size == 1:
         return None
-    rounds_s = None
-    if world.rank % world.slots_per_node == 0:
-        rounds_s = time_rounds(sublayers, batches, repeats=max(3, len(chain.rounds_s[0]) // 2))
     gather_json(None, group=world.group)
-    return rounds_s
+    alone_s = None
+    if world.rank % world.slots_per_node == 0:
+        rounds_s = time_rounds(sublayers, batches, repeats=repeats)
+        alone_s = sum(map(statistics.mean, rounds_s))
+    gather_json(None, group=world.group)
+    return alone_s
 
 
 def measure_company(
-    chain: MeasuredChain, alone_s: Sequence[Rounds | None], world: World
+    chain: MeasuredChain, alone_s: Sequence[float | None], world: World
 ) -> tuple[tuple[float, ...], float]:
     """Measure what it costs to compute side by side; every rank gets the same. Collective.
 
@@ -56,7 +52,7 @@ def measure_company(
 
     Args:
         chain: this rank's times beside the others.
-        alone_s: its times alone, of the chain's parts, from `time_alone`.
+        alone_s: its times alone, of the chain's spans at the largest size, from `time_alone`.
         world: the ranks.
     Returns:
         how much longer than the chain's medians all ranks' computing takes in a step, for every
@@ -72,11 +68,12 @@ def measure_company(
         max(1.0, statistics.mean(slowest) / max(usual, 1e-9))
         for slowest, usual in zip(slowest_s, usual_s, strict=True)
     )
-    beside_s = sum(map(statistics.mean, slowest_s))
+    # Stages that wait are of longer pipelines, which alone run micro-batches of the largest size.
+    beside_s = statistics.mean(slowest_s[-1])
     shares = [
-        sum(statistics.mean(rounds) for part in parts for rounds in part) / max(beside_s, 1e-9)
-        for parts in gather_json(list(alone_s), group=world.group)
-        if None not in parts
+        sum(spans_s) / max(beside_s, 1e-9)
+        for spans_s in gather_json(list(alone_s), group=world.group)
+        if None not in spans_s
     ]
     return lengthening, min(1.0, statistics.median(shares or [1.0]))
 

@@ -65,15 +65,26 @@ def sublayer_needs(task: Task, device: torch.device, batch: Batch) -> list[Need]
     ]
 
 
-def cut_spans(needs: Sequence[Need], num_samples: int, limit_bytes: float) -> list[range]:
-    """Cut the sublayers into as few spans as fit; one that fits nowhere is a span of its own."""
+def cut_spans(
+    needs: Sequence[Need], num_samples: int, limit_bytes: float, *, parts: int = 1
+) -> tuple[range, ...]:
+    """Cut the sublayers into spans that fit; one that fits nowhere is a span of its own.
+
+    Args:
+        needs: of every sublayer.
+        num_samples: size of the micro-batch.
+        limit_bytes: what a span may take.
+        parts: of about equally many sublayers, which no span reaches beyond.
+    """
     spans, first, held = [], 0, 0.0
+    begins = {len(needs) * part // parts for part in range(1, parts)}
     for index, need in enumerate(needs):
-        if index > first and held + need.at(num_samples) > limit_bytes:
+        needed = need.at(num_samples)
+        if index > first and (index in begins or held + needed > limit_bytes):
             spans.append(range(first, index))
             first, held = index, 0.0
-        held += need.at(num_samples)
-    return [*spans, range(first, len(needs))]
+        held += needed
+    return (*spans, range(first, len(needs)))
 
 
 def run_spans(

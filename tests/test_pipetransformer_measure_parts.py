@@ -69,7 +69,7 @@ def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
     answers = iter([
         [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
         # Rank 0 of the node alone, in two spans.
-        [[((3.0, 3.0, 2.0),), ((1.0, 1.0, 0.5),)], [None, None]],
+        [[2.5, 1.0], [None, None]],
     ])
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
     longer, alone = measure_company(chain(4.0, 4.0, 12.0), [None, None], world(1, 2, 2))
@@ -84,6 +84,6 @@ def test_where_no_node_has_two_slots_none_computes_alone(
     answers = iter([[one] * size, [[None]] * size])
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
     own = chain(4.0, 4.4, 4.0)
-    assert time_alone([], [], own, world(0, size, slots)) is None
+    assert time_alone([], [], world=world(0, size, slots), repeats=3) is None
     longer, alone = measure_company(own, [None], world(0, size, slots))
     assert (longer, alone) == ((pytest.approx(12.4 / 3 / 4),), 1.0)

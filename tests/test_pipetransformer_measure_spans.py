@@ -48,10 +48,11 @@ def spans_noted() -> Iterator[list[range]]:
 
 def test_spans_are_the_fewest_that_fit() -> None:
     needs = [Need(10, 1.0), Need(10, 1.0), Need(50, 1.0), Need(5, 2.0), Need(5, 0.0)]
-    assert cut_spans(needs, 5, 1000) == [range(5)]
-    assert cut_spans(needs, 5, 30) == [range(0, 2), range(2, 3), range(3, 5)]
-    assert cut_spans(needs, 5, 29) == [range(0, 1), range(1, 2), range(2, 3), range(3, 5)]
-    assert cut_spans(needs, 5, -1) == [range(i, i + 1) for i in range(5)]
+    assert cut_spans(needs, 5, 1000) == (range(5),)
+    assert cut_spans(needs, 5, 1000, parts=2) == (range(0, 2), range(2, 5))
+    assert cut_spans(needs, 5, 30) == (range(0, 2), range(2, 3), range(3, 5))
+    assert cut_spans(needs, 5, 29) == (range(0, 1), range(1, 2), range(2, 3), range(3, 5))
+    assert cut_spans(needs, 5, -1) == tuple(range(i, i + 1) for i in range(5))
 
 
 def test_a_span_s_output_is_what_the_model_computes() -> None:
@@ -123,10 +124,10 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
 
 def present_while_measuring() -> tuple[list[int], int]:
     """Measure anew in the middle of a run; list how many foreign sublayers were there at once."""
-    # Weights, gradients, moments and activations of three of six sublayers fit, of all six not.
+    # Three of six sublayers fit, also in a transition; all six do not.
     with Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(),
                  freeze=FreezeSchedule([0]), batch_size=8, length=2, micro_batches=8,
-                 memory_limit_bytes=24_000, progress=False) as trainer:
+                 memory_limit_bytes=32_500, progress=False) as trainer:
         trainer.step()
         model = trainer._task.model
         own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}
@@ -139,4 +140,4 @@ def present_while_measuring() -> tuple[list[int], int]:
 def test_measuring_anew_leaves_room_for_what_is_trained(two_ranks: Pool) -> None:
     for foreign, held_bytes in two_ranks.run(present_while_measuring):
         assert held_bytes > 10_000
-        assert max(foreign) == 1
+        assert max(foreign) < 3  # The other rank has three.
