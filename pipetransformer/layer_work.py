@@ -85,7 +85,10 @@ class LayerWork(StageWork):
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
         if layers.side_in is not None:
+            # Until stage 0 has its data.
+            start = time.perf_counter()
             layers.side_in.begin(batches.sizes)
+            self.data_s += time.perf_counter() - start
 
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()

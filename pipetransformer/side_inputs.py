@@ -52,19 +52,25 @@ class SideReceiver:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._specs: dict[str, TensorSpec] | None = None
+        self._specs: dict[str, TensorSpec] = {}
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Prepare a step of micro-batches of the given sizes."""
+        """Prepare a step of micro-batches of the given sizes: wait for the header.
+
+        It comes before the first activations do. A message that is not asked for before it is
+        needed waits for a thread of the sender's, which by then computes: 3 ms on a busy core.
+        """
         self._receiver.begin(range(len(sizes)), sizes)
-        self._specs = None
+        if not sizes:
+            return
+        self._specs = self._receiver.receive_header()
+        if self._specs:
+            width = sum(_row_bytes(spec) for spec in self._specs.values())
+            self._receiver.spec = TensorSpec((width,), "uint8")
+            self._receiver.post()
 
     def receive(self, micro_batch: int) -> dict[str, Tensor]:
         """Return a micro-batch's entries."""
-        if self._specs is None:
-            self._specs = self._receiver.receive_header()
-            width = sum(_row_bytes(spec) for spec in self._specs.values())
-            self._receiver.spec = TensorSpec((width,), "uint8")
         if not self._specs:
             return {}
         rows, entries, offset = self._receiver.receive(micro_batch), {}, 0
