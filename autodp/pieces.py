@@ -5,7 +5,7 @@ mapping of names to tensors; a *piece* is a run of its tensors::
 
     shard    | weight, 9 MB | bias | weight, 100 MB                | bias |
     pieces   | 0                   | 1                             | 2    |
-    messages | weight       | bias | 16 MB | 16 MB | ..            | bias |
+    messages | weight       | bias | 64 MB       | 36 MB           | bias |
 
 Where several small tensors follow one another, they share a message.
 """

@@ -15,6 +15,7 @@ from pipetransformer.data import Batch
 from pipetransformer.measure import measure
 from pipetransformer.measure_spans import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.task import Task
+from pipetransformer.world import connect
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 from tests.test_pipetransformer_measure import (
@@ -120,6 +121,22 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
             assert torch.equal(after[kind][name], tensor), (kind, name)
     for kind in ("flags", "needs", "objects", "generators"):
         assert after[kind] == before[kind], kind
+
+
+def spans_of_two_ranks(batch_size: int) -> set[range]:
+    """Measure on this world; return what was lent together."""
+    with spans_noted() as noted:
+        measure(make_task(batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
+    return {*noted}
+
+
+def test_a_size_beyond_a_rank_s_share_is_measured_over_half_of_the_layers(two_ranks: Pool) -> None:
+    halves = {range(0, 3), range(3, 6)}
+    for spans in two_ranks.run(spans_of_two_ranks, 8):
+        assert spans == {range(6), *halves}
+    # Of one sample, one rank has all.
+    for spans in two_ranks.run(spans_of_two_ranks, 1):
+        assert spans == {range(6)}
 
 
 def present_while_measuring() -> tuple[list[int], int]:
