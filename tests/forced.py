@@ -195,11 +195,15 @@ def quickly_measured() -> Iterator[None]:
     """Measure a model and its nodes once, and find that reading a cache costs nothing."""
 
     def once(
-        task: Task, world: World, read: Callable[[Tensor], dict[str, Tensor]]
+        task: Task,
+        world: World,
+        read: Callable[[Tensor], dict[str, Tensor]],
+        *,
+        held_bytes: int,
     ) -> Measurements:
         key = (task.trainable, world.slots_per_node)
         if key not in _MEASURED:
-            measured = measure(task, world, read)
+            measured = measure(task, world, read, held_bytes=held_bytes)
             _MEASURED[key] = dataclasses.replace(measured, copy_bytes_per_s=1e18)
         return _MEASURED[key]
 

@@ -320,7 +320,7 @@ class Measured(Exception):
 def measures_on_resume(folder: Path, changed_rank: int | None) -> bool:
     """Resume, perhaps with other hardware under a rank; tell whether this world is measured."""
 
-    def measured(*arguments: Any) -> None:
+    def measured(*arguments: Any, **options: Any) -> None:
         raise Measured
 
     with pytest.MonkeyPatch.context() as patch:
