@@ -2,8 +2,9 @@
 
 In every round the machine is profiled, every pipeline of the grid is predicted from that profile,
 and trained for a few steps, in random order; the medians of the rounds are compared. Then the
-planner's choice and the pipeline that was measured fastest are measured again, in turn. Two
-processes of one thread each. Run it as `python -m experiments.benchmarks.plan`.
+planner's choice, the pipeline that was measured fastest and the plan by the published rules are
+measured again, in turn. Two processes of one thread each. Run it as
+`python -m experiments.benchmarks.plan`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from autopipe import PipelinePlan, plan_pipeline
+from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline
 from experiments.benchmarks.pairs import bootstrap
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch
@@ -35,6 +36,8 @@ from pipetransformer.demo import build_model, load_digits_split
 NUM_SLOTS, BATCH_SIZE = 2, 32
 WARM_UP, MEASURED = 3, 3
 """Steps of a visit to a pipeline: the first two fill the cache, the third first reads from it."""
+
+Planner = Callable[[Profile, PlanRequest], PipelinePlan]
 
 LIMITS = {"plan_error_median": 0.05, "plan_error_max": 0.15, "plan_regret": 0.05}
 
@@ -60,6 +63,7 @@ class Tour:
 
     def __init__(self, frozen: tuple[int, ...], num_epochs: int) -> None:
         self._point: Point | None = None
+        self._planner: Planner = plan_pipeline
         self._frozen = frozen[0]
         images, labels = load_digits_split()[0].tensors
         # Two batches, so that two steps fill the cache.
@@ -77,9 +81,11 @@ class Tour:
             evaluate_every_epochs=0,
         )
 
-    def visit(self, frozen: int, point: Point | None) -> tuple[PipelinePlan, list[float]]:
-        """Train on a pipeline, or on the planner's choice; return it and its steps' seconds."""
-        self._frozen, self._point = frozen, point
+    def visit(
+        self, frozen: int, point: Point | None, planner: Planner = plan_pipeline
+    ) -> tuple[PipelinePlan, list[float]]:
+        """Train on a pipeline, or on a planner's choice; return it and its steps' seconds."""
+        self._frozen, self._point, self._planner = frozen, point, planner
         seconds = []
         for _ in range(WARM_UP + MEASURED):
             start = time.perf_counter()
@@ -100,13 +106,13 @@ class Tour:
                 micro_batches=(self._point.micro_batches,),
                 schedules=(self._point.schedule,),
             )
-        return plan_pipeline(situation.profile, request)
+        return self._planner(situation.profile, request)
 
 
 def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs: int) -> None:
     """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
     points = grid(frozen)
-    visits = num_rounds * len(points) + len(frozen) * (1 + 2 * num_pairs)
+    visits = num_rounds * len(points) + len(frozen) * (2 + 3 * num_pairs)
     tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
     shuffle = random.Random(0)
     seen: dict[Point, list[tuple[float, float]]] = {point: [] for point in points}
@@ -139,12 +145,23 @@ def _compare(
         (p for p in seen if p.frozen == frozen),
         key=lambda p: statistics.median(measured for _, measured in seen[p]),
     )
-    ratios = []
+    paper, _ = tour.visit(frozen, None, paper_plan)
+    visits: dict[str, tuple[Point | None, Planner]] = {
+        "choice": (None, plan_pipeline),
+        "best": (best, plan_pipeline),
+        "paper": (None, paper_plan),
+    }
+    ratios, paper_ratios = [], []
     for number in range(num_pairs):
-        order = [None, best] if number % 2 else [best, None]
-        seconds = {point: statistics.median(tour.visit(frozen, point)[1]) for point in order}
-        ratios.append(seconds[None] / seconds[best])
+        order = list(visits) if number % 2 else list(visits)[::-1]
+        seconds = {
+            name: statistics.median(tour.visit(frozen, *visits[name])[1]) for name in order
+        }
+        ratios.append(seconds["choice"] / seconds["best"])
+        paper_ratios.append(seconds["paper"] / seconds["choice"])
     return {
+        "paper": [paper.length, paper.num_micro_batches],
+        "paper_ratios": paper_ratios,
         "frozen": frozen,
         "length": plan.length,
         "micro_batches": plan.num_micro_batches,
@@ -167,7 +184,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             f"{ratios[-1]:6.3f}"
         )
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
-    regrets, pooled = [], []
+    regrets, pooled, papers = [], [], []
     for choice in found["choices"]:
         best, pairs = choice["best"], np.array(choice["ratios"])
         ratio = bootstrap(pairs)
@@ -184,6 +201,13 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             f"[{ratio.low:.3f}, {ratio.high:.3f}] of K = {best['length']}, M = "
             f"{best['micro_batches']} ({best['schedule']})"
             f"{', which is the same' if same else ''}"
+        )
+        length, count = choice["paper"]
+        paper = bootstrap(np.array(choice["paper_ratios"]))
+        papers.append(paper.median)
+        yield (
+            f"            the published rules' K = {length}, M = {count} (gpipe) takes "
+            f"{paper.median:.3f} [{paper.low:.3f}, {paper.high:.3f}] of it"
         )
     errors = np.abs(np.array(ratios) - 1)
     interval = bootstrap(errors)
@@ -204,6 +228,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             "interval": [round(interval.low, 4), round(interval.high, 4)],
             "pipelines": len(errors),
             "pairs": len(pooled),
+            "paper_over_choice": [round(ratio, 3) for ratio in papers],
             "limits": LIMITS,
         }
     )
