@@ -7,7 +7,7 @@ from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import EpochSampler, mix_seed, split_evenly
-from autodp.topology import Topology, allowed_lengths
+from autodp.topology import Topology
 from autodp.waiting import PeerError, waiting_for
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Shard",
     "ShardStore",
     "Topology",
-    "allowed_lengths",
     "broadcast_json",
     "build_groups",
     "gather_json",

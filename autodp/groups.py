@@ -18,7 +18,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from autodp.topology import Topology, allowed_lengths
+from autodp.topology import Topology
 
 _MOST_CONNECTIONS = 512
 """Sockets that groups built ahead may keep open in a process, half of what systems commonly allow.
@@ -58,27 +58,23 @@ class Groups:
 
 @final
 class GroupPool:
-    """Hold the groups of the present topology, and over gloo those of all others.
+    """Hold the groups of the present topology, and over gloo those of all that are likely.
 
     Args:
-        num_ranks, slots_per_node: the world.
-        rank: this one.
+        rank: this rank.
+        likely: the topologies to build groups of ahead.
         on_cuda: whether tensors on the links live on GPUs.
         timeout_s: longest wait for the other ranks while groups are built.
     """
 
     def __init__(
-        self, num_ranks: int, slots_per_node: int, *, rank: int, on_cuda: bool, timeout_s: float
+        self, rank: int, likely: Sequence[Topology], *, on_cuda: bool, timeout_s: float
     ) -> None:
         self._rank = rank
         self._on_cuda = on_cuda
         self._timeout_s = timeout_s
-        topologies = [
-            Topology(num_ranks, slots_per_node, length)
-            for length in allowed_lengths(num_ranks, slots_per_node)
-        ]
-        connections = sum(t.length - 1 + t.replicas - 1 for t in topologies)
-        self._ahead = topologies if not on_cuda and connections <= _MOST_CONNECTIONS else []
+        connections = sum(t.length - 1 + t.replicas - 1 for t in likely)
+        self._ahead = likely if not on_cuda and connections <= _MOST_CONNECTIONS else ()
         self._built: dict[int, Groups] = {}
 
     def open(self, topology: Topology, *, timeout_s: float) -> Groups:

@@ -26,7 +26,7 @@ class Topology:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
     Raises:
-        ValueError: no pipeline of this length is possible, be it with spares.
+        ValueError: there is no rank or no slot, or no pipeline of this length is possible.
     """
 
     num_ranks: int
@@ -34,14 +34,14 @@ class Topology:
     length: int
 
     def __post_init__(self) -> None:
-        allowed = allowed_lengths(self.num_ranks, self.slots_per_node)
-        within_node = 0 < self.length <= self.slots_per_node
-        spans_nodes = self.length > 0 and self.length % self.slots_per_node == 0
-        if not (within_node or spans_nodes) or self.replicas == 0:
+        if self.num_ranks < 1 or self.slots_per_node < 1:
+            raise ValueError(f"a cluster needs at least one rank and one slot a node, got "
+                             f"{self.num_ranks} ranks and {self.slots_per_node} slots")
+        if not self._is_possible(self.length):
+            possible = filter(self._is_possible, range(1, self.num_ranks + 1))
             raise ValueError(
                 f"pipeline length {self.length} does not fit {self.num_ranks} ranks with "
-                f"{self.slots_per_node} slots a node; choose one of {list(allowed)}, or a length "
-                "within a node or over whole ones, with spares")
+                f"{self.slots_per_node} slots a node; choose one of {list(possible)}")
 
     @property
     def replicas(self) -> int:
@@ -84,20 +84,12 @@ class Topology:
         """Return the ranks that hold the same stage, one a replica."""
         return tuple(self.pipeline_ranks(replica)[stage] for replica in range(self.replicas))
 
+    def _is_possible(self, length: int) -> bool:
+        """Tell whether a pipeline stays within a node, or fills whole ones, and finds room."""
+        slots = self.slots_per_node
+        return 0 < length <= self.num_ranks and (length <= slots or length % slots == 0)
+
     @property
     def _block(self) -> int:
         """Return the consecutive ranks that pipelines are packed into: a node's, or one's own."""
         return max(self.slots_per_node, self.length)
-
-
-def allowed_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
-    """Return the pipeline lengths that a cluster allows, in ascending order.
-
-    Raises:
-        ValueError: there is no rank or no slot.
-    """
-    if num_ranks < 1 or slots_per_node < 1:
-        raise ValueError(f"a cluster needs at least one rank and one slot a node, got {num_ranks} "
-                         f"ranks and {slots_per_node} slots")
-    return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
-                 and (slots_per_node % length == 0 or length % slots_per_node == 0))

@@ -15,6 +15,7 @@ from autopipe.chain import chain_bytes, chain_seconds
 from autopipe.engine import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.gpipe import GPipe
 from autopipe.gpipe_checks import flatten_sequential
+from autopipe.lengths import fitting_lengths
 from autopipe.link import LinkAbove, LinkBelow, Payload
 from autopipe.network import AllReduceCost, LinkCost
 from autopipe.paper_plan import paper_plan, paper_split, throughput_table
@@ -97,13 +98,14 @@ __all__ = [
     "convert_deferred_batch_norm",
     "draw",
     "flatten_sequential",
+    "fitting_lengths",
     "forward_only",
     "gpipe",
     "greedy_partition",
-    "join_chains",
-    "join_sizes",
     "is_checkpointing",
     "is_recomputing",
+    "join_chains",
+    "join_sizes",
     "merge_profiles",
     "min_max_partition",
     "one_f_one_b",

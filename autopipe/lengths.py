@@ -8,7 +8,10 @@ from __future__ import annotations
 
 
 def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
-    """Return the K that divide the world, and divide a node's slots or are a multiple of them."""
+    """Return the K that divide the world, and divide a node's slots or are a multiple of them.
+
+    They leave no slot idle, and are in ascending order.
+    """
     return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
                  and (slots_per_node % length == 0 or length % slots_per_node == 0))
 

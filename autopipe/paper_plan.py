@@ -18,7 +18,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from autopipe.lengths import fitting_lengths
 from autopipe.partition import greedy_partition
 from autopipe.plan import PipelinePlan, PlanRequest, predict
 from autopipe.profile import Profile
@@ -191,8 +190,7 @@ def _start(profile: Profile, request: PlanRequest) -> int:
     """Return K at T = 0: the longest pipeline within a node."""
     lengths = [
         length
-        for length in request.lengths
-        or fitting_lengths(request.num_ranks, request.slots_per_node)
+        for length in request.length_choices()[0]
         if length <= min(request.slots_per_node, len(profile.sublayers))
         and request.replicas_of(length) <= request.global_batch
     ]
@@ -206,7 +204,7 @@ def _start(profile: Profile, request: PlanRequest) -> int:
 
 def _halvings(length: int, request: PlanRequest) -> Iterator[int]:
     """Yield a length, its half and so on, as far as the cluster and the batch allow."""
-    allowed = request.lengths or fitting_lengths(request.num_ranks, request.slots_per_node)
+    allowed = request.length_choices()[0]
     while length in allowed and request.replicas_of(length) <= request.global_batch:
         yield length
         if length % 2:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from autodp import allowed_lengths
+from autopipe import fitting_lengths
 from pipetransformer.adapters import LayeredModel, LossFunction
 from pipetransformer.checkpoint import holds_checkpoint
 from pipetransformer.config import TrainConfig
@@ -41,7 +41,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         ValueError: the length does not fit the ranks, or the global batch is smaller than the
             replicas.
     """
-    allowed = allowed_lengths(num_ranks, slots_per_node)
+    allowed = fitting_lengths(num_ranks, slots_per_node)
     length = config.length or 1
     if length not in allowed:
         unfit = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autodp import ROUND_BYTES, allowed_lengths, broadcast_json, gather_json
+from autodp import ROUND_BYTES, broadcast_json, gather_json
 from autopipe import PipelinePlan, PlanRequest
 from freeze import (
     FreezeContext,
@@ -251,8 +251,7 @@ class Controller:
             return None
         model = self._task.model
         most = min(length, len(model.sublayers) - model.first_active(num_frozen))
-        allowed = allowed_lengths(self._world.size, self._world.slots_per_node)
-        return (max(one for one in allowed if one <= most),)
+        return (max(one for one in self._world.lengths if one <= most),)
 
     def _layers(self, norms: Mapping[str, float], num_frozen: int) -> tuple[LayerStats, ...]:
         model = self._task.model

@@ -83,9 +83,8 @@ class Deployment:
         self._held = HeldShards(task, world.rank, world.device)
         self._ownership: Ownership | None = None
         self._groups = GroupPool(
-            world.size,
-            world.slots_per_node,
-            rank=world.rank,
+            world.rank,
+            [world.topology(length) for length in world.lengths],
             on_cuda=world.device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,
         )

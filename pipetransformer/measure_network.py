@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autodp import GradientReducer, allowed_lengths, broadcast_json, gather_json
+from autodp import GradientReducer, broadcast_json, gather_json
 from autopipe import AllReduceCost, LinkCost
 from pipetransformer.timing import typical_s
 from pipetransformer.world import World
@@ -52,7 +52,7 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     sizes = [size for size in _SUM_BYTES if size < num_bytes] + [min(num_bytes, _SUM_BYTES[-1])]
     sizes = sorted({max(4, size) for size in sizes})
     costs = []
-    for length in reversed(allowed_lengths(world.size, world.slots_per_node)):
+    for length in reversed(world.lengths):
         replicas = world.size // length
         if replicas > 1:
             with _stage_group(world, length, timeout_s) as group:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autodp import Topology, gather_json
+from autopipe import fitting_lengths
 from pipetransformer.meeting import Place, check_places, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
@@ -54,6 +55,11 @@ class World:
     def is_main(self) -> bool:
         """Tell whether this rank decides, records and reports."""
         return self.rank == 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the pipeline lengths that leave no rank idle, ascending."""
+        return fitting_lengths(self.size, self.slots_per_node)
 
     def topology(self, length: int) -> Topology:
         """Say which rank is which stage of pipelines of a length."""

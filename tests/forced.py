@@ -2,7 +2,8 @@
 the invariants.
 
 What may change, also several things at once and at consecutive steps: the pipeline's length K (and
-so the replicas R), its cuts, the micro-batches M, the schedule and the frozen layers, up and down.
+so the replicas R, and which ranks are idle), its cuts, the micro-batches M, the schedule and the
+frozen layers, up and down.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,9 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autodp import EpochSampler, allowed_lengths
+from autodp import EpochSampler
+from autopipe import fitting_lengths
+from autopipe.lengths import length_choices, replicas_of
 from pipetransformer import Trainer
 from pipetransformer import trainer as trainer_module
 from pipetransformer.measure import Measurements, measure
@@ -83,7 +87,8 @@ def scenarios(draw: st.DrawFn, num_ranks: int) -> Scenario:
     deep = Deep(draw(st.sampled_from(FIXED)), draw(st.booleans()), num_samples)
     num_steps = -(-num_samples // batch_size) * EPOCHS
     changes = draw(st.sets(st.integers(1, num_steps - 1), min_size=1, max_size=6))
-    allowed = allowed_lengths(num_ranks, slots or num_ranks)
+    cluster = num_ranks, slots or num_ranks
+    possible = sorted(chain(*length_choices(*cluster)))
     shape, frozen = Shape(1, 1), 0
     shapes, frozen_at = {}, {}
     for step in sorted({0, *changes}):
@@ -91,14 +96,14 @@ def scenarios(draw: st.DrawFn, num_ranks: int) -> Scenario:
         if "frozen" in parts:
             # The head alone is left, and may be one of the fixed.
             frozen = draw(st.integers(0, NUM_DEEP_LAYERS - ("head" in deep.fixed)))
-        lengths = [one for one in allowed if one <= NUM_SUBLAYERS - FIRST_ACTIVE[frozen]]
+        lengths = [one for one in possible if one <= NUM_SUBLAYERS - FIRST_ACTIVE[frozen]]
         shape = draw(
             shapes_like(
                 shape,
                 parts,
                 lengths=lengths,
                 first=FIRST_ACTIVE[frozen],
-                most=lambda k: math.ceil(batch_size * k / num_ranks),
+                most=lambda k: math.ceil(batch_size / replicas_of(k, *cluster)),
             )
         )
         shapes[step], frozen_at[step] = shape, frozen
@@ -141,7 +146,7 @@ def shapes_like(
             st.integers(first + 1, NUM_SUBLAYERS - 1), min_size=length - 1, max_size=length - 1
         )
         cuts = tuple(sorted(draw(begins)))
-    return Shape(length, micro_batches, schedule, cuts)
+    return Shape(length, micro_batches, schedule, cuts, spares=True)
 
 
 def train_watched(scenario: Scenario) -> Outcome:
@@ -291,7 +296,7 @@ def static(scenario: Scenario, num_ranks: int) -> Scenario:
     """Keep the freeze decisions, and take the longest pipeline that all of them allow."""
     assert not isinstance(scenario.frozen, tuple)
     most = NUM_SUBLAYERS - FIRST_ACTIVE[max(scenario.frozen.values())]
-    allowed = allowed_lengths(num_ranks, scenario.slots_per_node or num_ranks)
+    allowed = fitting_lengths(num_ranks, scenario.slots_per_node or num_ranks)
     length = max(one for one in allowed if one <= most)
     return dataclasses.replace(scenario, shapes={0: Shape(length, length)})
 
@@ -317,15 +322,18 @@ def check_with_static(pool: Pool, scenario: Scenario) -> None:
 def with_dropout(scenario: Scenario, num_ranks: int) -> Scenario:
     """Add dropout, and cut each global batch into the same micro-batches whatever the pipeline.
 
-    R replicas of M = K micro-batches make R * K = `num_ranks` of a batch, all of two samples; in
-    the epoch's last batch, which is short, of one.
+    R replicas of M micro-batches make R * M = `num_ranks` of a batch, all of two samples; in the
+    epoch's last batch, which is short, of one.
     """
     assert scenario.deep is not None
+    slots = scenario.slots_per_node or num_ranks
     return dataclasses.replace(
         scenario,
         dropout=0.2,
         shapes={
-            step: dataclasses.replace(shape, micro_batches=shape.length)
+            step: dataclasses.replace(
+                shape, micro_batches=num_ranks // replicas_of(shape.length, num_ranks, slots)
+            )
             for step, shape in scenario.shapes.items()
         },
         settings={**scenario.settings, "batch_size": 2 * num_ranks},

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
-from autodp import EpochSampler, allowed_lengths, gather_json
-from autopipe import PipelinePlan, predict
+from autodp import EpochSampler, gather_json
+from autopipe import PipelinePlan, fitting_lengths, predict
 from freeze import FreezeContext, FreezeDecision, FreezePolicy, FreezeSchedule
 from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.adapters import LossFunction, adapt
@@ -169,7 +169,7 @@ class Forced:
         sublayers = situation.profile.sublayers
         first = next(i for i, s in enumerate(sublayers) if s.layer >= situation.request.num_frozen)
         request = situation.request
-        allowed = allowed_lengths(request.num_ranks, request.slots_per_node)
+        allowed = fitting_lengths(request.num_ranks, request.slots_per_node)
         most = min(shape.length, len(sublayers) - first)
         length = most if shape.spares else max(one for one in allowed if one <= most)
         even = (first + (len(sublayers) - first) * j // length for j in range(length + 1))

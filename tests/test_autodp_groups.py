@@ -10,13 +10,18 @@ import torch.distributed as dist
 
 import autodp.groups
 from autodp import GroupPool, Groups, Topology
+from autopipe import fitting_lengths
 from tests.pool import Pool
 
 
 def pool(timeout_s: float = 30.0) -> GroupPool:
     """Build a pool over the world of a test, two slots a node."""
+    world_size = dist.get_world_size()
     return GroupPool(
-        dist.get_world_size(), 2, rank=dist.get_rank(), on_cuda=False, timeout_s=timeout_s
+        dist.get_rank(),
+        [Topology(world_size, 2, length) for length in fitting_lengths(world_size, 2)],
+        on_cuda=False,
+        timeout_s=timeout_s,
     )
 
 
@@ -104,7 +109,7 @@ def test_waits_fail_after_the_limit_of_the_present_plan(two_ranks: Pool) -> None
 
 
 def test_one_process_has_no_groups() -> None:
-    groups_pool = GroupPool(1, 1, rank=0, on_cuda=False, timeout_s=1.0)
+    groups_pool = GroupPool(0, [Topology(1, 1, 1)], on_cuda=False, timeout_s=1.0)
     groups = groups_pool.open(Topology(1, 1, 1), timeout_s=1.0)
     assert groups == Groups(None, None, None)
     groups_pool.close()

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from autodp import Move, Topology, allowed_lengths, largest_incoming_bytes, plan_moves
-from autopipe import PipelinePlan
+from autodp import Move, Topology, largest_incoming_bytes, plan_moves
+from autopipe import PipelinePlan, fitting_lengths
 from pipetransformer.ownership import OPTIMIZER, place
 from tests.pool import Pool
 
@@ -44,7 +44,7 @@ def pipeline_problems(num_problems: int) -> Iterator[tuple[Holders, Holders, Siz
     for _ in range(num_problems):
         num_ranks, slots = rng.choice([(2, 2), (4, 4), (4, 2), (6, 3), (8, 4), (12, 4)])
         before, after = (
-            placement(Topology(num_ranks, slots, rng.choice(allowed_lengths(num_ranks, slots))))
+            placement(Topology(num_ranks, slots, rng.choice(fitting_lengths(num_ranks, slots))))
             for _ in range(2)
         )
         sizes = {shard: rng.choice([9, 18, 30]) * (1 + (OPTIMIZER in shard)) for shard in before}

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autodp import Topology, allowed_lengths, build_groups
+from autodp import Topology, build_groups
 from autodp.groups import open_links
-from autopipe.lengths import length_choices, replicas_of
+from autopipe.lengths import fitting_lengths, length_choices, replicas_of
 from tests.pool import Pool
 
 CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(1, 10)]
@@ -16,7 +16,7 @@ CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(
 
 def topologies() -> list[Topology]:
     return [Topology(num_ranks, slots, length) for num_ranks, slots in CLUSTERS
-            for length in allowed_lengths(num_ranks, slots)]
+            for length in fitting_lengths(num_ranks, slots)]
 
 
 def test_grid_of_the_docstring() -> None:
@@ -53,7 +53,8 @@ def test_what_a_length_leaves_over_is_spare(
 def test_the_planner_counts_replicas_as_the_topology_does() -> None:
     for num_ranks, slots in CLUSTERS:
         exact, *others = length_choices(num_ranks, slots)
-        assert exact == allowed_lengths(num_ranks, slots)
+        assert exact == fitting_lengths(num_ranks, slots)
+        assert not any(Topology(num_ranks, slots, length).spares for length in exact)
         trained = [{length * Topology(num_ranks, slots, length).replicas for length in lengths}
                    for lengths in others]
         assert all(len(used) == 1 for used in trained)
@@ -96,27 +97,27 @@ def test_a_pipeline_stays_on_its_node_or_fills_whole_nodes() -> None:
                 assert len(nodes) * topology.slots_per_node == len(ranks)
 
 
-def test_lengths_that_divide_the_world_and_fit_its_nodes_are_allowed() -> None:
-    assert allowed_lengths(8, 8) == (1, 2, 4, 8)
-    assert allowed_lengths(16, 8) == (1, 2, 4, 8, 16)
-    assert allowed_lengths(12, 4) == (1, 2, 4, 12)
-    assert allowed_lengths(6, 6) == (1, 2, 3, 6)
-    assert allowed_lengths(6, 4) == (1, 2)
-    assert allowed_lengths(7, 7) == (1, 7)
-    assert allowed_lengths(1, 8) == (1,)
+def test_lengths_that_divide_the_world_and_fit_its_nodes_leave_no_rank_idle() -> None:
+    assert fitting_lengths(8, 8) == (1, 2, 4, 8)
+    assert fitting_lengths(16, 8) == (1, 2, 4, 8, 16)
+    assert fitting_lengths(12, 4) == (1, 2, 4, 12)
+    assert fitting_lengths(6, 6) == (1, 2, 3, 6)
+    assert fitting_lengths(6, 4) == (1, 2)
+    assert fitting_lengths(7, 7) == (1, 7)
+    assert fitting_lengths(1, 8) == (1,)
 
 
 @pytest.mark.parametrize("length", [-2, 0, 5, 6, 16])
 def test_a_length_that_does_not_fit_is_refused_with_the_ones_that_do(length: int) -> None:
     with pytest.raises(ValueError, match=rf"length {length} does not fit 12 ranks with 4 slots a "
-                                         rf"node; choose one of \[1, 2, 4, 12\], or a .* spares"):
+                                         r"node; choose one of \[1, 2, 3, 4, 8, 12\]"):
         Topology(12, 4, length)
 
 
 @pytest.mark.parametrize(("num_ranks", "slots"), [(0, 1), (1, 0), (-1, 4)])
 def test_a_cluster_without_ranks_or_slots_is_refused(num_ranks: int, slots: int) -> None:
     with pytest.raises(ValueError, match=f"got {num_ranks} ranks and {slots} slots"):
-        allowed_lengths(num_ranks, slots)
+        Topology(num_ranks, slots, 1)
 
 
 def members(group: dist.ProcessGroup | None) -> list[int] | None:

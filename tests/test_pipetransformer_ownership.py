@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from autodp import Topology, allowed_lengths
-from autopipe import PipelinePlan
+from autodp import Topology
+from autopipe import PipelinePlan, fitting_lengths
 from pipetransformer.ownership import (
     OPTIMIZER,
     WEIGHTS,
@@ -26,7 +26,7 @@ def placements() -> list[Ownership]:
     """Make every cut of the active sublayers for many worlds, lengths and frozen prefixes."""
     found = []
     for num_ranks, slots in ((1, 1), (2, 2), (4, 4), (6, 3), (8, 4)):
-        for length, frozen in itertools.product(allowed_lengths(num_ranks, slots), range(6)):
+        for length, frozen in itertools.product(fitting_lengths(num_ranks, slots), range(6)):
             inner = range(frozen + 1, len(NAMES))
             for cuts in itertools.combinations(inner, length - 1):
                 plan = PipelinePlan(length, (frozen, *cuts, len(NAMES)), 1, "1f1b", 1.0, ())
