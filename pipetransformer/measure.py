@@ -69,35 +69,16 @@ def measure(
     """
     spans_of = _choose_spans(task, world, read, held_bytes)
     batches, rounds = _choose_batches(task, world, read, spans_of)
-
-    def time_span(
-        sublayers: list[ProfiledSublayer], inputs: list[Batch]
-    ) -> MeasuredChain:
-        # Start together: the ranks of a node slow each other down.
-        gather_json(None, group=world.group)
-        return profile_sublayers(sublayers, inputs, repeats=rounds)
-
-    chains = []
-    for spans, sizes in groupby(batches, key=spans_of.__getitem__):
-        inputs = [batches[size] for size in sizes]
-        chains.append(join_chains(run_spans(task, world.device, spans, inputs, time_span)))
-    chain = join_sizes(chains)
+    chain = _measure_chain(task, world, batches, spans_of, rounds)
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     lengthening, alone_share = measure_company(chain, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
-
-    def time_network(
-        sublayers: list[ProfiledSublayer], inputs: list[Batch]
-    ) -> tuple[LinkCost, LinkCost, float]:
-        work = partial(forward, sublayers, inputs[0])
-        return *measure_links(world, work), measure_agreement(world, work)
-
-    ((link, node_link, agreement_s),) = run_spans(
-        task, world.device, spans_of[smallest][:1], [batches[smallest]], time_network
-    )
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
+    link, node_link, agreement_s = _measure_messages(
+        task, world, batches[smallest], spans_of[smallest][0]
+    )
     fetch_s, read_s = measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
@@ -117,12 +98,53 @@ def measure(
             timeout_s=task.config.setup_timeout_s,
         ),
     )
-    gathered = gather_json([own.to_json(), 1 / cached_byte_s], group=world.group)
+    agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
+    return replace(agreed, profile=agreed.profile.lengthened(lengthening))
+
+
+def _agree(own: Measurements, world: World) -> Measurements:
+    """Return the medians of all ranks' measurements, the same on every rank. Collective."""
+    gathered = gather_json([own.profile.to_json(), own.copy_bytes_per_s], group=world.group)
     merged = merge_profiles([Profile.from_json(values) for values, _ in gathered])
     rate = sorted(rate for _, rate in gathered)[len(gathered) // 2]
-    merged = merged.lengthened(lengthening)
     values = broadcast_json([merged.to_json(), rate], group=world.group)
     return Measurements(Profile.from_json(values[0]), values[1])
+
+
+def _measure_chain(
+    task: Task,
+    world: World,
+    batches: Mapping[int, Batch],
+    spans_of: Mapping[int, Sequence[range]],
+    rounds: int,
+) -> MeasuredChain:
+    """Time every sublayer at every size; ranks start together. Collective."""
+
+    def time_span(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MeasuredChain:
+        # The ranks of a node slow each other down.
+        gather_json(None, group=world.group)
+        return profile_sublayers(sublayers, inputs, repeats=rounds)
+
+    chains = []
+    for spans, sizes in groupby(batches, key=spans_of.__getitem__):
+        inputs = [batches[size] for size in sizes]
+        chains.append(join_chains(run_spans(task, world.device, spans, inputs, time_span)))
+    return join_sizes(chains)
+
+
+def _measure_messages(
+    task: Task, world: World, batch: Batch, span: range
+) -> tuple[LinkCost, LinkCost, float]:
+    """Return what links within and between nodes cost, and an agreement's seconds. Collective."""
+
+    def time_beside_work(
+        sublayers: list[ProfiledSublayer], inputs: list[Batch]
+    ) -> tuple[LinkCost, LinkCost, float]:
+        work = partial(forward, sublayers, inputs[0])
+        return *measure_links(world, work), measure_agreement(world, work)
+
+    (costs,) = run_spans(task, world.device, [span], [batch], time_beside_work)
+    return costs
 
 
 def _choose_spans(

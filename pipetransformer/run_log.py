@@ -22,6 +22,7 @@ from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class Cost:
     """State what a transition took, what was predicted, and the bytes that all ranks received."""

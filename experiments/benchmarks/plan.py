@@ -174,64 +174,72 @@ def _compare(
 def report(found: dict[str, Any]) -> Iterator[str]:
     """Write the table, and last the figures as JSON."""
     yield "frozen  K  M  schedule  predicted ms  measured ms   ratio"
-    ratios = []
+    errors = []
     for point, values in found["grid"]:
         predicted, measured = (statistics.median(column) for column in zip(*values, strict=True))
-        ratios.append(predicted / measured)
+        errors.append(abs(predicted / measured - 1))
         yield (
             f"{point['frozen']:6}  {point['length']}  {point['micro_batches']}  "
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
-            f"{ratios[-1]:6.3f}"
+            f"{predicted / measured:6.3f}"
         )
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
-    regrets, pooled, papers = [], [], []
     for choice in found["choices"]:
-        best, pairs = choice["best"], np.array(choice["ratios"])
-        ratio = bootstrap(pairs)
-        # Where the choice is the fastest itself, what differs is noise, and there is no regret.
-        same = (choice["length"], choice["micro_batches"]) == (
-            best["length"],
-            best["micro_batches"],
-        ) and (choice["schedule"] == best["schedule"] or choice["length"] == 1)
-        regrets.append(0.0 if same else max(0.0, ratio.median - 1))
-        pooled += choice["ratios"]
-        yield (
-            f"  frozen {choice['frozen']}: K = {choice['length']}, M = "
-            f"{choice['micro_batches']} ({choice['schedule']}) takes {ratio.median:.3f} "
-            f"[{ratio.low:.3f}, {ratio.high:.3f}] of K = {best['length']}, M = "
-            f"{best['micro_batches']} ({best['schedule']})"
-            f"{', which is the same' if same else ''}"
-        )
-        length, count = choice["paper"]
-        paper = bootstrap(np.array(choice["paper_ratios"]))
-        papers.append(paper.median)
-        yield (
-            f"            the published rules' K = {length}, M = {count} (gpipe) takes "
-            f"{paper.median:.3f} [{paper.low:.3f}, {paper.high:.3f}] of it"
-        )
-    errors = np.abs(np.array(ratios) - 1)
-    interval = bootstrap(errors)
-    figures = {
-        "plan_error_median": round(interval.median, 4),
-        "plan_error_max": round(float(errors.max()), 4),
-        "plan_regret": round(max(regrets), 4),
-    }
+        yield from _choice_lines(choice)
+    interval, regret = bootstrap(np.array(errors)), max(map(_regret, found["choices"]))
+    num_pairs = sum(len(choice["ratios"]) for choice in found["choices"])
     yield (
         f"\nmedian error {interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}] over "
         f"{len(errors)} pipelines x {len(found['grid'][0][1])} rounds, largest "
-        f"{errors.max():.3f}; regret {max(regrets):.3f} over {len(pooled)} pairs; "
+        f"{max(errors):.3f}; regret {regret:.3f} over {num_pairs} pairs; "
         f"torch {torch.__version__}"
     )
     yield json.dumps(
         {
-            **figures,
+            "plan_error_median": round(interval.median, 4),
+            "plan_error_max": round(max(errors), 4),
+            "plan_regret": round(regret, 4),
             "interval": [round(interval.low, 4), round(interval.high, 4)],
             "pipelines": len(errors),
-            "pairs": len(pooled),
-            "paper_over_choice": [round(ratio, 3) for ratio in papers],
+            "pairs": num_pairs,
+            "paper_over_choice": [
+                round(bootstrap(np.array(choice["paper_ratios"])).median, 3)
+                for choice in found["choices"]
+            ],
             "limits": LIMITS,
         }
     )
+
+
+def _choice_lines(choice: dict[str, Any]) -> Iterator[str]:
+    """Compare a choice with the fastest pipeline of the grid, and the published rules' with it."""
+    best, ratio = choice["best"], bootstrap(np.array(choice["ratios"]))
+    yield (
+        f"  frozen {choice['frozen']}: K = {choice['length']}, M = "
+        f"{choice['micro_batches']} ({choice['schedule']}) takes {ratio.median:.3f} "
+        f"[{ratio.low:.3f}, {ratio.high:.3f}] of K = {best['length']}, M = "
+        f"{best['micro_batches']} ({best['schedule']})"
+        f"{', which is the same' if _is_best(choice) else ''}"
+    )
+    length, count = choice["paper"]
+    paper = bootstrap(np.array(choice["paper_ratios"]))
+    yield (
+        f"            the published rules' K = {length}, M = {count} (gpipe) takes "
+        f"{paper.median:.3f} [{paper.low:.3f}, {paper.high:.3f}] of it"
+    )
+
+
+def _regret(choice: dict[str, Any]) -> float:
+    """Return how much longer the choice takes than the fastest; what it is itself, is noise."""
+    ratio = bootstrap(np.array(choice["ratios"]))
+    return 0.0 if _is_best(choice) else max(0.0, ratio.median - 1)
+
+
+def _is_best(choice: dict[str, Any]) -> bool:
+    """Tell whether the choice is the fastest itself; a single stage runs every schedule alike."""
+    best = choice["best"]
+    same = all(choice[part] == best[part] for part in ("length", "micro_batches"))
+    return same and (choice["length"] == 1 or choice["schedule"] == best["schedule"])
 
 
 def main() -> int:
