@@ -6,7 +6,7 @@ Rank 0 decides; every rank calls at the same steps and hears the same answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,9 @@ from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import PlanSituation, planner_of
 from pipetransformer.task import Task
+from pipetransformer.timeline import Clock
 from pipetransformer.transition_cost import TransitionCost
 from pipetransformer.world import World
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Say where in the run a decision is taken.
-
-    Args:
-        step, epoch: of the coming step.
-        max_steps, steps_per_epoch: lengths at the current batch size.
-        learning_rate, peak_learning_rate: of the first parameter group, now and at a factor of 1.
-    """
-
-    step: int
-    epoch: int
-    max_steps: int
-    steps_per_epoch: int
-    learning_rate: float
-    peak_learning_rate: float
 
 
 def plan_shape(task: Task, world: World) -> dict[str, Any]:

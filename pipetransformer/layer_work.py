@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,19 @@ class LossSums:
         entry = self.totals.setdefault(name, [0.0, 0.0])
         entry[0] += float(total)
         entry[1] += float(count)
+
+    @classmethod
+    def joined(cls, all_totals: Iterable[Mapping[str, Sequence[float]]]) -> LossSums:
+        """Return the sums over the totals of several."""
+        whole = cls()
+        for totals in all_totals:
+            for name, (total, count) in totals.items():
+                whole.add(name, total, count)
+        return whole
+
+    def means(self) -> dict[str, float]:
+        """Return every total over its count; 0 where nothing counts."""
+        return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
 
 
 class LayerWork(StageWork):

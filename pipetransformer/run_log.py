@@ -18,6 +18,7 @@ from pipetransformer.progress import Progress
 from pipetransformer.records import Records
 from pipetransformer.saving import Saved
 from pipetransformer.stage import StepResult
+from pipetransformer.timeline import Clock
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -67,10 +68,14 @@ class RunLog:
         self._records.close()
 
     def step(
-        self, result: StepResult, stats: CacheStats, decision: Decision, fields: dict[str, Any]
+        self,
+        result: StepResult,
+        stats: CacheStats,
+        decision: Decision,
+        clock: Clock,
+        num_samples: int,
     ) -> None:
-        """Note a training step; `fields` has step, epoch, samples, learning_rate and max_steps."""
-        num_samples = fields["samples"]
+        """Note a training step over so many samples; the clock is of that step."""
         cache_s = stats.read_s + stats.run_s + stats.write_s
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
@@ -86,9 +91,12 @@ class RunLog:
         misses = stats.misses + stats.upgrades
         plan = decision.plan
         replicas = self._world.topology(plan.length).replicas
-        max_steps = fields.pop("max_steps")
         self._records.log(
             "step",
+            clock.step,
+            epoch=clock.epoch,
+            samples=num_samples,
+            learning_rate=clock.learning_rate,
             loss=result.loss,
             seconds=result.seconds,
             frozen=decision.num_frozen,
@@ -98,17 +106,16 @@ class RunLog:
             cache_hits=stats.hits,
             cache_misses=misses,
             gradient_norm=result.gradient_norm,
-            **fields,
         )
         if not misses and self.pace.note(result.seconds):
-            self._outcome(fields["step"], decision)
+            self._outcome(clock.step, decision)
         if self._bar is not None and self._shown:
             hit_rate = stats.hits / max(stats.hits + misses, 1)
             self._bar.step(
-                fields["step"] + 1,
-                max_steps,
+                clock.step + 1,
+                clock.max_steps,
                 {
-                    "epoch": str(fields["epoch"]),
+                    "epoch": str(clock.epoch),
                     "loss": f"{result.loss:.3f}",
                     "acc": self._accuracy or "-",
                     "frozen": str(decision.num_frozen),

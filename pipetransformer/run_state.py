@@ -19,7 +19,7 @@ from autocache import CacheStats
 from autodp import gather_json
 from autopipe import Profile
 from pipetransformer.checkpoint import Checkpoint
-from pipetransformer.controller import Clock, Controller, plan_shape
+from pipetransformer.controller import Controller, plan_shape
 from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.measure import Measurements
 from pipetransformer.resume import (
@@ -33,7 +33,7 @@ from pipetransformer.run_log import RunLog
 from pipetransformer.saving import Saver
 from pipetransformer.stage import StepResult
 from pipetransformer.task import Task
-from pipetransformer.timeline import Position, Timeline
+from pipetransformer.timeline import Clock, Position, Timeline
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)

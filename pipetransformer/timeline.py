@@ -22,6 +22,24 @@ class Position:
     sample: int = 0
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Say where in the run a decision is taken.
+
+    Args:
+        step, epoch: of the coming step.
+        max_steps, steps_per_epoch: lengths at the current batch size.
+        learning_rate, peak_learning_rate: of the first parameter group, now and at a factor of 1.
+    """
+
+    step: int
+    epoch: int
+    max_steps: int
+    steps_per_epoch: int
+    learning_rate: float
+    peak_learning_rate: float
+
+
 class Timeline:
     """Advance a position through the epochs of a data set.
 
@@ -67,6 +85,11 @@ class Timeline:
             epochs and self.at_epoch_start and position.epoch % epochs == 0
         )
 
+    def evaluation_due(self) -> bool:
+        """Tell whether an evaluation follows the epoch that ended; the last one has one."""
+        every = self._config.evaluate_every_epochs
+        return every > 0 and (self.position.epoch % every == 0 or self.is_over)
+
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step; with scale_batch, batch_size for each replica."""
         return self._config.batch_size * (replicas if self._config.scale_batch else 1)
@@ -91,6 +114,17 @@ class Timeline:
         step = self.position.epoch * per_epoch + self.position.sample / size
         factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)
         return factor * self.global_batch(replicas) / size
+
+    def clock(self, replicas: int, peak_learning_rate: float) -> Clock:
+        """Describe the coming step, at the present batch size."""
+        return Clock(
+            self.position.step,
+            self.position.epoch,
+            self.max_steps(replicas),
+            self.steps_per_epoch(replicas),
+            peak_learning_rate * self.learning_rate_factor(replicas),
+            peak_learning_rate,
+        )
 
     def advance(self, num_samples: int) -> None:
         """Note that a step over so many samples is done."""

@@ -9,23 +9,23 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
-from autodp import EpochSampler, broadcast_json, gather_json
+from autodp import EpochSampler, gather_json
 from autopipe import Span, Trace
 from freeze import Never, as_policy
 from pipetransformer.adapters import LayeredModel, LossFunction, adapt
 from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
 from pipetransformer.config import make_config
-from pipetransformer.controller import Clock, Controller
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
-from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
+from pipetransformer.measure import Measurements
 from pipetransformer.optimizer_state import OptimizerFactory, adamw, peak_learning_rate
 from pipetransformer.resume import resumes
-from pipetransformer.run_log import Cost, RunLog
+from pipetransformer.run_log import RunLog
 from pipetransformer.run_state import FitReport, RunState
 from pipetransformer.stage import StepResult
+from pipetransformer.steering import Steering
 from pipetransformer.task import Task
 from pipetransformer.timeline import Timeline
 from pipetransformer.world import connect, slots_of_a_node, world_size
@@ -67,7 +67,7 @@ class Trainer:
         self.config = make_config(settings)
         layered = adapt(model)
         optimizer = optimizer or adamw()
-        self._peak_learning_rate = peak_learning_rate(optimizer, layered.model)
+        peak = peak_learning_rate(optimizer, layered.model)
         self._task = Task(
             layered,
             choose_loss(layered, loss_fn),
@@ -90,7 +90,14 @@ class Trainer:
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
         self.report = FitReport()
-        self._controller: Controller | None = None
+        self._steering = Steering(
+            self._task,
+            self.world,
+            deployment=self._deployment,
+            timeline=self._timeline,
+            read=lambda ids: self._prefix.read(self._train_set, ids % len(train_set), 0),
+            peak_learning_rate=peak,
+        )
         self._state = RunState(
             self._task,
             self.world,
@@ -99,8 +106,6 @@ class Trainer:
             report=self.report,
         )
         self._trace: Trace | None = None
-        self.measurements: Measurements | None = None
-        self._measure_s = MEASURE_GUESS_S
         self._log = RunLog(
             self.world,
             self._folder if self.world.is_main else None,
@@ -134,8 +139,8 @@ class Trainer:
 
     def _close_own(self) -> None:
         self._prefix.close()
-        if self._controller is not None:
-            self._controller.close()
+        if self._steering.controller is not None:
+            self._steering.controller.close()
         self._log.close()
 
     def fit(self) -> FitReport:
@@ -149,8 +154,7 @@ class Trainer:
             self.step()
             if self._timeline.at_epoch_start:
                 self._end_epoch()
-            assert self._controller is not None
-            self._state.save_if_due(self._controller, self._log)
+            self._state.save_if_due(self._steering.active, self._log)
         self._state.finish(self._log)
         self._deployment.gather_weights()
         return self.report
@@ -169,10 +173,10 @@ class Trainer:
             )
         assert self.decision is not None
         if timeline.decision_due(self.decision.step):
-            self._decide()
+            self._steering.decide(self.report, self._log)
         position = timeline.position
         ids = self._sampler.global_batch(
-            position.epoch, position.sample, timeline.global_batch(self._replicas)
+            position.epoch, position.sample, timeline.global_batch(self._steering.replicas)
         )
         stage = self._deployment.active_stage
         stage.recorder = (
@@ -185,7 +189,7 @@ class Trainer:
             self._prefix.rows(position.epoch),
             step=position.step,
             epoch=position.epoch,
-            learning_rate_factor=timeline.learning_rate_factor(self._replicas),
+            learning_rate_factor=timeline.learning_rate_factor(self._steering.replicas),
         )
         self._note_step(result, len(ids))
         timeline.advance(len(ids))
@@ -223,13 +227,7 @@ class Trainer:
         self._deployment.active_stage.evaluate(
             len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums
         )
-        gathered: dict[str, list[float]] = {}
-        for one in gather_json(sums.totals, group=self.world.group):
-            for name, (total, count) in one.items():
-                entry = gathered.setdefault(name, [0.0, 0.0])
-                entry[0] += total
-                entry[1] += count
-        return {name: total / max(count, 1.0) for name, (total, count) in gathered.items()}
+        return LossSums.joined(gather_json(sums.totals, group=self.world.group)).means()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective."""
@@ -249,131 +247,50 @@ class Trainer:
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         self._set_up()
-        assert self._controller is not None
-        self.measurements = self._controller.measurements = self._measure()
-        return self.measurements
+        return self._steering.measure()
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """Return what decisions are based on; None before the first step."""
+        controller = self._steering.controller
+        return controller.measurements if controller is not None else None
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        return self._controller.current if self._controller is not None else None
-
-    def _measure(self) -> Measurements:
-        start = time.perf_counter()
-        measurements = measure(
-            self._task,
-            self.world,
-            lambda ids: self._prefix.read(self._train_set, ids % len(self._train_set), 0),
-            held_bytes=self._deployment.held_bytes(),
-        )
-        self._measure_s = time.perf_counter() - start
-        return measurements
+        controller = self._steering.controller
+        return controller.current if controller is not None else None
 
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
-        if self._controller is not None:
+        if self._steering.controller is not None:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
         checkpoint = self._state.open(resumes=self._resumes)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
-        self.measurements = kept or self._measure()
-        self._controller = Controller(self._task, self.world, self._policy, self.measurements)
+        self._steering.begin(self._policy, kept)
+        controller = self._steering.active
         if checkpoint:
-            self._state.restore(checkpoint, self._controller, self._log, self._clock)
+            self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
-        self._controller.open_journal(self._folder, from_step=step if self._resumes else None)
-        self._log.start(self._timeline.max_steps(self._replicas), self.measurements.profile)
+        controller.open_journal(self._folder, from_step=step if self._resumes else None)
+        max_steps = self._timeline.max_steps(self._steering.replicas)
+        self._log.start(max_steps, controller.measurements.profile)
         if self.decision is None:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Take a decision and carry it out."""
-        assert self._controller is not None
-        start = time.perf_counter()
-        before = self._controller.current
-        stage = self._deployment.stage
-        measured_anew = before is not None and self._measure_if_drifted()
-        decides = time.perf_counter()
-        decision = self._controller.decide(
-            self._clock(), stage.signals if stage else None, self.report.metrics
-        )
-        predicted_s = self._controller.predict_transition_s(decision.plan)
-        changed = decision.changes(before)
-        # The transition ends when its last rank is done.
-        moved = sum(
-            gather_json(self._deployment.change(decision), group=self.world.group)
-            if changed
-            else []
-        )
-        ends = time.perf_counter()
-        seconds = ends - decides
-        self._controller.executed(decision, seconds if changed else None)
-        if before is not None:
-            self.report.seconds += ends - start
-        if changed:
-            cost = Cost(seconds, predicted_s, moved)
-            entry = self._log.transition(before, decision, cost)
-            if before is not None:
-                self.report.transitions.append(entry)
-        if changed or measured_anew:
-            self._log.pace.begin(decision.plan.predicted_step_s, measured_anew=measured_anew)
-
-    def _measure_if_drifted(self) -> bool:
-        """Measure anew where steps no longer take what they took. Collective."""
-        remaining = self._timeline.max_steps(self._replicas) - self._timeline.position.step
-        pays = self._log.pace.pays(remaining_steps=remaining, cost_s=self._measure_s)
-        if not broadcast_json(pays, group=self.world.group):
-            return False
-        self.measure()
-        self._log.measurement(self._timeline.position.step, self._measure_s)
-        return True
-
-    @property
-    def _replicas(self) -> int:
-        stage = self._deployment.stage
-        return stage.topology.replicas if stage else 1
-
-    def _clock(self) -> Clock:
-        """Describe the coming step to a policy."""
-        peak = self._peak_learning_rate
-        timeline, replicas = self._timeline, self._replicas
-        return Clock(
-            timeline.position.step,
-            timeline.position.epoch,
-            timeline.max_steps(replicas),
-            timeline.steps_per_epoch(replicas),
-            peak * timeline.learning_rate_factor(replicas),
-            peak,
-        )
+            self._steering.decide(self.report, self._log)
 
     def _note_step(self, result: StepResult, num_samples: int) -> None:
-        assert self.decision is not None and self.measurements is not None
+        assert self.decision is not None
         stats = self._prefix.take_stats()
         self.report.add_step(result, stats, num_samples)
-        self._log.step(
-            result,
-            stats,
-            self.decision,
-            {
-                "step": self._timeline.position.step,
-                "epoch": self._timeline.position.epoch,
-                "samples": num_samples,
-                "learning_rate": self._clock().learning_rate,
-                "max_steps": self._timeline.max_steps(self._replicas),
-            },
-        )
+        self._log.step(result, stats, self.decision, self._steering.clock(), num_samples)
 
     def _end_epoch(self) -> None:
         """Record and evaluate after an epoch."""
-        config, position = self.config, self._timeline.position
+        position = self._timeline.position
         self._log.epoch(position.step, position.epoch)
-        every = config.evaluate_every_epochs
-        if (
-            self._eval_set is not None
-            and every
-            and (position.epoch % every == 0 or position.epoch == config.epochs)
-        ):
+        if self._eval_set is not None and self._timeline.evaluation_due():
             start = time.perf_counter()
             self.report.metrics = self.evaluate()
             self._log.evaluation(

@@ -25,8 +25,7 @@ from torch import Tensor
 from autodp import EpochSampler
 from autopipe import fitting_lengths
 from autopipe.lengths import length_choices, replicas_of
-from pipetransformer import Trainer
-from pipetransformer import trainer as trainer_module
+from pipetransformer import Trainer, steering
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.task import Task
 from pipetransformer.world import World
@@ -182,10 +181,10 @@ def look(trainer: Trainer) -> float:
     loss = trainer.evaluate(trainer._train_set)["loss"]
     trainer.state_dict()
     before = trainer.measurements
-    with mock.patch.object(trainer_module, "measure", measure):
+    with mock.patch.object(steering, "measure", measure):
         trainer.measure()
     # The examples must not depend on what was measured.
-    trainer.measurements = trainer._controller.measurements = before
+    trainer._steering.active.measurements = before
     return loss
 
 
@@ -212,7 +211,7 @@ def quickly_measured() -> Iterator[None]:
             _MEASURED[key] = dataclasses.replace(measured, copy_bytes_per_s=1e18)
         return _MEASURED[key]
 
-    with mock.patch.object(trainer_module, "measure", once):
+    with mock.patch.object(steering, "measure", once):
         yield
 
 

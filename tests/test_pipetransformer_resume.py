@@ -14,8 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pipetransformer import Trainer, launch, run_state, saving
-from pipetransformer import trainer as trainer_module
+from pipetransformer import Trainer, launch, run_state, saving, steering
 from pipetransformer.checkpoint import (
     Checkpoint,
     CorruptCheckpointError,
@@ -229,7 +228,7 @@ def measures_on_resume(folder: Path, changed_rank: int | None) -> bool:
         raise Measured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "measure", measured)
+        patch.setattr(steering, "measure", measured)
         if connect("cpu", timeout_s=60.0).rank == changed_rank:
             patch.setattr(run_state, "_describe_hardware", lambda device: {"device": "another"})
         try:
