@@ -12,6 +12,7 @@ from typing import Any
 from autocache import CacheStats
 from autodp import Topology, gather_json
 from autopipe import Profile
+from pipetransformer.config import TrainConfig
 from pipetransformer.deployment import Decision
 from pipetransformer.pace import Pace
 from pipetransformer.progress import Progress
@@ -38,16 +39,15 @@ class RunLog:
 
     Args:
         world: the ranks; an epoch's breakdown is their mean.
-        folder: where records go; None writes none.
-        shown: whether to show a progress bar.
-        label: names the run beside the bar.
+        config: says where records go, and whether and how progress is shown.
     """
 
-    def __init__(self, world: World, folder: Path | None, *, shown: bool, label: str) -> None:
+    def __init__(self, world: World, config: TrainConfig) -> None:
         self._world = world
-        self._records = Records(folder)
-        self._shown = shown
-        self._label = label
+        folder = config.folder if world.is_main else None
+        self._records = Records(None if folder is None else Path(folder))
+        self._shown = config.progress and world.is_main
+        self._label = config.label
         self._bar: Progress | None = None
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0

@@ -17,6 +17,7 @@ from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
 from pipetransformer.config import make_config
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.deployment import Decision, Deployment
+from pipetransformer.folder_lock import FolderLock
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
 from pipetransformer.measure import Measurements
@@ -50,7 +51,7 @@ class Trainer:
     Raises:
         TypeError, ValueError: before anything is started: an unknown setting, a model no adapter
             knows, a dataset without a length, an impossible pipeline length, a batch smaller than
-            the replicas.
+            the replicas, a folder in which another run trains.
     """
 
     def __init__(
@@ -86,6 +87,11 @@ class Trainer:
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
         self._folder = None if self.config.folder is None else Path(self.config.folder)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
+        try:
+            self._lock = FolderLock(self._folder, self.world)
+        except ValueError:
+            self.world.close()
+            raise
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
@@ -106,12 +112,7 @@ class Trainer:
             report=self.report,
         )
         self._trace: Trace | None = None
-        self._log = RunLog(
-            self.world,
-            self._folder if self.world.is_main else None,
-            shown=self.config.progress and self.world.is_main,
-            label=self.config.label,
-        )
+        self._log = RunLog(self.world, self.config)
 
     def __enter__(self) -> Trainer:
         return self
@@ -142,6 +143,7 @@ class Trainer:
         if self._steering.controller is not None:
             self._steering.controller.close()
         self._log.close()
+        self._lock.close()
 
     def fit(self) -> FitReport:
         """Train to the end, and gather the weights into rank 0's model.
@@ -152,16 +154,15 @@ class Trainer:
         self._set_up()
         while not self._timeline.is_over:
             self.step()
-            if self._timeline.at_epoch_start:
-                self._end_epoch()
-            self._state.save_if_due(self._steering.active, self._log)
         self._state.finish(self._log)
         self._deployment.gather_weights()
         return self.report
 
     def step(self) -> StepResult:
-        """Train on the next global batch, deciding first where a decision is due.
+        """Train on the next global batch; decide before it, evaluate and save after it, where due.
 
+        Returns:
+            the loss and more of the training step alone.
         Raises:
             RuntimeError: the run is over.
         """
@@ -179,11 +180,8 @@ class Trainer:
             position.epoch, position.sample, timeline.global_batch(self._steering.replicas)
         )
         stage = self._deployment.active_stage
-        stage.recorder = (
-            None
-            if self._trace is None
-            else self._trace.recorder(stage.index, device=self.world.device)
-        )
+        if self._trace is not None:
+            stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
         result = stage.train_step(
             ids,
             self._prefix.rows(position.epoch),
@@ -191,8 +189,12 @@ class Trainer:
             epoch=position.epoch,
             learning_rate_factor=timeline.learning_rate_factor(self._steering.replicas),
         )
+        stage.recorder = None
         self._note_step(result, len(ids))
         timeline.advance(len(ids))
+        if timeline.at_epoch_start:
+            self._end_epoch()
+        self._state.save_if_due(self._steering.active, self._log)
         return result
 
     def trace_step(self) -> Trace:

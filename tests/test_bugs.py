@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from pipetransformer import (
     Trainer,
     fastest_plan,
 )
+from pipetransformer.config import TrainConfig
+from pipetransformer.resume import note_launchers, resumes
+from pipetransformer.world import connect
 from tests.forced import check, train_watched
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -52,6 +56,19 @@ def failing_policy(context: FreezeContext) -> None:
     """Fail after the first epoch."""
     if context.epoch:
         raise KeyError("no such layer")
+
+
+def test_processes_that_are_started_again_because_another_node_s_failed_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchrun counts a restart where a process failed, and there alone. The other nodes' processes
+    # took themselves for a second run, and refused the folder that their own run was in.
+    config = TrainConfig(folder=tmp_path, checkpoint_every_epochs=1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not resumes(config)
+    note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
+    (tmp_path / "journal.jsonl").touch()
+    assert resumes(config)
 
 
 def train_with_failing_policy() -> str:

@@ -284,6 +284,22 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_and_the_restart_con
     assert left == ["latest", "notes.txt", "step-00000008", "step-00000010"]
 
 
+def test_steps_taken_one_by_one_are_evaluated_and_saved_as_those_of_fit(tmp_path: Path) -> None:
+    fitted, stepped = tmp_path / "fitted", tmp_path / "stepped"
+    settings = {"eval_set": tiny_data(), "evaluate_every_epochs": 1, "micro_batches": 1}
+    with make_trainer(fitted, **settings) as trainer:
+        expected = trainer.fit().metrics
+    with make_trainer(stepped, **settings) as trainer:
+        for _ in range(10):
+            trainer.step()
+        assert trainer.report.metrics == expected
+    ours, theirs = (open_latest(f / "checkpoints", group=None) for f in (stepped, fitted))
+    assert ours is not None and theirs is not None and ours.step == theirs.step == 10
+    assert ours.records.keys() == theirs.records.keys()
+    for name in ours.records:
+        assert ours.records[name].sha256 == theirs.records[name].sha256, name
+
+
 def test_auto_without_a_checkpoint_starts_with_the_journal_s_decisions(tmp_path: Path) -> None:
     frozen = iter([0, 2])
     with make_trainer(tmp_path, freeze=lambda context: next(frozen)) as trainer:
