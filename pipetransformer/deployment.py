@@ -9,12 +9,16 @@ dropped as they travel: a rank never holds all of what it had and all of what it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autodp import GroupPool, Holders, Shard, move_shards
+import torch
+
+from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
 from autopipe import PipelinePlan
+from pipetransformer.device_memory import free_bytes
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.held_shards import HeldShards
 from pipetransformer.ownership import (
@@ -28,6 +32,8 @@ from pipetransformer.ownership import (
 from pipetransformer.stage import Stage
 from pipetransformer.task import Task, set_frozen, set_training
 from pipetransformer.world import World
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,15 +172,38 @@ class Deployment:
             if min(ranks_of[name]) == self._world.rank
         }
 
-    def gather_weights(self) -> None:
-        """Bring every sublayer's weights to rank 0's model. Collective."""
+    def gather_weights(self, device: torch.device) -> None:
+        """Bring every sublayer's weights to rank 0's model. Collective.
+
+        Args:
+            device: where rank 0 takes those that it does not hold.
+        """
         assert self._ownership is not None
         before = {
             shard: ranks
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
-        self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+        with self._held.receiving_on(device):
+            self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+
+    def roomy_device(self) -> torch.device:
+        """Return rank 0's device if the whole model fits there; else the CPU, with a warning."""
+        model, device = self._task.model, self._world.device
+        tensors = [t for i in range(len(self._names)) for t in model.tensors(i).values()]
+        lacking = sum(t.nbytes for t in tensors if t.device != device)
+        free = free_bytes(device)
+        if free is None or lacking + ROUND_BYTES <= free:
+            return device
+        if self._world.is_main:
+            _LOG.warning(
+                "the model does not fit on %s, which has %d bytes left for layers of %d bytes: "
+                "they are in host memory; model.cpu() brings the others there",
+                device,
+                free,
+                lacking,
+            )
+        return torch.device("cpu")
 
     def close(self) -> None:
         """Let go of the stage, and destroy the groups."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -34,6 +35,7 @@ class HeldShards(ShardStore):
         self._rank = rank
         self._device = device
         self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
+        self._weights_device = device
         self._parked_indices: Collection[int] = ()
         self.states: dict[str, Shard] = {}
 
@@ -48,7 +50,9 @@ class HeldShards(ShardStore):
         sublayer, kind = split_shard_name(shard)
         index = self._index_of[sublayer]
         if kind == WEIGHTS:
-            self._model.replace(index, {k: t.to(self._device) for k, t in tensors.items()})
+            self._model.replace(
+                index, {k: t.to(self._weights_device) for k, t in tensors.items()}
+            )
             return
         if index in self._parked_indices:
             tensors = _in_host_memory(tensors)
@@ -72,6 +76,15 @@ class HeldShards(ShardStore):
                 tensors = self._model.tensors(index)
                 if not all(tensor.is_meta for tensor in tensors.values()):
                     self._model.release(index)
+
+    @contextmanager
+    def receiving_on(self, device: torch.device) -> Iterator[None]:
+        """Put the weights that arrive meanwhile on a device."""
+        self._weights_device = device
+        try:
+            yield
+        finally:
+            self._weights_device = self._device
 
     def settle(self, indices: Collection[int]) -> None:
         """Bring the weights of sublayers that this rank held from the start to its device."""

@@ -29,6 +29,7 @@ from autopipe import (
     profile_sublayers,
 )
 from pipetransformer.data import Batch
+from pipetransformer.device_memory import free_bytes
 from pipetransformer.measure_compute import measure_company, measure_update, time_alone
 from pipetransformer.measure_network import measure_agreement, measure_links, measure_sums
 from pipetransformer.measure_reading import measure_rows, measure_samples
@@ -174,13 +175,9 @@ def _choose_spans(
 
 def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
     """Return the bytes of a device that measuring may take; None for no limit."""
-    limits = []
-    if task.config.memory_limit_bytes is not None:
-        limits.append(task.config.memory_limit_bytes - held_bytes)
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limits.append(torch.cuda.mem_get_info(device)[0] + kept)
-    return min(limits, default=None)
+    limit, free = task.config.memory_limit_bytes, free_bytes(device)
+    limits = (None if limit is None else limit - held_bytes, free)
+    return min((one for one in limits if one is not None), default=None)
 
 
 def _choose_batches(

@@ -73,6 +73,12 @@ class Steering:
         self.active.measurements = self._measure()
         return self.active.measurements
 
+    def decide_if_due(self, report: FitReport, log: RunLog) -> None:
+        """Decide where a decision precedes the coming step. Collective there."""
+        current = self.active.current
+        if current is None or self._timeline.decision_due(current.step):
+            self.decide(report, log)
+
     def decide(self, report: FitReport, log: RunLog) -> None:
         """Take a decision, carry it out and note it. Collective."""
         start = time.perf_counter()

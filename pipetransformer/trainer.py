@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from autodp import EpochSampler, gather_json
@@ -127,10 +128,7 @@ class Trainer:
             self._close_own()
 
     def close(self) -> None:
-        """Wait for a checkpoint, destroy groups, unmap the cache and close the records.
-
-        Rank 0's model stays usable.
-        """
+        """Wait for a checkpoint, and let go of all but rank 0's model, which stays usable."""
         try:
             self._state.close(failed=False)
         finally:
@@ -148,6 +146,8 @@ class Trainer:
     def fit(self) -> FitReport:
         """Train to the end, and gather the weights into rank 0's model.
 
+        Those that do not fit on its device go into host memory, with a warning.
+
         Returns:
             what the run took and reached.
         """
@@ -155,7 +155,7 @@ class Trainer:
         while not self._timeline.is_over:
             self.step()
         self._state.finish(self._log)
-        self._deployment.gather_weights()
+        self._deployment.gather_weights(self._deployment.roomy_device())
         return self.report
 
     def step(self) -> StepResult:
@@ -172,9 +172,7 @@ class Trainer:
             raise RuntimeError(
                 f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
             )
-        assert self.decision is not None
-        if timeline.decision_due(self.decision.step):
-            self._steering.decide(self.report, self._log)
+        self._steering.decide_if_due(self.report, self._log)
         position = timeline.position
         ids = self._sampler.global_batch(
             position.epoch, position.sample, timeline.global_batch(self._steering.replicas)
@@ -234,7 +232,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective."""
         self._set_up()
-        self._deployment.gather_weights()
+        # To host memory: that of the device is for training.
+        self._deployment.gather_weights(torch.device("cpu"))
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
@@ -277,8 +276,7 @@ class Trainer:
             self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
         controller.open_journal(self._folder, from_step=step if self._resumes else None)
-        max_steps = self._timeline.max_steps(self._steering.replicas)
-        self._log.start(max_steps, controller.measurements.profile)
+        self._log.start(self._steering.clock().max_steps, controller.measurements.profile)
         if self.decision is None:
             self._steering.decide(self.report, self._log)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -132,7 +134,7 @@ def gather_and_go_on() -> list[str]:
         deployment = trainer._deployment
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
         owners = {k: v for one in digests(deployment) for k, v in one.items()}
-        deployment.gather_weights()
+        deployment.gather_weights(torch.device("cpu"))
         if {name: t.data_ptr() for name, t in held(deployment).items()} != before:
             wrong.append("shards of this rank were touched")
         if trainer.world.is_main:
@@ -153,6 +155,44 @@ def gather_and_go_on() -> list[str]:
 
 def test_gathered_weights_are_all_and_in_nobody_s_way(two_ranks: Pool) -> None:
     assert two_ranks.run(gather_and_go_on) == [[], []]
+
+
+def gather_into(device: str) -> list[str]:
+    """Gather the weights onto a device; return where this rank's model is then."""
+    with start(2) as trainer:
+        trainer.step()
+        trainer._deployment.gather_weights(torch.device(device))
+        model = trainer._task.model
+        return [
+            next(iter(model.tensors(i).values())).device.type for i in range(len(model.sublayers))
+        ]
+
+
+def test_rank_0_takes_gathered_weights_where_it_is_told_and_leaves_its_own(
+    two_ranks: Pool,
+) -> None:
+    # "meta" stands for any device that is not the one of this rank.
+    assert two_ranks.run(gather_into, "cpu") == [["cpu"] * 8, ["meta"] * 4 + ["cpu"] * 4]
+    assert two_ranks.run(gather_into, "meta") == [["cpu"] * 4 + ["meta"] * 4] + [
+        ["meta"] * 4 + ["cpu"] * 4
+    ]
+
+
+@pytest.mark.parametrize("room", [-1, 0])
+def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    with start(1) as trainer:
+        deployment, cuda = trainer._deployment, torch.device("cuda", 0)
+        needed = sum(p.nbytes for p in trainer._task.model.model.parameters())
+        free = needed + pipetransformer.deployment.ROUND_BYTES + room
+        monkeypatch.setattr(pipetransformer.deployment, "free_bytes", lambda device: free)
+        monkeypatch.setattr(
+            deployment, "_world", dataclasses.replace(trainer.world, device=cuda)
+        )
+        assert deployment.roomy_device() == (cuda if room == 0 else torch.device("cpu"))
+        monkeypatch.undo()
+    assert ("model.cpu() brings the others there" in caplog.text) == (room < 0)
 
 
 def change_counted(trainer: Trainer, to: Decision) -> dict[str, int]:
