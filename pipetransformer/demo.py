@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from autopipe import Profile
 from freeze import FreezeSchedule
 from pipetransformer.checks import check_world
 from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
+from pipetransformer.folder_lock import clear_folder
 from pipetransformer.ideal import ideal_seconds
 from pipetransformer.launch import launch
 from pipetransformer.optimizer_state import adamw
@@ -116,7 +116,7 @@ def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, An
     if not donor.exists():
         say(f"donor: training 12 blocks on the digits 0-4, kept in {donor}")
         make_donor(donor)
-    shutil.rmtree(folder, ignore_errors=True)
+    clear_folder(folder)
     for elastic in (True, False):
         say(
             f"\n{'elastic' if elastic else 'baseline'}: fine-tuning on the digits 0-9, "

@@ -188,7 +188,10 @@ class Deployment:
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
 
     def roomy_device(self) -> torch.device:
-        """Return rank 0's device if the whole model fits there; else the CPU, with a warning."""
+        """Return this rank's device if the whole model fits there; else the CPU.
+
+        Rank 0, whose alone matters, warns.
+        """
         model, device = self._task.model, self._world.device
         tensors = [t for i in range(len(self._names)) for t in model.tensors(i).values()]
         lacking = sum(t.nbytes for t in tensors if t.device != device)

@@ -6,36 +6,58 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import socket
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import final
 
-from pipetransformer.resume import agree
-from pipetransformer.world import World
-
 _LOCK = "lock"
+_POLL_S = 0.2
 _LOG = logging.getLogger(__name__)
 
 
 @final
 class FolderLock:
-    """Hold a run's folder for rank 0; the system lets go of it when that process ends, however.
+    """Hold a folder for this process and those it forks; the system lets go when they have ended.
 
-    A restarted run finds it free. Two runs would overwrite each other's records and checkpoints.
-    Collective.
-
-    Args:
-        folder: created if missing; None locks nothing.
-        world: the ranks of the run.
-    Raises:
-        ValueError: another process holds it, or it cannot be written to; on every rank.
+    Two runs in one folder would overwrite each other's records and checkpoints.
     """
 
-    def __init__(self, folder: Path | None, world: World) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._descriptor: int | None = None
-        if folder is not None:
-            agree(lambda: self._take(folder) if world.is_main else None, group=world.group)
+
+    def take(self, *, patience_s: float = 0.0) -> None:
+        """Lock the folder, which is made if it is missing.
+
+        Where the file system has no locks, this warns and does nothing.
+
+        Args:
+            patience_s: how long to wait for another holder to end. A node that was lost keeps what
+                it locked on a network file system until the server gives it up.
+        Raises:
+            ValueError: another run holds the folder, or it cannot be written to.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(
+                f"folder {str(self._folder)!r} cannot be written to: {error}; give another folder"
+            ) from error
+        try:
+            if not self._lock(descriptor, patience_s):
+                os.close(descriptor)
+                return
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        with suppress(OSError):  # On a full disk the holder stays unnamed.
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def close(self) -> None:
         """Let go of the folder; a second call does nothing."""
@@ -43,29 +65,44 @@ class FolderLock:
             os.close(self._descriptor)
         self._descriptor = None
 
-    def _take(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ValueError(
-                f"folder {str(folder)!r} cannot be written to: {error}; give another folder"
-            ) from error
-        try:
-            # Of the process, and not of the open file, which a forked child would keep locked.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-            os.close(descriptor)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                _LOG.warning("folder %s cannot be locked: %s; start no second run in it",
-                             folder, error)
-                return
-            raise ValueError(
-                f"{holder or 'another process'} is training in folder {str(folder)!r}; wait for "
-                "it to end, end it, or give another folder"
-            ) from None
-        self._descriptor = descriptor
-        with suppress(OSError):  # On a full disk the holder stays unnamed.
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    def _lock(self, descriptor: int, patience_s: float) -> bool:
+        """Tell whether the file could be locked, for which others are waited."""
+        deadline, has_warned = time.monotonic() + patience_s, False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    _LOG.warning(
+                        "folder %s cannot be locked: %s; start no second run in it",
+                        self._folder,
+                        error,
+                    )
+                    return False
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            trains = f"{holder or 'another process'} is training in folder {str(self._folder)!r}"
+            if time.monotonic() >= deadline:
+                raise ValueError(f"{trains}; wait for it to end, end it, or give another folder")
+            if not has_warned:
+                _LOG.warning("%s; waiting up to %.0f s for it to end", trains, patience_s)
+            has_warned = True
+            time.sleep(_POLL_S)
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete what a folder holds, if no run trains in it or in a folder just below.
+
+    Raises:
+        ValueError: one does.
+    """
+    with ExitStack() as locks:
+        for locked in (folder, *(path.parent for path in folder.glob(f"*/{_LOCK}"))):
+            lock = FolderLock(locked)
+            locks.callback(lock.close)
+            lock.take()
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()

@@ -72,9 +72,7 @@ def resumes(config: TrainConfig) -> bool:
     found = [name for name in (CHECKPOINTS, _JOURNAL) if (folder / name).exists()]
     if not found:
         return False
-    if _is_restarted() and _launcher() in _noted_launchers(folder):
-        if os.environ.get("RANK", "0") == "0":
-            _LOG.warning("the processes were started again: the run in %s continues", folder)
+    if is_restarted() and _launcher() in _noted_launchers(folder):
         return True
     raise ValueError(
         f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
@@ -202,7 +200,8 @@ def _check_fit(name: str, saved: Shard, held: Shard) -> None:
         )
 
 
-def _is_restarted() -> bool:
+def is_restarted() -> bool:
+    """Tell whether a launcher that restarts processes may have started this one again."""
     # torchrun counts restarts by node, so that a node's count may still be 0: being started by
     # the launcher that began the run tells a restart, as torchrun has one run in its life.
     return "TORCHELASTIC_RESTART_COUNT" in os.environ or any(

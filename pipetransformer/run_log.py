@@ -44,8 +44,8 @@ class RunLog:
 
     def __init__(self, world: World, config: TrainConfig) -> None:
         self._world = world
-        folder = config.folder if world.is_main else None
-        self._records = Records(None if folder is None else Path(folder))
+        self._folder = config.folder if world.is_main else None
+        self._records = Records(None)
         self._shown = config.progress and world.is_main
         self._label = config.label
         self._bar: Progress | None = None
@@ -55,6 +55,14 @@ class RunLog:
         self._accuracy = ""
         self._changed_step = 0
         self.pace = Pace()
+
+    def open(self) -> None:
+        """Open the records; seconds count from now on.
+
+        Raises:
+            ValueError: see `Records`.
+        """
+        self._records = Records(None if self._folder is None else Path(self._folder))
 
     def start(self, num_steps: int, profile: Profile) -> None:
         """Begin to show progress; the profile tells messages from bubbles in the time waited."""

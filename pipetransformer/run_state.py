@@ -16,18 +16,22 @@ from typing import Any
 import torch
 
 from autocache import CacheStats
-from autodp import gather_json
+from autodp import broadcast_json, gather_json
 from autopipe import Profile
 from pipetransformer.checkpoint import Checkpoint
 from pipetransformer.controller import Controller, plan_shape
 from pipetransformer.deployment import Decision, Deployment
+from pipetransformer.folder_lock import FolderLock
 from pipetransformer.measure import Measurements
 from pipetransformer.resume import (
     CHECKPOINTS,
+    agree,
     check_model,
+    is_restarted,
     note_launchers,
     open_latest,
     read_shards,
+    resumes,
 )
 from pipetransformer.run_log import RunLog
 from pipetransformer.saving import Saver
@@ -37,6 +41,10 @@ from pipetransformer.timeline import Clock, Position, Timeline
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
+_LOCK_PATIENCE_S = 120.0
+"""How long a restarted run waits for its predecessor to let go of the folder: on a network file
+system a lost node's lock stays for a while, with NFSv4 on Linux for 90 s."""
+
 _PATIENCE_S = 1.0
 """How long training may stop for the save before, where steps are shorter."""
 
@@ -85,18 +93,24 @@ class RunState:
         folder = task.config.folder
         self._folder = None if folder is None else Path(folder)
         self._hardware = _describe_hardware(world.device)
+        self._lock: FolderLock | None = None
         self._saver: Saver | None = None
+        self.resumes = False
         self._reserved_for: Decision | None = None
 
-    def open(self, *, resumes: bool) -> Checkpoint | None:
+    def open(self) -> Checkpoint | None:
         """Get ready to save, and return the checkpoint to continue from, if any. Collective.
 
         Raises:
-            CorruptCheckpointError, ValueError: see `open_latest` and `_check`; on every rank.
+            CorruptCheckpointError, ValueError: see `FolderLock.take`, `resumes`, `open_latest` and
+                `_check`; on every rank.
         """
-        config = self._task.config
+        config, group = self._task.config, self._world.group
         if self._folder is None:
             return None
+        folder = self._folder
+        claimed = agree(lambda: self._world.is_main and self._claim(folder), group=group)
+        self.resumes = broadcast_json(claimed, group=group)
         note_launchers(self._folder, self._world)
         directory = self._folder / CHECKPOINTS
         if config.saves:
@@ -106,10 +120,22 @@ class RunState:
                 keep=config.keep_checkpoints,
                 timeout_s=config.setup_timeout_s,
             )
-        checkpoint = open_latest(directory, group=self._world.group) if resumes else None
+        checkpoint = open_latest(directory, group=group) if self.resumes else None
         if checkpoint is not None:
             self._check(checkpoint)
         return checkpoint
+
+    def _claim(self, folder: Path) -> bool:
+        """Lock the folder, and tell whether the run in it is continued."""
+        config = self._task.config
+        self._lock = FolderLock(folder)
+        waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
+        self._lock.take(patience_s=waits)
+        # Asked before, but another run may have come and gone since.
+        continues = resumes(config)
+        if continues and not config.resume:
+            _LOGGER.warning("the processes were started again: the run in %s continues", folder)
+        return continues
 
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
@@ -202,11 +228,16 @@ class RunState:
         Raises:
             RuntimeError: see `Saver.wait`.
         """
-        if self._saver is not None:
-            if failed:
-                self._saver.abandon()
-            else:
-                self._saver.close()
+        try:
+            if self._saver is not None:
+                if failed:
+                    self._saver.abandon()
+                else:
+                    self._saver.close()
+        finally:
+            # Where a thread still writes, the folder is this process's until it ends.
+            if self._lock is not None and (self._saver is None or self._saver.is_idle):
+                self._lock.close()
 
     def _note_saved(self, saver: Saver, log: RunLog) -> None:
         saved = saver.take_saved()

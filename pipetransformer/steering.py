@@ -76,7 +76,8 @@ class Steering:
     def decide_if_due(self, report: FitReport, log: RunLog) -> None:
         """Decide where a decision precedes the coming step. Collective there."""
         current = self.active.current
-        if current is None or self._timeline.decision_due(current.step):
+        assert current is not None, "the run's first decision is taken when it is set up"
+        if self._timeline.decision_due(current.step):
             self.decide(report, log)
 
     def decide(self, report: FitReport, log: RunLog) -> None:

@@ -86,7 +86,7 @@ class Timeline:
         )
 
     def evaluation_due(self) -> bool:
-        """Tell whether an evaluation follows the epoch that ended; the last one has one."""
+        """Tell whether an evaluation follows the epoch that ended."""
         every = self._config.evaluate_every_epochs
         return every > 0 and (self.position.epoch % every == 0 or self.is_over)
 

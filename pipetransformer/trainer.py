@@ -18,12 +18,11 @@ from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
 from pipetransformer.config import make_config
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.deployment import Decision, Deployment
-from pipetransformer.folder_lock import FolderLock
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer_state import OptimizerFactory, adamw, peak_learning_rate
-from pipetransformer.resume import resumes
+from pipetransformer.resume import agree, resumes
 from pipetransformer.run_log import RunLog
 from pipetransformer.run_state import FitReport, RunState
 from pipetransformer.stage import StepResult
@@ -52,7 +51,7 @@ class Trainer:
     Raises:
         TypeError, ValueError: before anything is started: an unknown setting, a model no adapter
             knows, a dataset without a length, an impossible pipeline length, a batch smaller than
-            the replicas, a folder in which another run trains.
+            the replicas, a folder that holds another run.
     """
 
     def __init__(
@@ -81,18 +80,13 @@ class Trainer:
         if eval_set is not None:
             check_dataset(eval_set, "eval_set")
         check_world(self.config, world_size(), slots_of_a_node())
-        self._resumes = resumes(self.config)
+        resumes(self.config)  # Refuses a folder before anything is started.
         refuse_batch_norm(layered.model)
         self._policy = as_policy(freeze)
         self._train_set, self._eval_set = train_set, eval_set
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
         self._folder = None if self.config.folder is None else Path(self.config.folder)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
-        try:
-            self._lock = FolderLock(self._folder, self.world)
-        except ValueError:
-            self.world.close()
-            raise
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
@@ -141,7 +135,6 @@ class Trainer:
         if self._steering.controller is not None:
             self._steering.controller.close()
         self._log.close()
-        self._lock.close()
 
     def fit(self) -> FitReport:
         """Train to the end, and gather the weights into rank 0's model.
@@ -165,6 +158,8 @@ class Trainer:
             the loss and more of the training step alone.
         Raises:
             RuntimeError: the run is over.
+            ValueError: before the first step: another run trains in the folder, or what it holds
+                cannot be continued.
         """
         self._set_up()
         timeline = self._timeline
@@ -230,10 +225,14 @@ class Trainer:
         return LossSums.joined(gather_json(sums.totals, group=self.world.group)).means()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the model's state under its own names on rank 0, {} elsewhere. Collective."""
+        """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
+
+        Until the run is over, what rank 0 does not train is in host memory.
+        """
         self._set_up()
-        # To host memory: that of the device is for training.
-        self._deployment.gather_weights(torch.device("cpu"))
+        # Until the run is over, the device's memory is for training.
+        is_over, host = self._timeline.is_over, torch.device("cpu")
+        self._deployment.gather_weights(self._deployment.roomy_device() if is_over else host)
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
@@ -268,14 +267,15 @@ class Trainer:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
-        checkpoint = self._state.open(resumes=self._resumes)
+        checkpoint = self._state.open()
+        agree(self._log.open, group=self.world.group)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
         self._steering.begin(self._policy, kept)
         controller = self._steering.active
         if checkpoint:
             self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
-        controller.open_journal(self._folder, from_step=step if self._resumes else None)
+        controller.open_journal(self._folder, from_step=step if self._state.resumes else None)
         self._log.start(self._steering.clock().max_steps, controller.measurements.profile)
         if self.decision is None:
             self._steering.decide(self.report, self._log)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import pipetransformer.checkpoint
 import pipetransformer.deployment
 import pipetransformer.saving
-import pipetransformer.trainer
+import pipetransformer.steering
 from autocache import RowStore
 from autodp import GradientReducer, GroupPool
 from freeze import FreezeSchedule
@@ -44,7 +44,7 @@ from tests.models import tiny_data, tiny_model
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "measure": (pipetransformer.trainer, "measure"),
+    "measure": (pipetransformer.steering, "measure"),
     "read": (FrozenPrefix, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),

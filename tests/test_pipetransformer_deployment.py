@@ -178,6 +178,20 @@ def test_rank_0_takes_gathered_weights_where_it_is_told_and_leaves_its_own(
     ]
 
 
+def test_gathered_weights_go_to_host_memory_until_the_run_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[torch.device] = []
+    cpu, roomy = torch.device("cpu"), torch.device("meta")
+    monkeypatch.setattr(Deployment, "gather_weights", lambda self, device: devices.append(device))
+    monkeypatch.setattr(Deployment, "roomy_device", lambda self: roomy)
+    with start(1) as trainer:
+        trainer.state_dict()
+        trainer.fit()
+        trainer.state_dict()
+    assert devices == [cpu, roomy, roomy]
+
+
 @pytest.mark.parametrize("room", [-1, 0])
 def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
