@@ -85,7 +85,8 @@ class TrainConfig:
         clip_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
             the step everywhere.
-        length: pipeline length K; None lets the planner choose at every decision.
+        length: pipeline length K, or the longest below it where frozen layers, or a resume on
+            other ranks, leave no room for it; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
@@ -103,7 +104,8 @@ class TrainConfig:
         prefix_chunk: samples the frozen prefix runs at a time, cached or not.
         folder: where records and checkpoints go; None writes nothing.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
-            folder; 0 is never, both may be set, and the end of the run is always saved.
+            folder; what is due while the save before is still written may be left out, with a
+            warning. 0 is never, and both may be set; with either, the run's end is saved, too.
         keep_checkpoints: how many of the newest checkpoints stay.
         resume: "auto" continues from the newest usable checkpoint in the folder, or starts where
             there is none; True insists on one; False starts, in a folder without a run. A process

@@ -66,7 +66,7 @@ def return_freed_memory_at_once() -> None:
     """
     if platform.libc_ver()[0] != "glibc":
         raise RuntimeError(
-            "memory on the CPU is each_runnable on Linux with glibc; use --devices cuda"
+            "memory on the CPU is measurable on Linux with glibc; use --devices cuda"
         )
     m_mmap_threshold = -3
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)

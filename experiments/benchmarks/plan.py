@@ -135,7 +135,7 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
 def _compare(
     tour: Tour, frozen: int, seen: dict[Point, list[tuple[float, float]]], num_pairs: int
 ) -> dict[str, Any]:
-    """Measure the planner's choice and the fastest pipeline of the grid in turn."""
+    """Measure the choice, the grid's fastest pipeline and the published rules' plan in turn."""
     plan, _ = tour.visit(frozen, None)
     # Every rank saw other seconds; rank 0 alone chooses pipelines, so only its choice counts.
     best = min(
