@@ -70,7 +70,7 @@ def measure(
     """
     spans_of = _choose_spans(task, world, read, held_bytes)
     batches, rounds = _choose_batches(task, world, read, spans_of)
-    chain = _measure_chain(task, world, batches, spans_of, rounds)
+    chain = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
@@ -78,7 +78,7 @@ def measure(
     update_s, state_ratio = measure_update(task, world.device)
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
     link, node_link, agreement_s = _measure_messages(
-        task, world, batches[smallest], spans_of[smallest][0]
+        task, world, batch=batches[smallest], span=spans_of[smallest][0]
     )
     fetch_s, read_s = measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
@@ -115,6 +115,7 @@ def _agree(own: Measurements, world: World) -> Measurements:
 def _measure_chain(
     task: Task,
     world: World,
+    *,
     batches: Mapping[int, Batch],
     spans_of: Mapping[int, Sequence[range]],
     rounds: int,
@@ -134,7 +135,7 @@ def _measure_chain(
 
 
 def _measure_messages(
-    task: Task, world: World, batch: Batch, span: range
+    task: Task, world: World, *, batch: Batch, span: range
 ) -> tuple[LinkCost, LinkCost, float]:
     """Return what links within and between nodes cost, and an agreement's seconds. Collective."""
 

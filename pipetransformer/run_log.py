@@ -79,6 +79,7 @@ class RunLog:
         self,
         result: StepResult,
         stats: CacheStats,
+        *,
         decision: Decision,
         clock: Clock,
         num_samples: int,

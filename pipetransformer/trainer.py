@@ -284,7 +284,13 @@ class Trainer:
         assert self.decision is not None
         stats = self._prefix.take_stats()
         self.report.add_step(result, stats, num_samples)
-        self._log.step(result, stats, self.decision, self._steering.clock(), num_samples)
+        self._log.step(
+            result,
+            stats,
+            decision=self.decision,
+            clock=self._steering.clock(),
+            num_samples=num_samples,
+        )
 
     def _end_epoch(self) -> None:
         """Record and evaluate after an epoch."""
