@@ -231,8 +231,8 @@ class Trainer:
         """
         self._set_up()
         # Until the run is over, the device's memory is for training.
-        is_over, host = self._timeline.is_over, torch.device("cpu")
-        self._deployment.gather_weights(self._deployment.roomy_device() if is_over else host)
+        cpu, deployment = torch.device("cpu"), self._deployment
+        deployment.gather_weights(deployment.roomy_device() if self._timeline.is_over else cpu)
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
@@ -284,12 +284,9 @@ class Trainer:
         assert self.decision is not None
         stats = self._prefix.take_stats()
         self.report.add_step(result, stats, num_samples)
+        clock = self._steering.clock()
         self._log.step(
-            result,
-            stats,
-            decision=self.decision,
-            clock=self._steering.clock(),
-            num_samples=num_samples,
+            result, stats, decision=self.decision, clock=clock, num_samples=num_samples
         )
 
     def _end_epoch(self) -> None:

@@ -3,7 +3,8 @@
 A command lists its experiments at their published size. Here they are scaled down, trained for a
 few steps on synthesized images, measured, and printed beside the published figures. The scale
 multiplies channels, depth (but ResNet-101's) and the images' side; the batch, the micro-batches
-and the partitions stay as they are. Minima keep a model meaningful: each says so where it is given.
+and the partitions stay as they are. Minima keep a model meaningful: each says so where it is
+given.
 """
 
 from __future__ import annotations
