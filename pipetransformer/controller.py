@@ -64,11 +64,11 @@ class Controller:
         self.frozen_since: tuple[int, ...] = ()
         self.transition_cost = TransitionCost(world)
 
-    def open_journal(self, folder: Path | None, *, from_step: int | None) -> None:
-        """Record decisions in a folder, and replay those of steps from `from_step` on (rank 0)."""
-        if folder is None or not self._world.is_main:
-            return
-        self._journal = Journal(folder / "journal.jsonl", from_step=from_step)
+    def open_journal(self, *, from_step: int | None) -> None:
+        """Record decisions in the run's folder; replay those of steps from `from_step` on."""
+        folder = self._task.config.folder
+        if folder is not None and self._world.is_main:
+            self._journal = Journal(Path(folder) / "journal.jsonl", from_step=from_step)
 
     def decide(
         self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]

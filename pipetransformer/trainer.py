@@ -85,7 +85,6 @@ class Trainer:
         self._policy = as_policy(freeze)
         self._train_set, self._eval_set = train_set, eval_set
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
-        self._folder = None if self.config.folder is None else Path(self.config.folder)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
         self._prefix = FrozenPrefix(self._task, self.world, train_set)
         self._deployment = Deployment(self._task, self.world, self._prefix)
@@ -275,7 +274,7 @@ class Trainer:
         if checkpoint:
             self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
-        controller.open_journal(self._folder, from_step=step if self._state.resumes else None)
+        controller.open_journal(from_step=step if self._state.resumes else None)
         self._log.start(self._steering.clock().max_steps, controller.measurements.profile)
         if self.decision is None:
             self._steering.decide(self.report, self._log)
