@@ -8,11 +8,12 @@ to a checkpoint) are hit as often as frequent ones. Its launcher restarts it, an
 its newest checkpoint. Of the following all but the first must be 0:
 
     kills
-    hangs             runs that were not over in 30 s for each attempt
-    failed            runs that ended without a kill, in an error
+    hangs             attempts of runs that were not over, nor ended by their kill, in 30 s
+    failed            runs that ended in an error, or started again without having been killed
     lost_or_repeated  samples that an epoch did not train exactly once
     differing         runs whose final weights or optimizer state are not the uninterrupted run's
                       bit by bit
+    left_behind       files in shared memory that were not there before
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import random
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -35,8 +38,10 @@ import torch
 from torch import Tensor
 
 from experiments.soak_run import (
+    ATTEMPTS,
     EPOCHS,
     ERRORS,
+    KILLED,
     LENGTHS,
     NUM_SAMPLES,
     STEPS_PER_EPOCH,
@@ -49,6 +54,8 @@ from pipetransformer.checkpoint import open_checkpoint, published
 
 KILLS_A_RUN = 10
 ATTEMPT_LIMIT_S = 30.0
+LOSSES = ("hangs", "failed", "lost_or_repeated", "differing", "left_behind")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,17 @@ class Tally:
     failed: int = 0
     lost_or_repeated: int = 0
     differing: int = 0
+    left_behind: int = 0
     where: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> dict[str, int]:
         """Return the counts."""
-        names = ("kills", "hangs", "failed", "lost_or_repeated", "differing")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("kills", *LOSSES)}
 
     @property
     def is_clean(self) -> bool:
         """Tell whether nothing was lost."""
-        return not any((self.hangs, self.failed, self.lost_or_repeated, self.differing))
+        return not any(getattr(self, name) for name in LOSSES)
 
 
 def main() -> int:
@@ -110,6 +117,7 @@ def main() -> int:
 def soak(num_kills: int, seed: int) -> Tally:
     """Kill until there were so many kills."""
     tally, generator = Tally(), random.Random(seed)
+    shared = set(SHARED_MEMORY.glob("*"))
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         references = [refer(folder / f"whole{n}", n) for n in LENGTHS]
@@ -122,6 +130,7 @@ def soak(num_kills: int, seed: int) -> Tally:
                 tuple(draw(reference, generator) for _ in range(most)),
             )
             judge(run, reference, tally)
+            tally.left_behind = len(set(SHARED_MEMORY.glob("*")) - shared)
             print(f"run {tally.runs}: {json.dumps(tally.to_json())}", flush=True)
     return tally
 
@@ -160,6 +169,7 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
     folder = Path(run.folder)
     folder.mkdir()
     tally.runs += 1
+    has_finished = False
     try:
         with limit(ATTEMPT_LIMIT_S * (len(run.kills) + 1)):
             launch(
@@ -169,16 +179,24 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
                 max_restarts=len(run.kills),
                 start_method="forkserver",
             )
+        has_finished = True
         tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
         tally.differing += not same_bits(read_state(folder), reference.state)
     except (TimeoutError, WorkerFailedError) as error:
         print(f"{error}\n{run}\n{(folder / ERRORS).read_text()[-3000:]}")
-        tally.hangs += isinstance(error, TimeoutError)
         tally.failed += isinstance(error, WorkerFailedError)
-    killed = folder / "killed"
+    killed = folder / KILLED
     where = killed.read_text().splitlines() if killed.exists() else []
+    began = [float(line) for line in (folder / ATTEMPTS).read_text().splitlines()]
+    tally.hangs += count_late([*began, time.time()])
+    tally.failed += has_finished and len(began) != len(where) + 1
     tally.kills += len(where)
     tally.where.update(name.partition(".")[0] for name in where)
+
+
+def count_late(times_s: Sequence[float]) -> int:
+    """Count the attempts that took too long, from when each began, and the last one ended."""
+    return sum(end - begin > ATTEMPT_LIMIT_S for begin, end in pairwise(times_s))
 
 
 @contextmanager

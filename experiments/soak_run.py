@@ -36,6 +36,12 @@ LENGTHS = {2: ((0, 2), (6, 1), (14, 2), (19, 1)), 4: ((0, 4), (6, 2), (12, 1), (
 ERRORS = "errors"
 """Holds what the ranks of a run printed to their standard errors."""
 
+KILLED = "killed"
+"""Holds where each kill struck."""
+
+ATTEMPTS = "attempts"
+"""Holds when each attempt of a run began."""
+
 _PACKAGES = tuple(
     f"{os.sep}{name}{os.sep}"
     for name in ("pipetransformer", "freeze", "autopipe", "autodp", "autocache")
@@ -177,6 +183,9 @@ def train(run: SoakRun) -> None:
     folder, start = Path(run.folder), time.monotonic()
     # What a killed rank's neighbours say about it is what is expected of them.
     sys.stderr = open(folder / ERRORS, "a", buffering=1)
+    if rank == 0:
+        with open(folder / ATTEMPTS, "a") as file:
+            file.write(f"{time.time()}\n")
     kill = run.kills[attempt] if attempt < len(run.kills) else None
     calls = Calls()
     if kill is not None and kill.rank == rank:
@@ -226,7 +235,7 @@ def _arm(kill: Kill, folder: Path) -> Calls:
     """Make this process die as it is told to."""
 
     def strike(where: str) -> None:
-        with open(folder / "killed", "a") as file:
+        with open(folder / KILLED, "a") as file:
             file.write(f"{where}\n")
         os.kill(os.getpid(), signal.SIGKILL)
 

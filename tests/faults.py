@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ POINTS: dict[str, tuple[Any, str]] = {
 }
 """Where a fault can strike: functions that a rank calls, patched in that rank's process alone."""
 
+RECOVERY_LIMIT_S = 30.0
+
 NUM_STEPS = 15
 TRANSITION = 5
 """Steps done before the first change of K, R and what is frozen."""
@@ -125,15 +128,20 @@ class UserError(LookupError):
 
 
 class Clock:
-    """Count the steps that this process has done, beginning where its run was resumed."""
+    """Count the steps that this process has done, beginning where its run was resumed.
 
-    def __init__(self) -> None:
+    When the first of them is done, is noted in a folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self.num_steps: int | None = None
         original = Stage.train_step
 
         def train_step(stage: Stage, *arguments: Any, step: int, **options: Any) -> Any:
-            self.num_steps = step
+            is_first, self.num_steps = self.num_steps is None, step
             result = original(stage, *arguments, step=step, **options)
+            if is_first:
+                note(folder / "trained", f"{time.time()}")
             self.num_steps = step + 1
             return result
 
@@ -162,7 +170,7 @@ def lay(fault: Fault, clock: Clock, folder: Path) -> None:
 @contextmanager
 def suffering(fault: Fault, folder: Path) -> Iterator[None]:
     """Let a fault happen to this process."""
-    note(folder / "struck", json.dumps([fault.rank, fault.point, fault.attempt]))
+    note(folder / "struck", json.dumps([time.time(), fault.rank, fault.point, fault.attempt]))
     if fault.how == "node":
         parent = multiprocessing.parent_process()
         assert parent is not None and parent.pid is not None
@@ -191,7 +199,7 @@ def train(run: Run) -> None:
     assert parent is not None and parent.pid is not None
     note(pids_file(run, parent.pid), str(os.getpid()))
     keep_warnings(run.folder / "warnings", rank)
-    clock = Clock()
+    clock = Clock(run.folder)
     for fault in run.faults:
         if (fault.rank, fault.attempt) == (rank, attempt):
             lay(fault, clock, run.folder)
@@ -210,7 +218,6 @@ def make_trainer(run: Run) -> Trainer:
         "learning_rate_schedule": slow_start,
         "freeze_interval_steps": 1,
         "checkpoint_every_steps": 3,
-        "cache_folder": run.folder / "cache",
         "setup_timeout_s": 30.0,
         "progress": False,
     }
@@ -251,12 +258,10 @@ def start(
     max_restarts: int = 0,
     entry: Callable[..., None] = train,
 ) -> None:
-    """Launch a run; check that it ends in time, suffers every fault, and leaves nothing behind.
-
-    In time is 60 s for each attempt, on a machine that may be busy with other things.
-    """
-    cache, temporary = run.folder / "cache", run.folder / "temporary"
-    for folder in (run.folder, cache, temporary):
+    """Launch a run; check that it suffers every fault, recovers or ends in time after each, and
+    leaves no process and no file behind."""
+    temporary, shared = run.folder / "temporary", shared_files()
+    for folder in (run.folder, temporary):
         folder.mkdir(exist_ok=True)
     here = partial(tempfile.TemporaryDirectory, dir=temporary)
     try:
@@ -272,11 +277,27 @@ def start(
                 start_method="forkserver",
             )
     finally:
-        assert not os.listdir(cache) and not os.listdir(temporary)
+        assert shared_files() <= shared and not os.listdir(temporary)
         assert all(has_ended(pid) for pid in read_pids(run, os.getpid()))
-    struck = [tuple(json.loads(line)) for line in read_notes(run.folder / "struck")]
-    missed = [f for f in run.faults if (f.rank, f.point, f.attempt) not in struck]
+        assert_recovered_in_time(run, time.time())
+    struck = [json.loads(line) for line in read_notes(run.folder / "struck")]
+    missed = [f for f in run.faults if [f.rank, f.point, f.attempt] not in [s[1:] for s in struck]]
     assert not missed and len(struck) == len(run.faults), missed
+
+
+def assert_recovered_in_time(run: Run, end_s: float) -> None:
+    """Check that after each fault a step was trained, the next fault struck, or the run ended."""
+    struck = [json.loads(line) for line in read_notes(run.folder / "struck")]
+    trained = [float(line) for line in read_notes(run.folder / "trained")]
+    events = [*trained, *(fault_s for fault_s, *_ in struck), end_s]
+    for fault_s, *fault in struck:
+        next_s = min(then_s for then_s in events if then_s > fault_s)
+        assert next_s - fault_s <= RECOVERY_LIMIT_S, fault
+
+
+def shared_files() -> set[str]:
+    """Name what lies in shared memory, where the caches are."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
 def pids_file(run: Run, launcher: int) -> Path:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.soak import Reference, Tally, draw, limit, same_bits, soak, wrong_samples
-from experiments.soak_run import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Calls, Kill
+from experiments import soak as soak_module
+from experiments.soak import (
+    Reference,
+    Tally,
+    count_late,
+    draw,
+    judge,
+    limit,
+    refer,
+    same_bits,
+    soak,
+    wrong_samples,
+)
+from experiments.soak_run import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Calls, Kill, SoakRun
 
 NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -97,7 +110,24 @@ def test_a_few_kills_lose_nothing() -> None:
     assert sum(tally.where.values()) == 3
 
 
+@pytest.mark.slow
+def test_a_restart_without_a_kill_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nobody notes that it was killed, as if a timeout or an error had ended those attempts.
+    monkeypatch.setattr(soak_module, "KILLED", "nobody")
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as name:
+        whole = refer(Path(name) / "whole", 2)
+        kills = tuple(Kill(1, after_s=whole.seconds / 8) for _ in range(2))
+        judge(SoakRun(f"{name}/run", 2, kills), whole, tally)
+    assert (tally.failed, tally.hangs, tally.kills) == (1, 0, 0)
+
+
+def test_attempts_that_take_too_long_are_hangs_however_they_end() -> None:
+    assert count_late([0.0, 29.9, 59.8]) == 0
+    assert count_late([0.0, 30.1, 59.8, 90.0]) == 2
+
+
 def test_only_zeros_are_clean() -> None:
     assert Tally(kills=5, runs=2).is_clean
-    for name in ("hangs", "failed", "lost_or_repeated", "differing"):
+    for name in ("hangs", "failed", "lost_or_repeated", "differing", "left_behind"):
         assert not Tally(**{name: 1}).is_clean
