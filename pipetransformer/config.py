@@ -91,9 +91,10 @@ class TrainConfig:
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
             "paper" follows the published rules, a function takes a `PlanSituation`.
-        memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition;
-            None is no limit. What waits in host memory on any device is not counted: optimizer
-            state of frozen layers, the cache, a checkpoint that is being written.
+        memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
+            most what is free on the GPUs before the first step; None is that, and on CPUs no
+            limit. What waits in host memory on any device is not counted: optimizer state of
+            frozen layers, the cache, a checkpoint that is being written.
         freeze_interval_steps: steps between two decisions; None decides at the start of every
             epoch.
         scale_batch: let the global batch grow with the replicas, batch_size each pipeline, as the

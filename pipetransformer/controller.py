@@ -49,15 +49,23 @@ class Controller:
         task, world: what is trained, and where.
         policy: decides how many layers are frozen.
         measurements: costs on the live devices.
+        memory_limit_bytes: what a device slot may use; None for no limit.
     """
 
     def __init__(
-        self, task: Task, world: World, policy: FreezePolicy, measurements: Measurements
+        self,
+        task: Task,
+        world: World,
+        *,
+        policy: FreezePolicy,
+        measurements: Measurements,
+        memory_limit_bytes: int | None,
     ) -> None:
         self._task = task
         self._world = world
         self.policy = policy
         self.measurements = measurements
+        self._memory_limit_bytes = memory_limit_bytes
         self._shape = plan_shape(task, world)
         self._journal: Journal | None = None
         self.current: Decision | None = None
@@ -142,7 +150,7 @@ class Controller:
             slots_per_node=self._world.slots_per_node,
             global_batch=config.batch_size,
             num_frozen=num_frozen,
-            memory_limit_bytes=config.memory_limit_bytes,
+            memory_limit_bytes=self._memory_limit_bytes,
             prefix_cached_s=cached_s,
             prefix_chunk=config.prefix_chunk,
             round_bytes=ROUND_BYTES if self._world.size > 1 else 0,

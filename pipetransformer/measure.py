@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ MEASURE_GUESS_S = 2 * _BUDGET_S
 
 _MOST_ROUNDS, _MOST_SIZES = 7, 6
 
+_WORK_S = 0.01
+"""What is computed between two messages while links are timed: enough to leave caches cold."""
+
 
 @dataclass(frozen=True)
 class Measurements:
@@ -77,8 +80,10 @@ def measure(
     lengthening, alone_share = measure_company(chain, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
+    worked = first_sublayers(costs, spans_of[smallest][0], _WORK_S)
+    worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
     link, node_link, agreement_s = _measure_messages(
-        task, world, batch=batches[smallest], span=spans_of[smallest][0]
+        task, world, batch=batches[smallest], span=worked
     )
     fetch_s, read_s = measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
@@ -101,6 +106,13 @@ def measure(
     )
     agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
     return replace(agreed, profile=agreed.profile.lengthened(lengthening))
+
+
+def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) -> range:
+    """Return the first sublayers of a span whose forward takes so long, or all if none do."""
+    taken_s = accumulate(costs[index].forward_s[0] for index in span)
+    missing = sum(one < seconds for one in taken_s)
+    return span[: missing + 1]
 
 
 def _agree(own: Measurements, world: World) -> Measurements:

@@ -21,13 +21,16 @@ prediction may be wrong by half of that, and going to another plan is no drift."
 
 
 class Pace:
-    """Watch the steps of one plan after the other. On rank 0 alone."""
+    """Watch the steps of one plan after the other. On rank 0 alone.
+
+    `usual` is what steps took at first over what the profile predicts; None before that is known.
+    """
 
     def __init__(self) -> None:
         self._predicted_s = 0.0
         self._num_steps = 0
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._usual: float | None = None
+        self.usual: float | None = None
 
     def begin(self, predicted_s: float, *, measured_anew: bool = False) -> None:
         """Start to watch a plan.
@@ -40,7 +43,7 @@ class Pace:
         self._num_steps = 0
         self._recent.clear()
         if measured_anew:
-            self._usual = None
+            self.usual = None
 
     def note(self, seconds: float) -> bool:
         """Take a step that filled no cache; return whether the plan's outcome is known now.
@@ -51,8 +54,8 @@ class Pace:
         if self._num_steps > _WARM_UP:
             self._recent.append(seconds)
         is_known = self._num_steps == _WARM_UP + _WINDOW
-        if is_known and self._usual is None and self._predicted_s > 0:
-            self._usual = statistics.median(self._recent) / self._predicted_s
+        if is_known and self.usual is None and self._predicted_s > 0:
+            self.usual = statistics.median(self._recent) / self._predicted_s
         return is_known
 
     @property
@@ -69,7 +72,7 @@ class Pace:
     def has_drifted(self) -> bool:
         """Tell whether steps have left the relation to their prediction that they had at first."""
         median_s = self.median_s
-        if median_s is None or self._usual is None or self._predicted_s <= 0:
+        if median_s is None or self.usual is None or self._predicted_s <= 0:
             return False
-        change = median_s / self._predicted_s / self._usual
+        change = median_s / self._predicted_s / self.usual
         return not 1 / (1 + DRIFT) <= change <= 1 + DRIFT

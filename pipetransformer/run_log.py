@@ -261,8 +261,9 @@ class RunLog:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's part of the unfinished epoch, as plain values."""
+        """Return rank 0's part of the unfinished epoch, and its pace, as plain values."""
         return {
+            "usual_pace": self.pace.usual,
             "spent": dict(self._spent),
             "samples": self._epoch_samples,
             "loss": self._epoch_loss,
@@ -270,5 +271,6 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
+        self.pace.usual = state["usual_pace"]
         self._spent = defaultdict(float, state["spent"])
         self._epoch_samples, self._epoch_loss = state["samples"], state["loss"]

@@ -96,6 +96,7 @@ class RunState:
         self._lock: FolderLock | None = None
         self._saver: Saver | None = None
         self.resumes = False
+        self._keeps = False
         self._reserved_for: Decision | None = None
 
     def open(self) -> Checkpoint | None:
@@ -144,7 +145,8 @@ class RunState:
         if same:
             hardware = checkpoint.scalars["ranks"][self._world.rank]["hardware"]
             same = hardware == self._hardware
-        if not all(gather_json(same, group=self._world.group)):
+        self._keeps = all(gather_json(same, group=self._world.group))
+        if not self._keeps:
             return None
         kept = checkpoint.scalars["measurements"]
         return Measurements(Profile.from_json(kept["profile"]), kept["copy_bytes_per_s"])
@@ -175,7 +177,7 @@ class RunState:
         self._deployment.restore(decision, shards)
         self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
         log.load_state_dict(scalars["log"])
-        log.pace.begin(decision.plan.predicted_step_s)
+        log.pace.begin(decision.plan.predicted_step_s, measured_anew=not self._keeps)
 
     def save_if_due(self, controller: Controller, log: RunLog) -> None:
         """Have a checkpoint written where one is due, and note one that has been."""

@@ -74,6 +74,7 @@ class Saver:
         self._world = world
         self._keep = keep
         self._timeout_s = timeout_s
+        self._waited_s = 0.0
         self._snapshot = Snapshot(pinned=world.device.type == "cuda")
         self._group: dist.ProcessGroup | None = None
         if world.group is not None:
@@ -113,7 +114,8 @@ class Saver:
         host_shards = self._snapshot.take(shards)
         # A copy of these, too: training goes on changing them.
         values = json.loads(encode_json({"scalars": scalars, "own": own}, "state"))
-        stopped_s = time.perf_counter() - start
+        stopped_s = self._waited_s + time.perf_counter() - start
+        self._waited_s = 0.0
         self._start(
             f"the checkpoint of step {step}", self._write, step, host_shards, values, stopped_s
         )
@@ -127,8 +129,10 @@ class Saver:
         Raises:
             PeerError: a rank is gone, or silent.
         """
+        start = time.perf_counter()
         if self._writer is not None:
             self._writer.join(patience_s)
+        self._waited_s = time.perf_counter() - start
         if self._world.group is None:
             return self.is_idle
         num_busy = torch.tensor(int(not self.is_idle))

@@ -12,6 +12,7 @@ from freeze import FreezePolicy
 from pipetransformer.controller import Controller
 from pipetransformer.data import Batch
 from pipetransformer.deployment import Deployment
+from pipetransformer.device_memory import free_bytes
 from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
 from pipetransformer.run_log import Cost, RunLog
 from pipetransformer.run_state import FitReport
@@ -66,7 +67,14 @@ class Steering:
 
     def begin(self, policy: FreezePolicy, kept: Measurements | None) -> None:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
-        self.controller = Controller(self._task, self._world, policy, kept or self._measure())
+        limit = self._memory_limit_bytes()
+        self.controller = Controller(
+            self._task,
+            self._world,
+            policy=policy,
+            measurements=kept or self._measure(),
+            memory_limit_bytes=limit,
+        )
 
     def measure(self) -> Measurements:
         """Measure anew, for the decisions to come. Collective."""
@@ -110,6 +118,12 @@ class Steering:
                 report.transitions.append(entry)
         if changed or measured_anew:
             log.pace.begin(decision.plan.predicted_step_s, measured_anew=measured_anew)
+
+    def _memory_limit_bytes(self) -> int | None:
+        """Return what is free on the fullest GPU, or less where the user says so. Collective."""
+        free = gather_json(free_bytes(self._world.device), group=self._world.group)
+        limits = (self._task.config.memory_limit_bytes, *free)
+        return min((one for one in limits if one is not None), default=None)
 
     def _measure(self) -> Measurements:
         start = time.perf_counter()

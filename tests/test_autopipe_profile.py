@@ -99,6 +99,24 @@ def test_each_sublayer_gets_its_own_times_at_each_size(clock: Clock) -> None:
     assert [(c.name, c.layer) for c in costs] == [("sublayer0", 0), ("sublayer1", 1)]
 
 
+def test_a_backward_is_split_into_the_input_s_part_and_the_weights_part(clock: Clock) -> None:
+    class Split(Timed):
+        """Take half a second more a sample where the weight's gradient is asked for."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output = super().forward(hidden)
+            if output.requires_grad and self.scale.requires_grad:
+                output.register_hook(lambda gradient: self.spend(self.weight_s, len(gradient)))
+            return output
+
+    first, second = Split(clock, 1, 2, 0.5), Split(clock, 3, 5, 2)
+    first.weight_s, second.weight_s = 6.0, 1.0
+    costs = profile_sublayers(chain(Timed(clock, 1, 1, 1), first, second), batches(2, 4)).costs
+    assert [c.backward_s for c in costs[1:]] == [(16.0, 32.0), (12.0, 24.0)]
+    assert [c.input_backward_s for c in costs[1:]] == [(4.0, 8.0), (10.0, 20.0)]
+    assert [c.weight_backward_s for c in costs[1:]] == [(12.0, 24.0), (2.0, 4.0)]
+
+
 def test_one_disturbed_moment_changes_no_time(clock: Clock) -> None:
     class Disturbed(Timed):
         calls = 0

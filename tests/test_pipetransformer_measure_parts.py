@@ -11,12 +11,25 @@ from torch import Tensor
 from autopipe import MeasuredChain, SublayerCost
 from pipetransformer import measure_compute as compute_module
 from pipetransformer.data import Batch
+from pipetransformer.measure import first_sublayers
 from pipetransformer.measure_compute import measure_company, time_alone
 from pipetransformer.measure_reading import measure_rows, measure_samples
 from pipetransformer.timing import typical_s
 from pipetransformer.world import World
 
 CPU = torch.device("cpu")
+
+
+def test_links_are_timed_beside_as_many_sublayers_as_take_long_enough() -> None:
+    costs = []
+    for seconds in (9.0, 1.0, 2.0, 4.0, 8.0):
+        cost = SublayerCost.__new__(SublayerCost)
+        object.__setattr__(cost, "forward_s", (seconds, 100.0))
+        costs.append(cost)
+    span = range(1, 5)
+    assert [first_sublayers(costs, span, s) for s in (0.5, 1.0, 3.5, 7.0, 99.0)] == [
+        range(1, 2), range(1, 2), range(1, 4), range(1, 4), range(1, 5)
+    ]  # fmt: skip
 
 
 class Clock:

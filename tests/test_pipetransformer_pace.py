@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
+from pipetransformer import pace as pace_module
 from pipetransformer.pace import Pace
 from pipetransformer.records import RECORDS_FILE, Record, read_records
 from tests.models import tiny_data, tiny_model
@@ -86,6 +88,37 @@ def test_a_new_profile_starts_over() -> None:
     pace.begin(2.0, measured_anew=True)
     watch(pace, *[2.2] * 12)
     assert not pace.has_drifted
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_steps_that_become_slower_have_the_devices_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    # Steps sleep, so that what the machine does besides is small against them.
+    monkeypatch.setattr(pace_module, "_LEAST_REMAINING", 0)
+    seconds = 0.03
+
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(seconds if torch.is_grad_enabled() else 0.0)
+        return nn.functional.cross_entropy(output, target)
+
+    settings: dict[str, Any] = {
+        "loss_fn": slow_loss, "folder": tmp_path, "batch_size": 6, "micro_batches": 1,
+        "progress": False, "freeze_interval_steps": 4, "epochs": 20, "resume": "auto",
+        "checkpoint_every_steps": 16,
+    }  # fmt: skip
+    trainer = Trainer(tiny_model(), tiny_data(), **settings)
+    for _ in range(16):
+        trainer.step()
+    if resumed:
+        trainer.close()
+        trainer = Trainer(tiny_model(), tiny_data(), **settings)
+    assert not of_kind(tmp_path, "measurement")
+    seconds = 0.12
+    for _ in range(20):
+        trainer.step()
+    trainer.close()
+    assert [one["step"] for one in of_kind(tmp_path, "measurement")] in ([24], [28], [32])
 
 
 def train(folder: Path, **settings: Any) -> Trainer:

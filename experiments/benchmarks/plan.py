@@ -239,6 +239,11 @@ def _is_best(choice: dict[str, Any]) -> bool:
     return same and (choice["length"] == 1 or choice["schedule"] == best["schedule"])
 
 
+def misses(figures: dict[str, Any]) -> list[str]:
+    """Name the figures that are beyond their limits."""
+    return [name for name, limit in LIMITS.items() if figures[name] > limit]
+
+
 def main() -> int:
     """Measure and judge."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -255,8 +260,7 @@ def main() -> int:
         )
         lines = list(report(json.loads(Path(path).read_text())))
     print("\n".join(lines))
-    figures = json.loads(lines[-1])
-    return int(any(figures[name] > limit for name, limit in LIMITS.items()))
+    return int(bool(misses(json.loads(lines[-1]))))
 
 
 if __name__ == "__main__":
