@@ -200,6 +200,7 @@ def _summary(
         "ratio": {name: predicted[name] / SPEED_UPS[name] for name in SPEED_UPS},
         "ranked_as_published": ranked_as_published(predicted),
         "read_otherwise": others,
+        "read_otherwise_ranked": {name: ranked_as_published(one) for name, one in others.items()},
         "ours": {name: speed_up for name, (speed_up, _) in own.items()},
     }
 

@@ -133,4 +133,6 @@ def test_the_program_prints_its_tables_and_reasons_and_last_a_json_line(
     assert max(map(len, text.splitlines()[:-1])) < 140
     summary = json.loads(text.splitlines()[-1])
     assert summary["ranked_as_published"] is True
+    # Also with the rules as the paper's text has them, lambda = 1/6.
+    assert list(summary["read_otherwise_ranked"].values()) == [True, True, True]
     assert summary["predicted"] == predicted
