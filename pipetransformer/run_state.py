@@ -45,8 +45,8 @@ _LOCK_PATIENCE_S = 120.0
 """How long a restarted run waits for its predecessor to let go of the folder: on a network file
 system a lost node's lock stays for a while, with NFSv4 on Linux for 90 s."""
 
-_PATIENCE_S = 1.0
-"""How long training may stop for the save before, where steps are shorter."""
+_PATIENCE_STEPS = 1.0
+"""For how many steps training may stop for the save before."""
 
 
 @dataclass
@@ -204,7 +204,7 @@ class RunState:
             return True
         step_s = decision.plan.predicted_step_s
         may = saver.catches_up(
-            patience_s=max(_PATIENCE_S, step_s), limit_s=self._task.config.step_limit_s(step_s)
+            patience_s=_PATIENCE_STEPS * step_s, limit_s=self._task.config.step_limit_s(step_s)
         )
         if not may and self._world.is_main:
             _LOGGER.warning(

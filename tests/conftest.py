@@ -7,9 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool import Pool
+from pipetransformer import run_state
+from tests.pool import PATIENCE_STEPS, Pool
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the save before as long as it takes: the steps of the tests are too short."""
+    monkeypatch.setattr(run_state, "_PATIENCE_STEPS", PATIENCE_STEPS)
 
 
 @pytest.fixture(scope="session")

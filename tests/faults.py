@@ -32,7 +32,7 @@ import pipetransformer.steering
 from autocache import RowStore
 from autodp import GradientReducer, GroupPool
 from freeze import FreezeSchedule
-from pipetransformer import Trainer, launch
+from pipetransformer import Trainer, launch, run_state
 from pipetransformer.checkpoint import Checkpoint, open_checkpoint, published
 from pipetransformer.controller import Controller
 from pipetransformer.deployment import Deployment
@@ -42,6 +42,7 @@ from pipetransformer.layer_work import TrainWork
 from pipetransformer.records import RECORDS_FILE, read_records
 from pipetransformer.stage import Stage
 from tests.models import tiny_data, tiny_model
+from tests.pool import PATIENCE_STEPS
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -199,6 +200,7 @@ def train(run: Run) -> None:
     assert parent is not None and parent.pid is not None
     note(pids_file(run, parent.pid), str(os.getpid()))
     keep_warnings(run.folder / "warnings", rank)
+    run_state._PATIENCE_STEPS = PATIENCE_STEPS
     clock = Clock(run.folder)
     for fault in run.faults:
         if (fault.rank, fault.attempt) == (rank, attempt):

@@ -21,6 +21,9 @@ from typing import Any
 
 from pipetransformer.launch import _environment, _start_with
 
+PATIENCE_STEPS = 1e5
+"""Steps for which training waits for the save before: as long as it takes."""
+
 # The first optimizer of a process imports the compiler, which takes seconds.
 _IMPORTED = ["pipetransformer", "tests.scenario", "torch._dynamo"]
 
@@ -113,8 +116,10 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
+    from pipetransformer import run_state
     from pipetransformer.world import connect
 
+    run_state._PATIENCE_STEPS = PATIENCE_STEPS
     torch.set_num_threads(1)
     connect("cpu", timeout_s=60.0)
     while True:

@@ -28,7 +28,7 @@ from pipetransformer.resume import agree, open_latest
 from pipetransformer.snapshot import HostShard, Snapshot
 from pipetransformer.world import connect
 from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.pool import PATIENCE_STEPS, Pool
 from tests.scenario import build_adamw
 
 
@@ -260,7 +260,7 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
         return write_shards(target, shards)
 
     saving.write_shards = dying
-    run_state._PATIENCE_S = 60.0
+    run_state._PATIENCE_STEPS = PATIENCE_STEPS
     # Two runs may measure the machine differently; bits depend on the plan.
     with make_trainer(folder, length=2, micro_batches=2, schedule="1f1b") as trainer:
         trainer._set_up()

@@ -330,7 +330,7 @@ def test_a_rank_whose_files_never_come_ends_the_run_within_the_limit(tmp_path: P
 def test_a_save_that_is_due_too_early_is_left_out_and_the_last_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run_state, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(run_state, "_PATIENCE_STEPS", 1.0)
     latch = Latch()
 
     def open_later() -> None:
