@@ -169,7 +169,7 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
     folder = Path(run.folder)
     folder.mkdir()
     tally.runs += 1
-    has_finished = False
+    failure: Exception | None = None
     try:
         with limit(ATTEMPT_LIMIT_S * (len(run.kills) + 1)):
             launch(
@@ -179,17 +179,18 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
                 max_restarts=len(run.kills),
                 start_method="forkserver",
             )
-        has_finished = True
         tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
         tally.differing += not same_bits(read_state(folder), reference.state)
     except (TimeoutError, WorkerFailedError) as error:
         print(f"{error}\n{run}\n{(folder / ERRORS).read_text()[-3000:]}")
-        tally.failed += isinstance(error, WorkerFailedError)
+        failure = error
     killed = folder / KILLED
     where = killed.read_text().splitlines() if killed.exists() else []
     began = [float(line) for line in (folder / ATTEMPTS).read_text().splitlines()]
-    tally.hangs += count_late([*began, time.time()])
-    tally.failed += has_finished and len(began) != len(where) + 1
+    # All attempts together may be too long though none of them is.
+    tally.hangs += count_late([*began, time.time()]) or isinstance(failure, TimeoutError)
+    restarted_unkilled = failure is None and len(began) != len(where) + 1
+    tally.failed += isinstance(failure, WorkerFailedError) or restarted_unkilled
     tally.kills += len(where)
     tally.where.update(name.partition(".")[0] for name in where)
 

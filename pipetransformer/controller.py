@@ -6,7 +6,7 @@ Rank 0 decides; every rank calls at the same steps and hears the same answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,12 +205,7 @@ class Controller:
     ) -> Decision:
         current = self.current.num_frozen if self.current else 0
         context = FreezeContext(
-            step=clock.step,
-            epoch=clock.epoch,
-            max_steps=clock.max_steps,
-            steps_per_epoch=clock.steps_per_epoch,
-            learning_rate=clock.learning_rate,
-            peak_learning_rate=clock.peak_learning_rate,
+            **asdict(clock),
             layers=self._layers(norms, current),
             num_frozen=current,
             frozen_since=self.frozen_since,

@@ -29,7 +29,7 @@ from autopipe import (
     profile_sublayers,
 )
 from pipetransformer.data import Batch
-from pipetransformer.device_memory import free_bytes
+from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.measure_compute import measure_company, measure_update, time_alone
 from pipetransformer.measure_network import measure_agreement, measure_links, measure_sums
 from pipetransformer.measure_reading import measure_rows, measure_samples
@@ -175,7 +175,8 @@ def _choose_spans(
     largest = min(task.config.batch_size, 2 * per_rank)
     sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
     gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
-    limit = min((one for one in gathered if one is not None), default=math.inf)
+    least = tightest(gathered)
+    limit = math.inf if least is None else least
     needs = [Need(0, 0.0)] * len(task.model.sublayers)
     if limit < math.inf:
         needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
@@ -189,8 +190,7 @@ def _choose_spans(
 def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
     """Return the bytes of a device that measuring may take; None for no limit."""
     limit, free = task.config.memory_limit_bytes, free_bytes(device)
-    limits = (None if limit is None else limit - held_bytes, free)
-    return min((one for one in limits if one is not None), default=None)
+    return tightest((None if limit is None else limit - held_bytes, free))
 
 
 def _choose_batches(

@@ -12,7 +12,7 @@ from freeze import FreezePolicy
 from pipetransformer.controller import Controller
 from pipetransformer.data import Batch
 from pipetransformer.deployment import Deployment
-from pipetransformer.device_memory import free_bytes
+from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
 from pipetransformer.run_log import Cost, RunLog
 from pipetransformer.run_state import FitReport
@@ -122,8 +122,7 @@ class Steering:
     def _memory_limit_bytes(self) -> int | None:
         """Return what is free on the fullest GPU, or less where the user says so. Collective."""
         free = gather_json(free_bytes(self._world.device), group=self._world.group)
-        limits = (self._task.config.memory_limit_bytes, *free)
-        return min((one for one in limits if one is not None), default=None)
+        return tightest((self._task.config.memory_limit_bytes, *free))
 
     def _measure(self) -> Measurements:
         start = time.perf_counter()

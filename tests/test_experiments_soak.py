@@ -122,6 +122,22 @@ def test_a_restart_without_a_kill_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert (tally.failed, tally.hangs, tally.kills) == (1, 0, 0)
 
 
+def test_a_run_that_is_never_over_is_a_hang_though_none_of_its_attempts_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_: object, arguments: tuple[SoakRun], **options: object) -> None:
+        folder = Path(arguments[0].folder)
+        now_s = time.time()
+        (folder / "attempts").write_text("".join(f"{now_s - 29 * n}\n" for n in (2, 1)))
+        (folder / "errors").touch()
+        raise TimeoutError("not over after 60 s")
+
+    monkeypatch.setattr(soak_module, "launch", launch)
+    tally = Tally()
+    judge(SoakRun(str(tmp_path / "run"), 2), Reference(2, 1.0, (), {}), tally)
+    assert (tally.hangs, tally.failed) == (1, 0)
+
+
 def test_attempts_that_take_too_long_are_hangs_however_they_end() -> None:
     assert count_late([0.0, 29.9, 59.8]) == 0
     assert count_late([0.0, 30.1, 59.8, 90.0]) == 2
