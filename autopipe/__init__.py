@@ -18,7 +18,14 @@ from autopipe.gpipe_checks import flatten_sequential
 from autopipe.lengths import fitting_lengths
 from autopipe.link import LinkAbove, LinkBelow, Payload
 from autopipe.network import AllReduceCost, LinkCost
-from autopipe.paper_plan import paper_plan, paper_split, throughput_table
+from autopipe.paper_plan import (
+    paper_length,
+    paper_lengths,
+    paper_plan,
+    paper_split,
+    throughput_table,
+    trial_plans,
+)
 from autopipe.partition import greedy_partition, min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
 from autopipe.process_link import (
@@ -55,6 +62,7 @@ from autopipe.schedule import (
 from autopipe.simulate import Simulation, simulate
 from autopipe.span import Span
 from autopipe.task import is_checkpointing, is_recomputing
+from autopipe.throughput import Table, Tables, table_text
 from autopipe.timeline import Trace
 
 __all__ = [
@@ -88,6 +96,8 @@ __all__ = [
     "StageRun",
     "StageWork",
     "SublayerCost",
+    "Table",
+    "Tables",
     "TensorSpec",
     "Trace",
     "balance",
@@ -109,6 +119,8 @@ __all__ = [
     "merge_profiles",
     "min_max_partition",
     "one_f_one_b",
+    "paper_length",
+    "paper_lengths",
     "paper_plan",
     "paper_split",
     "plan_pipeline",
@@ -118,6 +130,8 @@ __all__ = [
     "run_program",
     "simulate",
     "skip",
+    "table_text",
     "throughput_table",
     "time_rounds",
+    "trial_plans",
 ]

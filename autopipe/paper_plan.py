@@ -13,14 +13,14 @@ where the table's best does not fit the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 from autopipe.partition import greedy_partition
 from autopipe.plan import PipelinePlan, PlanRequest, predict
 from autopipe.profile import Profile
+from autopipe.throughput import Table, Tables, best_first
 
 FROZEN_COST = 1 / 6
 """What a frozen parameter weighs beside an active one (the paper's lambda)."""
@@ -30,7 +30,11 @@ _BYTES_PER_MILLION = 4e6
 
 
 def paper_plan(
-    profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
+    profile: Profile,
+    request: PlanRequest,
+    *,
+    frozen_cost: float = FROZEN_COST,
+    tables: Tables | None = None,
 ) -> PipelinePlan:
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 
@@ -39,21 +43,21 @@ def paper_plan(
     Args:
         profile, request: as for `plan_pipeline`.
         frozen_cost: lambda. The printed algorithm amounts to 0, and so do the published K.
+        tables: measured throughputs; those of lengths that are not in it are simulated.
     Raises:
         ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.
     """
-    if "gpipe" not in request.schedules:
-        raise ValueError(
-            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
-            f"the schedule open"
-        )
-    length = _length(profile, request, frozen_cost)
+    length = paper_length(profile, request, frozen_cost=frozen_cost)
     boundaries = paper_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
-    table = throughput_table(profile, request, length)
+    table = (tables or {}).get(length) or throughput_table(profile, request, length)
     limit, needed = request.memory_limit_bytes, []
-    for count in _best_first(table):
+    for count in best_first(table):
         plan = predict(
-            profile, request, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
+            profile,
+            request,
+            boundaries=boundaries,
+            num_micro_batches=count,
+            schedule="gpipe",
         )
         if limit is None or max(plan.peak_bytes) <= limit:
             return plan
@@ -65,41 +69,106 @@ def paper_plan(
     )
 
 
-def throughput_table(profile: Profile, request: PlanRequest, length: int) -> dict[int, float]:
-    """Return samples a second by M, for M in K, 2 K, .., 6 K, with nothing frozen.
+def trial_plans(
+    profile: Profile, request: PlanRequest, length: int
+) -> tuple[PipelinePlan, ...]:
+    """Return the pipelines of a length that the throughput table compares: GPipe, M = K .. 6 K.
 
-    The paper measures the table before training, once for each K; ours runs the GPipe schedule
-    against the measured costs. A replica with fewer than K samples has one M, their number.
+    Nothing is frozen in them or, where that does not fit the memory, as little as all of them fit
+    with; if they never do, as much as possible, and those are left out that still do not fit. A
+    replica with fewer than K samples has one M, their number.
 
     Raises:
         ValueError: the batch or the sublayers do not allow the length.
     """
-    start = replace(
-        request,
-        num_frozen=0,
-        prefix_cached_s=None,
-        memory_limit_bytes=None,
-        lengths=None,
-        micro_batches=None,
-    )
-    num_samples = request.samples_of(length)
+    start = replace(request, prefix_cached_s=None, lengths=None, micro_batches=None)
+    num_samples, limit = request.samples_of(length), request.memory_limit_bytes
     counts = [m for m in range(length, 6 * length + 1, length) if m <= num_samples]
-    boundaries = paper_split(profile, 0, length)
+    counts = [*(request.micro_batches or counts or [num_samples])]
+    fitting: list[PipelinePlan] = []
+    for num_frozen in range(max(cost.layer for cost in profile.sublayers) + 1):
+        if num_frozen and length > len(_sizes(profile, num_frozen)[0]):
+            break
+        boundaries = paper_split(profile, num_frozen, length)
+        plans = [
+            predict(
+                profile,
+                replace(start, num_frozen=num_frozen),
+                boundaries=boundaries,
+                num_micro_batches=count,
+                schedule="gpipe",
+            )
+            for count in counts
+        ]
+        fitting = [plan for plan in plans if limit is None or max(plan.peak_bytes) <= limit]
+        if len(fitting) == len(plans):
+            break
+    return tuple(fitting)
+
+
+def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Table:
+    """Return samples a second by M, simulated, for M in K, 2 K, .., 6 K, with nothing frozen.
+
+    The paper measures the table before training, once for each K. This is for where there is
+    nothing to measure on: it runs the GPipe schedule against the measured or modelled costs.
+
+    Raises:
+        ValueError: the batch or the sublayers do not allow the length.
+    """
+    anywhere = replace(request, memory_limit_bytes=None)
     return {
-        count: request.global_batch
-        / predict(
-            profile, start, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
-        ).predicted_step_s
-        for count in request.micro_batches or counts or [num_samples]
+        plan.num_micro_batches: request.global_batch / plan.predicted_step_s
+        for plan in trial_plans(profile, anywhere, length)
     }
 
 
-def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, dict[int, float]]:
-    """Return the table of every length that the rules may come to, longest first."""
-    return {
-        length: throughput_table(profile, request, length)
-        for length in _halvings(_start(profile, request), request)
-    }
+def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:
+    """Return the simulated table of every length that the rules may come to, longest first.
+
+    Raises:
+        ValueError: see `paper_lengths`.
+    """
+    lengths = paper_lengths(profile, request)
+    return {length: throughput_table(profile, request, length) for length in lengths}
+
+
+def paper_lengths(profile: Profile, request: PlanRequest) -> tuple[int, ...]:
+    """Return every length that the rules may come to, longest first.
+
+    Raises:
+        ValueError: the request excludes GPipe, or no length is possible.
+    """
+    if "gpipe" not in request.schedules:
+        raise ValueError(
+            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
+            f"the schedule open"
+        )
+    return tuple(_halvings(_start(profile, request), request))
+
+
+def paper_length(
+    profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
+) -> int:
+    """Halve K from its start while the largest partition stays within the largest at T = 0.
+
+    Raises:
+        ValueError: the request excludes GPipe, or no length is possible.
+    """
+    lengths = paper_lengths(profile, request)
+    num_active = len(_sizes(profile, request.num_frozen)[0])
+    at_first = _largest(profile, 0, lengths[0], frozen_cost)
+    found: list[int] = []
+    for length in lengths:
+        largest = _largest(profile, request.num_frozen, length, frozen_cost)
+        if found and found[-1] <= num_active and largest > at_first:
+            break
+        found.append(length)
+    if found[-1] > num_active:
+        raise ValueError(
+            f"{num_active} active sublayers cannot fill any of {found} stages; allow shorter "
+            f"pipelines"
+        )
+    return found[-1]
 
 
 def paper_split(
@@ -124,66 +193,6 @@ def paper_split(
         cuts[stage] = min(cuts[stage], cuts[stage + 1] - 1)
     first_active = len(profile.sublayers) - len(sizes)
     return tuple(first_active + cut for cut in cuts)
-
-
-def table_text(tables: Mapping[int, Mapping[int, float]]) -> str:
-    """Return throughput tables as text, one row for each K; the M that is taken has a star."""
-    rows = []
-    for length, table in tables.items():
-        best = best_count(table)
-        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
-        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
-    return "\n".join(["samples/s by pipeline length K and micro-batches M", *rows])
-
-
-def best_count(table: Mapping[int, float]) -> int:
-    """Return the M of the highest throughput, of equal ones the smallest."""
-    return _best_first(table)[0]
-
-
-def _best_first(table: Mapping[int, float]) -> list[int]:
-    # Nine digits, so that sums which round differently count as equal.
-    return sorted(table, key=lambda count: (-float(f"{table[count]:.9g}"), count))
-
-
-def draw_tables(tables: Mapping[int, Mapping[int, float]], path: str | Path) -> None:
-    """Draw throughput over M / K, a line for each K; the path's ending tells the format."""
-    # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
-    # pyplot, leaves the caller's backend and open figures alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for length, table in tables.items():
-        ratios = [count / length for count in table]
-        best = best_count(table)
-        (line,) = axes.plot(ratios, list(table.values()), marker="o", label=f"K = {length}")
-        axes.plot([best / length], [table[best]], marker="*", ms=14, color=line.get_color())
-    axes.set(xlabel="micro-batches M / K", ylabel="samples/s", ylim=(0, None))
-    axes.set_title("Throughput by M; the star is what is taken", loc="left", fontsize=10)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-
-
-def _length(profile: Profile, request: PlanRequest, frozen_cost: float) -> int:
-    """Halve K from its start while the largest partition stays within the largest at T = 0."""
-    start = _start(profile, request)
-    num_active = len(_sizes(profile, request.num_frozen)[0])
-    at_first = _largest(profile, 0, start, frozen_cost)
-    found: list[int] = []
-    for length in _halvings(start, request):
-        largest = _largest(profile, request.num_frozen, length, frozen_cost)
-        if found and found[-1] <= num_active and largest > at_first:
-            break
-        found.append(length)
-    if found[-1] > num_active:
-        raise ValueError(
-            f"{num_active} active sublayers cannot fill any of {found} stages; allow shorter "
-            f"pipelines"
-        )
-    return found[-1]
 
 
 def _start(profile: Profile, request: PlanRequest) -> int:

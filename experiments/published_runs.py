@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, paper_split, predict
-from autopipe.paper_plan import best_count, throughput_tables
+from autopipe.paper_plan import throughput_tables
+from autopipe.throughput import best_count
 from experiments.published_setting import (
     BATCH,
     CACHE_FROM,

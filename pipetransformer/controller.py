@@ -23,7 +23,7 @@ from freeze import (
 from pipetransformer.deployment import Decision
 from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
-from pipetransformer.planning import PlanSituation, planner_of
+from pipetransformer.planning import PlanSituation, planner_of, published_trials
 from pipetransformer.task import Task
 from pipetransformer.timeline import Clock
 from pipetransformer.transition_cost import TransitionCost
@@ -36,6 +36,8 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
     return {
         "num_ranks": world.size,
         "slots_per_node": world.slots_per_node,
+        "batch_size": config.batch_size,
+        "scale_batch": config.scale_batch,
         "length": config.length,
         "micro_batches": config.micro_batches,
         "schedule": config.schedule,
@@ -143,21 +145,7 @@ class Controller:
 
     def plan(self, clock: Clock, num_frozen: int) -> tuple[PipelinePlan, bool]:
         """Return the pipeline for a number of frozen layers, and whether the prefix is cached."""
-        cached_s = self._cached_s(num_frozen)
-        config = self._task.config
-        request = PlanRequest(
-            num_ranks=self._world.size,
-            slots_per_node=self._world.slots_per_node,
-            global_batch=config.batch_size,
-            num_frozen=num_frozen,
-            memory_limit_bytes=self._memory_limit_bytes,
-            prefix_cached_s=cached_s,
-            prefix_chunk=config.prefix_chunk,
-            round_bytes=ROUND_BYTES if self._world.size > 1 else 0,
-            lengths=self._lengths(num_frozen),
-            micro_batches=None if config.micro_batches is None else (config.micro_batches,),
-            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
-        )
+        request, config = self._request(num_frozen), self._task.config
         situation = PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
@@ -166,8 +154,21 @@ class Controller:
             self.current.plan if self.current else None,
             self.predict_transition_s,
             config.scale_batch,
+            self.measurements.throughputs,
         )
-        return planner_of(config.plan)(situation), cached_s is not None
+        return planner_of(config.plan)(situation), request.prefix_cached_s is not None
+
+    def published_trials(self) -> dict[int, tuple[PipelinePlan, ...]]:
+        """Return the pipelines whose throughputs the published rules want measured, by length.
+
+        Raises:
+            ValueError: the rules can make no plan.
+        """
+        return published_trials(
+            self.measurements.profile,
+            self._request(0),
+            scale_batch=self._task.config.scale_batch,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -190,6 +191,22 @@ class Controller:
         """Close the journal."""
         if self._journal is not None:
             self._journal.close()
+
+    def _request(self, num_frozen: int) -> PlanRequest:
+        config = self._task.config
+        return PlanRequest(
+            num_ranks=self._world.size,
+            slots_per_node=self._world.slots_per_node,
+            global_batch=config.batch_size,
+            num_frozen=num_frozen,
+            memory_limit_bytes=self._memory_limit_bytes,
+            prefix_cached_s=self._cached_s(num_frozen),
+            prefix_chunk=config.prefix_chunk,
+            round_bytes=ROUND_BYTES if self._world.size > 1 else 0,
+            lengths=self._lengths(num_frozen),
+            micro_batches=None if config.micro_batches is None else (config.micro_batches,),
+            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
+        )
 
     def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
         """Bring all sublayers' mean squared norms to every rank, and start a new interval."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from autopipe import (
     Profile,
     ProfiledSublayer,
     SublayerCost,
+    Tables,
     chain_seconds,
     join_chains,
     join_sizes,
@@ -51,10 +53,34 @@ _WORK_S = 0.01
 
 @dataclass(frozen=True)
 class Measurements:
-    """Hold the profile, and the rate at which a cached row can be read."""
+    """Hold what decisions are based on.
+
+    Args:
+        profile: costs of sublayers, links and the rest.
+        copy_bytes_per_s: the rate at which a cached row can be read.
+        throughputs: for the published rules, samples a second by K and M; empty where others plan.
+    """
 
     profile: Profile
     copy_bytes_per_s: float
+    throughputs: Tables = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "profile": self.profile.to_json(),
+            "copy_bytes_per_s": self.copy_bytes_per_s,
+            "throughputs": [[k, list(table.items())] for k, table in self.throughputs.items()],
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Measurements:
+        """Rebuild measurements from `to_json`."""
+        return Measurements(
+            Profile.from_json(values["profile"]),
+            values["copy_bytes_per_s"],
+            {length: dict(table) for length, table in values["throughputs"]},
+        )
 
 
 def measure(
@@ -117,11 +143,13 @@ def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) 
 
 def _agree(own: Measurements, world: World) -> Measurements:
     """Return the medians of all ranks' measurements, the same on every rank. Collective."""
-    gathered = gather_json([own.profile.to_json(), own.copy_bytes_per_s], group=world.group)
-    merged = merge_profiles([Profile.from_json(values) for values, _ in gathered])
-    rate = sorted(rate for _, rate in gathered)[len(gathered) // 2]
-    values = broadcast_json([merged.to_json(), rate], group=world.group)
-    return Measurements(Profile.from_json(values[0]), values[1])
+    all_own = [
+        Measurements.from_json(one) for one in gather_json(own.to_json(), group=world.group)
+    ]
+    merged = merge_profiles([one.profile for one in all_own])
+    rate = sorted(one.copy_bytes_per_s for one in all_own)[len(all_own) // 2]
+    agreed = Measurements(merged, rate).to_json()
+    return Measurements.from_json(broadcast_json(agreed, group=world.group))
 
 
 def _measure_chain(

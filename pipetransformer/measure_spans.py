@@ -26,7 +26,7 @@ from pipetransformer.task import Task
 
 _Result = TypeVar("_Result")
 
-_HIDDEN = "hidden"
+HIDDEN = "hidden"
 """The entry of a batch that holds what the span below handed on."""
 
 
@@ -109,10 +109,10 @@ def run_spans(
     for span in spans:
         sublayers = [_profiled(task, index, span.start) for index in span]
         modules = [sublayer.module for sublayer in sublayers]
-        with _lent(task, device, span), left_as_found(modules, device):
+        with lent(task, device, span), left_as_found(modules, device):
             results.append(action(sublayers, inputs))
             if span is not spans[-1]:
-                inputs = [{**batch, _HIDDEN: forward(sublayers, batch)} for batch in inputs]
+                inputs = [{**batch, HIDDEN: forward(sublayers, batch)} for batch in inputs]
     return results
 
 
@@ -133,7 +133,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 
     def call(hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
         if hidden is None and first > 0:
-            below = batch[_HIDDEN].detach()
+            below = batch[HIDDEN].detach()
             # A copy, as between sublayers, with a gradient to compute, as between stages.
             hidden = below.requires_grad_(below.is_floating_point()).clone()
         output = model.call(index, batch if hidden is None else hidden, sides=batch)
@@ -148,7 +148,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 
 
 @contextmanager
-def _lent(task: Task, device: torch.device, span: range) -> Iterator[None]:
+def lent(task: Task, device: torch.device, span: range) -> Iterator[None]:
     """Hold a span's sublayers on a device; those that are elsewhere get random weights."""
     model = task.model
     absent = [i for i in span if any(t.is_meta for t in model.tensors(i).values())]

@@ -7,14 +7,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from autopipe.cluster import parse_bytes
-from autopipe.paper_plan import draw_tables, table_text, throughput_tables
+from autopipe.paper_plan import throughput_tables
+from autopipe.throughput import Tables, draw_tables, table_text
 from autopipe.timeline_picture import save_picture
 from pipetransformer.named_model import BERTS, DTYPES, ModelChoice
-from pipetransformer.plan_answer import PLANS, Answer, Refusal, find_plan, make_request
-from pipetransformer.plan_place import Place, default_slots, described_place, place_at_hand
+from pipetransformer.plan_answer import PLANS, Answer, Refusal, find_plan
+from pipetransformer.plan_machine import default_slots, place_at_hand
+from pipetransformer.plan_place import Place, described_place, make_request
 from pipetransformer.plan_report import (
     answer_json,
     answer_text,
@@ -23,9 +24,6 @@ from pipetransformer.plan_report import (
     place_text,
     title,
 )
-
-Tables: TypeAlias = dict[int, dict[int, float]]
-"""Samples a second by pipeline length and micro-batches."""
 
 BATCH_A_SLOT = 32
 """Samples of a step for each slot, where the command line does not say."""
@@ -166,15 +164,19 @@ def run_plan(question: PlanQuestion, say: Callable[[str], None]) -> bool:
 
 def _published_tables(question: PlanQuestion, place: Place, answers: list[Answer]) -> Tables:
     """Return the tables from which the published rules take M; what is frozen is not in them."""
-    asked = [a.request for a in answers if not isinstance(a.paper, Refusal)]
-    return throughput_tables(place.profile, asked[0]) if question.plan == "paper" and asked else {}
+    if question.plan != "paper" or place.throughputs:
+        return place.throughputs
+    try:
+        return throughput_tables(place.profile, answers[0].request)
+    except ValueError:
+        return {}  # The rules know no length, as the answer says.
 
 
 def _as_text(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
     head = place_text(_model_name(question), place, answers[0].request.global_batch)
     alone = len(answers) == 1
     text = f"{head}\n\n{answer_text(answers[0], place) if alone else frozen_text(answers)}"
-    return f"{text}\n\n{table_text(tables)}" if tables else text
+    return f"{text}\n\n{table_text(tables, how=_how(place))}" if tables else text
 
 
 def _as_json(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
@@ -186,8 +188,13 @@ def _as_json(question: PlanQuestion, place: Place, answers: list[Answer], tables
             "global_batch": answers[0].request.global_batch,
             "answers": [answer_json(answer, place) for answer in answers],
             "throughputs": tables,
+            "throughputs_are": _how(place) if tables else None,
         }
     )
+
+
+def _how(place: Place) -> str:
+    return "measured" if place.throughputs else "simulated"
 
 
 def _model_name(question: PlanQuestion) -> str:
@@ -200,7 +207,13 @@ def _find_place(question: PlanQuestion) -> tuple[Place, int]:
         return place, question.global_batch or BATCH_A_SLOT * place.num_slots
     num_slots = question.num_slots or default_slots()
     global_batch = question.global_batch or BATCH_A_SLOT * num_slots
-    place = place_at_hand(question.choice, num_slots=num_slots, global_batch=global_batch)
+    place = place_at_hand(
+        question.choice,
+        num_slots=num_slots,
+        global_batch=global_batch,
+        memory_limit_bytes=question.memory_limit_bytes,
+        published=question.plan == "paper",
+    )
     return place, global_batch
 
 

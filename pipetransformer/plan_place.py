@@ -1,30 +1,19 @@
-"""Get the costs of a model at a place: a cluster that is described, or the machine at hand."""
+"""Say what planning for a place needs to know, and get it for a cluster that is described."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from autopipe import Profile, ProfiledSublayer
+from autodp import ROUND_BYTES
+from autopipe import PlanRequest, Profile, ProfiledSublayer, Tables
 from autopipe.cluster import load_cluster
 from autopipe.modelled import modelled_profile
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
-from pipetransformer.launch import launch
-from pipetransformer.measure import measure
-from pipetransformer.named_model import ModelChoice, NamedModel, build_named
-from pipetransformer.optimizer_state import adamw
-from pipetransformer.task import Task
-from pipetransformer.world import connect
-
-_SETUP_TIMEOUT_S = 300.0
+from pipetransformer.named_model import ModelChoice, build_named
 
 
 @dataclass(frozen=True)
@@ -37,6 +26,7 @@ class Place:
         num_slots, slots_per_node: device slots that would train.
         memory_bytes: of a slot; None where it is not known.
         cache_bytes_per_s: at which cached activations are read; None where it is not known.
+        throughputs: timed for the published rules; empty where they are simulated.
     """
 
     name: str
@@ -45,6 +35,7 @@ class Place:
     slots_per_node: int
     memory_bytes: int | None
     cache_bytes_per_s: float | None
+    throughputs: Tables = field(default_factory=dict)
 
 
 def described_place(choice: ModelChoice, cluster_file: str) -> Place:
@@ -85,75 +76,49 @@ class _Caller:
         return self.model.call(self.index, batch if hidden is None else hidden, sides=batch)
 
 
-def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:
-    """Measure the costs on this machine, in one process per slot.
+def make_request(
+    place: Place,
+    *,
+    global_batch: int,
+    num_frozen: int,
+    memory_limit_bytes: int | None,
+    cached: bool,
+) -> PlanRequest:
+    """State what the Trainer would ask of its planner.
 
-    Args:
-        choice: the model.
-        num_slots: processes to start; see `default_slots`.
-        global_batch: samples of a step; micro-batches of it are measured.
     Raises:
-        ValueError: the model cannot be built, or there is no slot.
-        WorkerFailedError: measuring failed.
+        ValueError: a value is out of range, or the place does not say how fast a cache is.
     """
-    if not choice.is_own:  # A mistake is better found here than by every process.
-        build_named(choice, device="meta")
-    with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
-        answer = Path(folder) / "answer.json"
-        launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
-        values = json.loads(answer.read_text())
-    # The sample is made up, so that reading it tells nothing of a dataset.
-    profile = replace(Profile.from_json(values["profile"]), read_s=0.0, fetch_s=0.0)
-    name = f"this machine, a {values['device'].upper()} for each slot"
-    return Place(
-        name,
-        profile,
-        num_slots,
-        num_slots,
-        values["memory_bytes"],
-        values["copy_bytes_per_s"],
+    most = max(cost.layer for cost in place.profile.sublayers)
+    if num_frozen > most:
+        raise ValueError(
+            f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
+            f"head, which never freezes: give 0 to {most}"
+        )
+    limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
+    return PlanRequest(
+        num_ranks=place.num_slots,
+        slots_per_node=place.slots_per_node,
+        global_batch=global_batch,
+        num_frozen=num_frozen,
+        memory_limit_bytes=limit,
+        prefix_chunk=TrainConfig.prefix_chunk,
+        round_bytes=ROUND_BYTES if place.num_slots > 1 else 0,
+        prefix_cached_s=_cached_s(place, num_frozen) if cached else None,
     )
 
 
-def default_slots() -> int:
-    """Count the GPUs of this machine or, without any, the cores that this process may use."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
-
-
-def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
-    """Measure on this rank; rank 0 writes the figures down."""
-    named = build_named(choice, device="cpu")
-    config = TrainConfig(batch_size=global_batch, progress=False)
-    world = connect("auto", timeout_s=_SETUP_TIMEOUT_S)
-    try:
-        measured = measure(_task(named, config), world, lambda ids: named.batch(len(ids)))
-        if world.is_main:
-            memory_bytes = None
-            if world.device.type == "cuda":
-                memory_bytes = torch.cuda.get_device_properties(world.device).total_memory
-            values = {
-                "profile": measured.profile.to_json(),
-                "copy_bytes_per_s": measured.copy_bytes_per_s,
-                "device": world.device.type,
-                "memory_bytes": memory_bytes,
-            }
-            Path(answer).write_text(json.dumps(values))
-    finally:
-        world.close()
-
-
-def _task(named: NamedModel, config: TrainConfig) -> Task:
-    model = named.model
-    missing = [name for name in model.targets if name not in named.sample]
-    if missing:
+def _cached_s(place: Place, num_frozen: int) -> float | None:
+    """Return a cached sample's read time, or None where computing the prefix is no slower."""
+    profile, chunk = place.profile, TrainConfig.prefix_chunk
+    if place.cache_bytes_per_s is None:
         raise ValueError(
-            f"the sample batch has {', '.join(named.sample)}, but lacks the targets "
-            f"{', '.join(missing)}; give them too"
+            f"{place.name} does not say how fast a cache is read; add "
+            "cache_bytes_per_s to its file, or leave --cached out"
         )
-    trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
-    return Task(model, model.loss_fn or _mean_square, adamw(), config, trainable)
-
-
-def _mean_square(output: Tensor, target: object) -> Tensor:
-    """Stand for the loss of a model that has none of its own; what it costs hardly counts."""
-    return output.square().mean()
+    frozen = [i for i, cost in enumerate(profile.sublayers) if cost.layer < num_frozen]
+    if not frozen:
+        return None
+    computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
+    read_s = profile.sublayers[frozen[-1]].output_bytes / place.cache_bytes_per_s
+    return read_s if read_s < computed_s else None

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline, predict
+from autopipe import (
+    PipelinePlan,
+    PlanRequest,
+    Profile,
+    Tables,
+    paper_length,
+    paper_lengths,
+    paper_plan,
+    plan_pipeline,
+    predict,
+    trial_plans,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,7 @@ class PlanSituation:
         current: the plan so far; None at the start.
         transition_s: returns the seconds that going from the current plan to another will cost.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
+        throughputs: measured for the published rules; empty where others plan.
     """
 
     step: int
@@ -30,6 +42,7 @@ class PlanSituation:
     current: PipelinePlan | None
     transition_s: Callable[[PipelinePlan], float]
     scale_batch: bool = False
+    throughputs: Tables = field(default_factory=dict)
 
 
 Planner = Callable[[PlanSituation], PipelinePlan]
@@ -66,7 +79,8 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
 
 def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
-    request, profile = _of_length(situation, current.length), situation.profile
+    request = _of_length(situation.request, current.length, situation.scale_batch)
+    profile = situation.profile
     first_active = sum(cost.layer < request.num_frozen for cost in profile.sublayers)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
@@ -111,7 +125,8 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
         plans = {}
         for length in lengths:
             try:
-                plans[length] = plan_pipeline(situation.profile, _of_length(situation, length))
+                request = _of_length(situation.request, length, situation.scale_batch)
+                plans[length] = plan_pipeline(situation.profile, request)
             except ValueError as error:
                 refusals.append(error)
         if plans:
@@ -120,10 +135,9 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
     raise refusals[len(choices[0]) - 1]
 
 
-def _of_length(situation: PlanSituation, length: int) -> PlanRequest:
+def _of_length(request: PlanRequest, length: int, scale_batch: bool) -> PlanRequest:
     """Return the request for one length, with the batch that is trained at it."""
-    request = situation.request
-    grown = request.replicas_of(length) if situation.scale_batch else 1
+    grown = request.replicas_of(length) if scale_batch else 1
     return replace(request, lengths=(length,), global_batch=request.global_batch * grown)
 
 
@@ -143,18 +157,37 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
     return _paper_plan(replace(situation, request=replace(request, lengths=(current.length,))))
 
 
+def published_trials(
+    profile: Profile, request: PlanRequest, *, scale_batch: bool
+) -> dict[int, tuple[PipelinePlan, ...]]:
+    """Return the pipelines whose throughputs the published rules want measured, by length.
+
+    Args:
+        profile, request: as for a plan with nothing frozen.
+        scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
+    Raises:
+        ValueError: the rules can make no plan; see `paper_lengths`.
+    """
+    return {
+        length: trial_plans(profile, _of_length(request, length, scale_batch), length)
+        for length in paper_lengths(profile, _ample(request) if scale_batch else request)
+    }
+
+
 def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
-    if not situation.scale_batch:
-        return paper_plan(profile, request)
-    # The length depends on no batch, as long as every replica has a sample.
-    most = replace(
-        request,
-        global_batch=request.global_batch * request.num_ranks,
-        memory_limit_bytes=None,
-    )
-    replicas = request.replicas_of(paper_plan(profile, most).length)
-    return paper_plan(profile, replace(request, global_batch=request.global_batch * replicas))
+    if situation.scale_batch:
+        length = paper_length(profile, _ample(request))
+        request = _of_length(request, length, scale_batch=True)
+    return paper_plan(profile, request, tables=situation.throughputs)
+
+
+def _ample(request: PlanRequest) -> PlanRequest:
+    """Return the request with a batch of which every replica has a sample, whatever the length.
+
+    On more than that the length does not depend.
+    """
+    return replace(request, global_batch=request.global_batch * request.num_ranks)
 
 
 PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "paper": published_plan}

@@ -11,9 +11,10 @@ from typing import Any
 
 from autocache import CacheStats
 from autodp import Topology, gather_json
-from autopipe import Profile
+from autopipe import table_text
 from pipetransformer.config import TrainConfig
 from pipetransformer.deployment import Decision
+from pipetransformer.measure import Measurements
 from pipetransformer.pace import Pace
 from pipetransformer.progress import Progress
 from pipetransformer.records import Records
@@ -64,10 +65,15 @@ class RunLog:
         """
         self._records = Records(None if self._folder is None else Path(self._folder))
 
-    def start(self, num_steps: int, profile: Profile) -> None:
+    def start(self, clock: Clock, measurements: Measurements) -> None:
         """Begin to show progress; the profile tells messages from bubbles in the time waited."""
-        self._profile = profile
-        self._bar = Progress(num_steps, shown=self._shown, label=self._label)
+        self._profile = measurements.profile
+        self._bar = Progress(clock.max_steps, shown=self._shown, label=self._label)
+        if measurements.throughputs:
+            tables = measurements.throughputs
+            by_name = {str(k): {str(m): tables[k][m] for m in tables[k]} for k in tables}
+            self._records.log("throughputs", clock.step, samples_per_s=by_name)
+            self._bar.say(table_text(tables, how="measured"))
 
     def close(self) -> None:
         """Close the records and the bar."""

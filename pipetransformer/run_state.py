@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 
 from autocache import CacheStats
 from autodp import broadcast_json, gather_json
-from autopipe import Profile
 from pipetransformer.checkpoint import Checkpoint
 from pipetransformer.controller import Controller, plan_shape
 from pipetransformer.deployment import Decision, Deployment
@@ -148,8 +147,8 @@ class RunState:
         self._keeps = all(gather_json(same, group=self._world.group))
         if not self._keeps:
             return None
-        kept = checkpoint.scalars["measurements"]
-        return Measurements(Profile.from_json(kept["profile"]), kept["copy_bytes_per_s"])
+        kept = Measurements.from_json(checkpoint.scalars["measurements"])
+        return kept if saved == shape else replace(kept, throughputs={})
 
     def restore(
         self,
@@ -255,10 +254,7 @@ class RunState:
             "report": asdict(self._report),
             "controller": controller.state_dict(),
             "log": log.state_dict(),
-            "measurements": {
-                "profile": controller.measurements.profile.to_json(),
-                "copy_bytes_per_s": controller.measurements.copy_bytes_per_s,
-            },
+            "measurements": controller.measurements.to_json(),
         }
 
     def _own_json(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from pipetransformer.data import Batch
 from pipetransformer.deployment import Deployment
 from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
+from pipetransformer.measure_throughput import measure_throughputs
 from pipetransformer.run_log import Cost, RunLog
 from pipetransformer.run_state import FitReport
 from pipetransformer.task import Task
@@ -75,10 +77,16 @@ class Steering:
             measurements=kept or self._measure(),
             memory_limit_bytes=limit,
         )
+        if self._task.config.plan == "paper":
+            self._complete_throughputs(self.controller)
 
     def measure(self) -> Measurements:
-        """Measure anew, for the decisions to come. Collective."""
-        self.active.measurements = self._measure()
+        """Measure anew, for the decisions to come. Collective.
+
+        Throughputs for the published rules are measured once, as published.
+        """
+        throughputs = self.active.measurements.throughputs
+        self.active.measurements = replace(self._measure(), throughputs=throughputs)
         return self.active.measurements
 
     def decide_if_due(self, report: FitReport, log: RunLog) -> None:
@@ -130,6 +138,15 @@ class Steering:
         measurements = measure(self._task, self._world, self._read, held_bytes=held_bytes)
         self._measure_s = time.perf_counter() - start
         return measurements
+
+    def _complete_throughputs(self, controller: Controller) -> None:
+        """Time what the published rules choose M from, if it is not known. Collective."""
+        measured = controller.measurements
+        if not measured.throughputs:
+            tables = measure_throughputs(
+                self._task, self._world, self._read, trials=controller.published_trials()
+            )
+            controller.measurements = replace(measured, throughputs=tables)
 
     def _measure_if_drifted(self, log: RunLog) -> bool:
         """Measure anew where steps no longer take what they took. Collective."""

@@ -275,7 +275,7 @@ class Trainer:
             self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
         controller.open_journal(from_step=step if self._state.resumes else None)
-        self._log.start(self._steering.clock().max_steps, controller.measurements.profile)
+        self._log.start(self._steering.clock(), controller.measurements)
         if self.decision is None:
             self._steering.decide(self.report, self._log)
 

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from autopipe import PlanRequest, Profile, SublayerCost, paper_plan, paper_split, throughput_table
-from autopipe.paper_plan import best_count, draw_tables, table_text, throughput_tables
+from autopipe import (
+    PlanRequest,
+    Profile,
+    SublayerCost,
+    paper_plan,
+    paper_split,
+    throughput_table,
+    trial_plans,
+)
+from autopipe.paper_plan import throughput_tables
+from autopipe.throughput import best_count, draw_tables, table_text
 from tests.costs import FREE, sums
 from tests.pool import Pool
 from tests.scenario import Scenario, Shape, assert_equal, merge, plain, train
@@ -137,6 +146,46 @@ def test_equal_throughputs_take_the_fewest_micro_batches() -> None:
     assert paper_plan(vit_base(), asked).num_micro_batches == 1
 
 
+def test_measured_throughputs_decide_where_there_are_any() -> None:
+    measured = {4: {4: 1.0, 8: 3.0, 12: 2.0}, 8: {8: 5.0, 16: 5.0}}
+    assert paper_plan(vit_base(), request(7), tables=measured).num_micro_batches == 8
+    assert paper_plan(vit_base(), request(0), tables=measured).num_micro_batches == 8
+    simulated = paper_plan(vit_base(), request(0))
+    assert paper_plan(vit_base(), request(0), tables={4: measured[4]}) == simulated
+
+
+def test_the_pipelines_to_be_timed_are_gpipe_s_with_nothing_frozen() -> None:
+    plans = trial_plans(vit_base(), request(9, prefix_cached_s=1e-3), 4)
+    assert [plan.num_micro_batches for plan in plans] == [4, 8, 12, 16, 20, 24]
+    assert {(plan.schedule, plan.boundaries) for plan in plans} == {
+        ("gpipe", paper_split(vit_base(), 0, 4))}
+
+
+def test_what_does_not_fit_is_timed_with_as_little_frozen_as_fits() -> None:
+    peaks = [max(paper_plan(vit_base(), request(f, lengths=(2,))).peak_bytes) for f in range(12)]
+    for limit in (peaks[0], peaks[5]):
+        plans = trial_plans(vit_base(), request(memory_limit_bytes=limit), 2)
+        assert len(plans) == 6 and all(max(plan.peak_bytes) <= limit for plan in plans)
+        least = next(f for f, peak in enumerate(peaks) if peak <= limit)
+        assert plans[0].boundaries == paper_split(vit_base(), least, 2)
+    assert peaks[5] < peaks[0]
+    assert trial_plans(vit_base(), request(memory_limit_bytes=1000), 2) == ()
+
+
+def test_only_what_fits_at_last_is_timed() -> None:
+    # A single stage needs less memory the more micro-batches it takes one after the other.
+    kept = dataclasses.replace(vit_base(), sublayers=tuple(
+        dataclasses.replace(cost, saved_bytes=1e6) for cost in vit_base().sublayers))
+    asked = request(num_ranks=1, slots_per_node=1, global_batch=12)
+    free = trial_plans(kept, asked, 1)
+    last = dataclasses.replace(asked, num_frozen=12)
+    least = min(max(paper_plan(kept, dataclasses.replace(last, micro_batches=(m,))).peak_bytes)
+                for m in (4, 5, 6))
+    plans = trial_plans(kept, dataclasses.replace(asked, memory_limit_bytes=least), 1)
+    assert len(free) == 6 > len(plans) > 0
+    assert all(max(plan.peak_bytes) <= least for plan in plans)
+
+
 def test_fewer_samples_than_stages_are_one_micro_batch_each() -> None:
     assert list(throughput_table(vit_base(), request(global_batch=6), 8)) == [3]
     assert list(throughput_table(vit_base(), request(micro_batches=(5,)), 8)) == [5]
@@ -169,8 +218,8 @@ def test_a_length_that_was_set_is_kept() -> None:
 
 def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Path) -> None:
     tables = {2: {2: 30.0, 4: 41.5, 6: 40.0}, 1: {1: 50.0}}
-    title, two, one = table_text(tables).splitlines()
-    assert title.startswith("samples/s")
+    title, two, one = table_text(tables, how="measured").splitlines()
+    assert title.startswith("samples/s") and title.endswith(", measured")
     assert two.split() == ["K", "=", "2", "M", "=", "2,", "4,", "6", "30", "41.5*", "40"]
     assert one.split() == ["K", "=", "1", "M", "=", "1", "50*"]
     path = tmp_path / "tables.png"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from autopipe import PipelinePlan, plan_pipeline
 from autopipe.explain import runners_up
-from pipetransformer import plan_place
+from pipetransformer import plan_machine
 from pipetransformer.cli import main
 from pipetransformer.named_model import ModelChoice, build_named
-from pipetransformer.plan_answer import find_plan, make_request
-from pipetransformer.plan_place import described_place
+from pipetransformer.plan_answer import find_plan
+from pipetransformer.plan_place import described_place, make_request
 from tests.models import tiny_data, tiny_model
 
 HERE = "tests.test_pipetransformer_plan_command"
@@ -142,10 +142,12 @@ def test_the_published_rules_show_the_tables_from_which_they_take_m(
     capsys: pytest.CaptureFixture[str], cluster: str, tmp_path: Path
 ) -> None:
     arguments = (f"{HERE}:shapes_only", "--cluster", cluster, "--frozen", "0,2")
-    assert json.loads(plan(capsys, *arguments, "--json"))["throughputs"] == {}
+    values = json.loads(plan(capsys, *arguments, "--json"))
+    assert (values["throughputs"], values["throughputs_are"]) == ({}, None)
     picture = tmp_path / "choice.png"
     arguments = (*arguments, "--plan", "paper")
     values = json.loads(plan(capsys, *arguments, "--json", "--picture", str(picture)))
+    assert values["throughputs_are"] == "simulated"
     taken = values["answers"][0]["paper"]
     table = values["throughputs"][str(taken["length"])]
     assert max(table, key=lambda count: table[count]) == str(taken["num_micro_batches"])
@@ -164,6 +166,10 @@ def test_what_does_not_fit_says_where_and_by_how_much(
     assert "choice: K = 4, R = 1" in text
     assert "does not fit: stage 0 needs " in text and " of 2.9 KiB, at best (M = " in text
     assert "published rules: the published rules give 2 stages, which need " in text
+    assert main([*arguments, "3000", "--plan", "paper"]) == 1
+    text = capsys.readouterr().out
+    assert "no plan: the published rules give 2 stages, which need " in text
+    assert "pipeline length K and micro-batches M, simulated\nK = 2 " in text
     assert main([*arguments, "1 kB"]) == 1
     assert "no plan: no plan fits memory_limit_bytes = 1000" in capsys.readouterr().out
 
@@ -231,6 +237,22 @@ def test_machine_at_hand_is_measured_by_a_process_for_each_slot(
     assert two["transfer_s"] > 0
 
 
+def test_the_published_rules_take_m_from_what_was_timed_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (f"{HERE}:own_model", "--slots", "2", "--batch", "8", "--plan", "paper")
+    values = json.loads(plan(capsys, *arguments, "--json"))
+    assert values["throughputs_are"] == "measured"
+    tables = values["throughputs"]
+    assert {k: list(table) for k, table in tables.items()} == {
+        "2": ["2", "4", "6", "8"],
+        "1": ["1", "2", "3", "4"],
+    }
+    taken = values["answers"][0]["chosen"]
+    table = tables[str(taken["length"])]
+    assert max(table, key=lambda count: table[count]) == str(taken["num_micro_batches"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -271,7 +293,7 @@ def test_targets_are_needed_only_where_a_loss_is_measured(
     ) -> None:
         entry(*arguments)
 
-    monkeypatch.setattr(plan_place, "launch", run_here)
+    monkeypatch.setattr(plan_machine, "launch", run_here)
     assert main(["plan", f"{HERE}:without_targets", "--slots", "1"]) == 1
     assert "the sample batch has x, but lacks the targets y; give" in capsys.readouterr().err
 
