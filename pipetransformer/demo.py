@@ -1,8 +1,9 @@
-"""Run the main job: fine-tune a ViT on real scans, elastically, then without, and compare.
+"""Run the main job: fine-tune a ViT on real scans, elastically and without, and compare.
 
-donor      12 blocks trained on the digits 0-4 (made once, kept)
-elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the frozen
-prefix baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
+    donor      12 blocks trained on the digits 0-4 (made once, kept)
+    elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the prefix
+    published  the same, freezing included, but pipelines are planned by the published rules
+    baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autopipe import Profile
+from autopipe.throughput import draw_tables
 from freeze import FreezeSchedule
 from pipetransformer.checks import check_world
 from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
@@ -41,6 +43,7 @@ DONOR_EPOCHS = 16
 DONOR_FILE = "demo-donor.safetensors"
 FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 4, 8)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
+RUNS = ("elastic", "published", "baseline")
 MEMORY_LIMIT_BYTES = 106_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
 
@@ -103,33 +106,41 @@ def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, Tensor
 
 
 def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run donor, elastic and baseline, write the report, and return the summary.
+    """Run the donor and RUNS, write the report, and return the summary.
 
     Args:
         settings: from the command line.
         say: shows a line to the person watching.
     """
-    for elastic in (True, False):
-        check_world(make_config(run_settings(settings, elastic=elastic)), NUM_SLOTS, NUM_SLOTS)
+    for run in RUNS:
+        check_world(make_config(run_settings(settings, run)), NUM_SLOTS, NUM_SLOTS)
     folder = Path(settings.folder)
     donor = folder.parent / DONOR_FILE
     if not donor.exists():
         say(f"donor: training 12 blocks on the digits 0-4, kept in {donor}")
         make_donor(donor)
     clear_folder(folder)
-    for elastic in (True, False):
+    for run in RUNS:
         say(
-            f"\n{'elastic' if elastic else 'baseline'}: fine-tuning on the digits 0-9, "
-            f"{settings.epochs} epochs, {NUM_SLOTS} device slots"
+            f"\n{run}: fine-tuning on the digits 0-9, {settings.epochs} epochs, "
+            f"{NUM_SLOTS} device slots"
         )
-        launch(fine_tune, (settings, str(donor), elastic), num_slots=NUM_SLOTS)
+        launch(fine_tune, (settings, str(donor), run), num_slots=NUM_SLOTS)
     summary = summarize(settings)
-    elastic_records, baseline_records = _records(folder), _records(folder / "baseline")
-    draw_report(elastic_records, baseline_records, folder / "report.png")
+    records = {run: _records(settings, run) for run in reversed(RUNS)}
+    draw_report(records, folder / "report.png")
+    tables = {
+        int(length): {int(count): rate for count, rate in table.items()}
+        for record in records["published"]
+        if record["kind"] == "throughputs"
+        for length, table in record["samples_per_s"].items()
+    }
+    draw_tables(tables, folder / "throughput.png")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     say(
-        f"\n{breakdown_table(elastic_records, baseline_records)}\n\n{summary_table(summary)}\n\n"
-        f"{folder}: summary.json, records.jsonl, report.png, model.safetensors, tensorboard/"
+        f"\n{breakdown_table(records)}\n\n{summary_table(summary['runs'])}\n\n"
+        f"{folder}: summary.json, records.jsonl, report.png, throughput.png, model.safetensors, "
+        "tensorboard/"
     )
     return summary
 
@@ -165,32 +176,33 @@ def train_donor(path: str) -> None:
             safetensors.torch.save_file(state, path)
 
 
-def run_folder(settings: DemoSettings, *, elastic: bool) -> Path:
+def run_folder(settings: DemoSettings, run: str) -> Path:
     """Return where a run's results go."""
-    return Path(settings.folder) if elastic else Path(settings.folder) / "baseline"
+    return Path(settings.folder) / ("" if run == "elastic" else run)
 
 
-def run_settings(settings: DemoSettings, *, elastic: bool) -> dict[str, Any]:
-    """Return the Trainer's settings: the same for both runs, but that the baseline keeps K = 2."""
+def run_settings(settings: DemoSettings, run: str) -> dict[str, Any]:
+    """Return the Trainer's settings: the same for all runs, but for how pipelines are planned."""
     return {
         "epochs": settings.epochs,
         "batch_size": BATCH_SIZE,
         "seed": settings.seed,
-        "length": None if elastic else NUM_SLOTS,
+        "length": NUM_SLOTS if run == "baseline" else None,
+        "plan": "paper" if run == "published" else "fastest",
         "memory_limit_bytes": MEMORY_LIMIT_BYTES,
         "learning_rate_schedule": polynomial_with_warmup(),
         "clip_norm": 1.0,
         "evaluate_every_epochs": 2,
-        "folder": run_folder(settings, elastic=elastic),
+        "folder": run_folder(settings, run),
         "checkpoint_every_epochs": settings.epochs,
         "keep_checkpoints": 1,
-        "label": "elastic" if elastic else "baseline",
+        "label": run,
     }
 
 
-def fine_tune(settings: DemoSettings, donor: str, elastic: bool) -> None:
+def fine_tune(settings: DemoSettings, donor: str, run: str) -> None:
     """Fine-tune the donor on all ten digits, and write what it took."""
-    folder = run_folder(settings, elastic=elastic)
+    folder = run_folder(settings, run)
     train, test = load_digits_split()
     model = build_model(10, settings.seed)
     model.load_state_dict(safetensors.torch.load_file(donor), strict=False)
@@ -199,8 +211,8 @@ def fine_tune(settings: DemoSettings, donor: str, elastic: bool) -> None:
         train,
         eval_set=test,
         optimizer=adamw(LEARNING_RATE),
-        freeze=FreezeSchedule(FROZEN_BY_EPOCH) if elastic else None,
-        **run_settings(settings, elastic=elastic),
+        freeze=None if run == "baseline" else FreezeSchedule(FROZEN_BY_EPOCH),
+        **run_settings(settings, run),
     ) as trainer:
         report = trainer.fit()
         trainer.save_model(folder / "model.safetensors")
@@ -217,41 +229,42 @@ def fine_tune(settings: DemoSettings, donor: str, elastic: bool) -> None:
 
 
 def summarize(settings: DemoSettings) -> dict[str, Any]:
-    """Compare the two runs; the ideal is modelled from one profile for both."""
-    folder = Path(settings.folder)
-    elastic, baseline = (
-        json.loads((path / "result.json").read_text()) for path in (folder, folder / "baseline")
-    )
-    profile = Profile.from_json(elastic["profile"])
-    read_s = profile.sublayers[-2].output_bytes / elastic["copy_bytes_per_s"]
-    ideal = {
-        name: ideal_seconds(
-            profile,
-            [r for r in _records(path) if r["kind"] == "step"],
-            num_samples=elastic["num_samples"],
-            read_s=read_s,
-        )
-        for name, path in (("elastic", folder), ("baseline", folder / "baseline"))
+    """Compare the runs; the ideals are modelled from one profile for all."""
+    results = {
+        run: json.loads((run_folder(settings, run) / "result.json").read_text())
+        for run in reversed(RUNS)
     }
-    served = elastic["cache_hits"] + elastic["cache_misses"]
+    measured = results["elastic"]
+    profile = Profile.from_json(measured["profile"])
+    read_s = profile.sublayers[-2].output_bytes / measured["copy_bytes_per_s"]
+    runs: dict[str, dict[str, Any]] = {}
+    for run, result in results.items():
+        runs[run] = {
+            "seconds": result["seconds"],
+            "samples_per_s": result["samples"] / result["seconds"],
+            "accuracy": result["metrics"]["accuracy"],
+            "ideal_seconds": ideal_seconds(
+                profile,
+                [r for r in _records(settings, run) if r["kind"] == "step"],
+                num_samples=measured["num_samples"],
+                read_s=read_s,
+            ),
+        }
+        if run != "baseline":
+            served = result["cache_hits"] + result["cache_misses"]
+            runs[run] |= {
+                "speedup": runs["baseline"]["seconds"] / result["seconds"],
+                "ideal_speedup": runs["baseline"]["ideal_seconds"] / runs[run]["ideal_seconds"],
+                "cache_hit_rate": result["cache_hits"] / max(served, 1),
+                "transitions": result["transitions"],
+            }
     return {
-        "speedup": baseline["seconds"] / elastic["seconds"],
-        "ideal_speedup": ideal["baseline"] / ideal["elastic"],
-        "baseline_seconds": baseline["seconds"],
-        "elastic_seconds": elastic["seconds"],
-        "baseline_ideal_seconds": ideal["baseline"],
-        "elastic_ideal_seconds": ideal["elastic"],
-        "baseline_accuracy": baseline["metrics"]["accuracy"],
-        "elastic_accuracy": elastic["metrics"]["accuracy"],
-        "baseline_samples_per_s": baseline["samples"] / baseline["seconds"],
-        "elastic_samples_per_s": elastic["samples"] / elastic["seconds"],
-        "transitions": elastic["transitions"],
-        "cache_hit_rate": elastic["cache_hits"] / max(served, 1),
+        "runs": runs,
         "seed": settings.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "device": f"{NUM_SLOTS} x {elastic['device']} ({platform.machine()})",
+        "device": f"{NUM_SLOTS} x {measured['device']} ({platform.machine()})",
     }
 
 
-def _records(folder: Path) -> list[Record]:
-    return read_records(folder / RECORDS_FILE)
+def _records(settings: DemoSettings, run: str) -> list[Record]:
+    return read_records(run_folder(settings, run) / RECORDS_FILE)

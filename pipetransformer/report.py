@@ -5,17 +5,16 @@
     | accuracy           |                           |
     +--------------------+---------------------------+
     | frozen layers      | seconds of each epoch by  |
-    | K and R            | category, baseline beside |
+    | K and R            | category, others beside   |
     +--------------------+---------------------------+
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,8 +24,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipetransformer.records import BREAKDOWN_CATEGORIES, Record
 
-ELASTIC_COLOR = "#0b6fb8"
-BASELINE_COLOR = "#8a8f98"
+ELASTIC = "elastic"
+"""The run that is reported; the others stand beside it."""
+LABELS = {"baseline": "without freezing", "published": "published rules", ELASTIC: "elastic"}
+COLORS = {"baseline": "#8a8f98", "published": "#59a14f", ELASTIC: "#0b6fb8"}
 SECOND_COLOR = "#e6842a"
 MARK_COLOR = "#c44e52"
 CATEGORY_COLORS = {
@@ -39,46 +40,25 @@ CATEGORY_COLORS = {
     "transition": "#c44e52",
     "other": "#c7cbd1",
 }
-SUMMARY_KEYS = (
-    "speedup",
-    "ideal_speedup",
-    "baseline_seconds",
-    "elastic_seconds",
-    "baseline_accuracy",
-    "elastic_accuracy",
-    "baseline_samples_per_s",
-    "elastic_samples_per_s",
-    "cache_hit_rate",
-)
+Runs: TypeAlias = Mapping[str, list[Record]]
+"""Records of runs by their names in LABELS, in the order in which they are shown."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """Hold what the panels need of a run: its records, and how it is drawn."""
-
-    records: list[Record]
-    label: str
-    color: str
-
-
-def draw_report(elastic: list[Record], baseline: list[Record] | None, path: Path) -> None:
+def draw_report(runs: Runs, path: Path) -> None:
     """Draw a run as a PNG: learning, freezing and topology, throughput, time by category.
 
     Args:
-        elastic: the records of the run.
-        baseline: the records of the run without freezing, drawn beside it; None leaves it out.
+        runs: the elastic run, and those that are drawn beside it.
         path: the picture to write, 1320 x 880 pixels.
     Raises:
-        ValueError: there is no epoch in `elastic`.
+        ValueError: there is no epoch in the elastic run.
     """
+    elastic = runs[ELASTIC]
     if not _of_kind(elastic, "epoch"):
         raise ValueError(
             f"the {len(elastic)} records given hold no epoch; train at least one whole epoch "
             "before drawing the report"
         )
-    runs = [Run(elastic, "elastic", ELASTIC_COLOR)]
-    if baseline is not None:
-        runs.insert(0, Run(baseline, "without freezing", BASELINE_COLOR))
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(12, 8), dpi=110, layout=layout)
     FigureCanvasAgg(figure)
@@ -90,7 +70,7 @@ def draw_report(elastic: list[Record], baseline: list[Record] | None, path: Path
     _draw_learning(panels["loss"], panels["accuracy"], runs)
     _draw_topology(panels["frozen"], panels["shape"], elastic)
     _draw_throughput(panels["speed"], runs)
-    _draw_breakdown(panels["parts"], elastic, baseline)
+    _draw_breakdown(panels["parts"], runs)
     figure.savefig(path)
 
 
@@ -100,54 +80,53 @@ def total_breakdown(records: list[Record]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in BREAKDOWN_CATEGORIES}
 
 
-def summary_table(summary: Mapping[str, float]) -> str:
-    """Write the outcome of an elastic run beside its baseline as plain text.
+def summary_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write the outcomes of runs beside each other as plain text.
 
     Args:
-        summary: at least the keys of SUMMARY_KEYS; accuracies and the hit rate as fractions.
-    Raises:
-        ValueError: a key is missing.
+        figures: by the runs' names in LABELS: seconds, samples_per_s and accuracy, and of other
+            runs than the baseline cache_hit_rate, speedup and ideal_speedup over it.
     """
-    missing = [key for key in SUMMARY_KEYS if key not in summary]
-    if missing:
-        raise ValueError(f"the summary lacks {', '.join(missing)}; it needs all of SUMMARY_KEYS")
 
-    def both(key: str, style: str) -> list[str]:
-        return [format(summary[f"{run}_{key}"], style) for run in ("baseline", "elastic")]
+    def row(title: str, key: str, style: str, unit: str = "") -> list[str]:
+        cells = [format(run[key], style) + unit if key in run else "" for run in figures.values()]
+        return [title, *cells]
 
-    share = summary["speedup"] / summary["ideal_speedup"]
+    shares = [
+        f"{run['speedup'] / run['ideal_speedup']:.0%}" if "speedup" in run else ""
+        for run in figures.values()
+    ]
     return _table(
         [
-            ["", "without freezing", "elastic"],
-            ["time (s)", *both("seconds", ".1f")],
-            ["samples/s", *both("samples_per_s", ".1f")],
-            ["test accuracy", *both("accuracy", ".2%")],
-            ["cache hits", "", f"{summary['cache_hit_rate']:.1%}"],
-            ["speed-up", "", f"{summary['speedup']:.2f} x"],
-            ["ideal speed-up", "", f"{summary['ideal_speedup']:.2f} x"],
-            ["share of the ideal", "", f"{share:.0%}"],
+            ["", *(LABELS[name] for name in figures)],
+            row("time (s)", "seconds", ".1f"),
+            row("samples/s", "samples_per_s", ".1f"),
+            row("test accuracy", "accuracy", ".2%"),
+            row("cache hits", "cache_hit_rate", ".1%"),
+            row("speed-up", "speedup", ".2f", " x"),
+            row("ideal speed-up", "ideal_speedup", ".2f", " x"),
+            ["share of the ideal", *shares],
         ]
     )
 
 
-def breakdown_table(elastic: list[Record], baseline: list[Record]) -> str:
-    """Write the seconds of both runs by category as plain text, with their sums."""
-    columns = [total_breakdown(baseline), total_breakdown(elastic)]
-    rows = [["seconds", "without freezing", "elastic"]]
+def breakdown_table(runs: Runs) -> str:
+    """Write the seconds of runs by category as plain text, with their sums."""
+    columns = [total_breakdown(records) for records in runs.values()]
+    rows = [["seconds", *(LABELS[name] for name in runs)]]
     for name in BREAKDOWN_CATEGORIES:
         rows.append([_spoken(name), *(f"{column[name]:.1f}" for column in columns)])
     rows.append(["sum", *(f"{sum(column.values()):.1f}" for column in columns)])
     return _table(rows)
 
 
-def _draw_learning(loss: Axes, accuracy: Axes, runs: Sequence[Run]) -> None:
+def _draw_learning(loss: Axes, accuracy: Axes, runs: Runs) -> None:
     """Draw training loss above test accuracy."""
-    for run in runs:
-        steps = _of_kind(run.records, "step")
-        _line(loss, steps, "loss", color=run.color, alpha=0.25, linewidth=0.8)
-        _line(loss, _epochs(run.records), "loss", color=run.color, label=run.label)
-        evaluations = _of_kind(run.records, "evaluation")
-        _line(accuracy, evaluations, "accuracy", color=run.color, marker=".")
+    for name, records in runs.items():
+        color = COLORS[name]
+        _line(loss, _of_kind(records, "step"), "loss", color=color, alpha=0.25, linewidth=0.8)
+        _line(loss, _epochs(records), "loss", color=color, label=LABELS[name])
+        _line(accuracy, _of_kind(records, "evaluation"), "accuracy", color=color, marker=".")
     _title(loss, "Learning")
     loss.set_ylabel("training loss")
     loss.set_ylim(bottom=0)
@@ -161,8 +140,8 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
     """Draw frozen layers above K and R, with a mark at every transition."""
     steps = _of_kind(records, "step")
     steady = {"drawstyle": "steps-post", "linewidth": 2.0}
-    _line(frozen, steps, "frozen", color=ELASTIC_COLOR, **steady)
-    _line(shape, steps, "length", color=ELASTIC_COLOR, label="stages (K)", **steady)
+    _line(frozen, steps, "frozen", color=COLORS[ELASTIC], **steady)
+    _line(shape, steps, "length", color=COLORS[ELASTIC], label="stages (K)", **steady)
     dashed = {"linestyle": "--", **steady}
     _line(shape, steps, "replicas", color=SECOND_COLOR, label="replicas (R)", **dashed)
     for axes in (frozen, shape):
@@ -180,11 +159,11 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
     _share_time(frozen, shape)
 
 
-def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_throughput(axes: Axes, runs: Runs) -> None:
     """Draw samples per second, each epoch as a point."""
-    for run in runs:
-        epochs = _epochs(run.records)
-        _line(axes, epochs, "samples_per_s", color=run.color, label=run.label, marker=".")
+    for name, records in runs.items():
+        style = {"color": COLORS[name], "label": LABELS[name], "marker": "."}
+        _line(axes, _epochs(records), "samples_per_s", **style)
     _title(axes, "Throughput")
     axes.set_ylabel("samples per second, mean of each epoch")
     axes.set_xlabel("seconds since the start")
@@ -193,25 +172,29 @@ def _draw_throughput(axes: Axes, runs: Sequence[Run]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_breakdown(axes: Axes, elastic: list[Record], baseline: list[Record] | None) -> None:
-    """Stack the seconds of each epoch by category; the baseline's mean epoch stands beside."""
-    epochs = _epochs(elastic)
+def _draw_breakdown(axes: Axes, runs: Runs) -> None:
+    """Stack the seconds of each epoch by category; other runs' mean epochs stand beside."""
+    epochs = _epochs(runs[ELASTIC])
     places = [float(epoch["epoch"]) for epoch in epochs]
     bars = [epoch["breakdown"] for epoch in epochs]
-    if baseline is not None and (num_epochs := len(_epochs(baseline))):
-        mean = {part: total / num_epochs for part, total in total_breakdown(baseline).items()}
-        places.append(max(places) + 2.0)
+    width = max(1.0, len(epochs) / 8)  # Wide enough for their names.
+    for name, records in runs.items():
+        if name == ELASTIC or not (num_epochs := len(_epochs(records))):
+            continue
+        mean = {part: total / num_epochs for part, total in total_breakdown(records).items()}
+        places.append(places[-1] + 1.0 + width)
         bars.append(mean)
         top = (places[-1], sum(mean.values()))
-        axes.annotate("mean without\nfreezing", top, ha="center", va="bottom", fontsize="small")
+        label = f"mean\n{LABELS[name]}".replace(" ", "\n")
+        axes.annotate(label, top, ha="center", va="bottom", fontsize="small")
     bottoms = [0.0] * len(bars)
     for name in BREAKDOWN_CATEGORIES:
         heights = [bar.get(name, 0.0) for bar in bars]
         axes.bar(places, heights, 0.8, bottoms, color=CATEGORY_COLORS[name], label=_spoken(name))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     _title(axes, "Where each epoch's time went")
-    # Headroom for the note above the baseline's bar.
-    axes.margins(y=0.15)
+    # Headroom for the notes above the other runs' bars.
+    axes.margins(y=0.2)
     axes.set_ylabel("seconds")
     axes.set_xlabel("epoch")
     axes.set_xticks(places[: len(epochs) : max(1, len(epochs) // 8)])

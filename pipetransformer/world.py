@@ -32,7 +32,7 @@ _JOINED = itertools.count()
 """Numbers the worlds that this process joins one after the other."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class World:
     """Hold this rank's coordinates.
 
@@ -66,9 +66,11 @@ class World:
         return Topology(self.size, self.slots_per_node, length)
 
     def close(self) -> None:
-        """Destroy the default process group, if it was initialised here."""
+        """Destroy the default process group and its threads, if it was initialised here."""
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
+            # gloo's threads end with the last reference, and might abort the process's end.
+            self.group = None
 
 
 def world_size() -> int:
@@ -144,6 +146,8 @@ def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
 
 def _initialise(rank: int, size: int, place: Place, timeout: timedelta) -> None:
     """Meet the other ranks, and start the default process group if they can train together."""
+    # The first optimizer imports it, and it keeps a default group that is there by then for good.
+    import torch._dynamo  # noqa: F401
     path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
     meeting_store: dist.Store
     if path is not None:
