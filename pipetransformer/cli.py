@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="fine-tune a ViT elastically and compare with the baseline"
+        "demo", help="fine-tune a ViT elastically, as published, and without, and compare"
     )
     demo.add_argument("--folder", default=DemoSettings.folder, help="where results go")
     demo.add_argument("--epochs", type=int, default=DemoSettings.epochs)

@@ -73,7 +73,7 @@ class RunLog:
             tables = measurements.throughputs
             by_name = {str(k): {str(m): tables[k][m] for m in tables[k]} for k in tables}
             self._records.log("throughputs", clock.step, samples_per_s=by_name)
-            self._bar.say(table_text(tables, how="measured"))
+            self._bar.say(table_text(tables, how="measured with as few layers frozen as fit"))
 
     def close(self) -> None:
         """Close the records and the bar."""

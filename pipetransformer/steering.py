@@ -16,6 +16,7 @@ from pipetransformer.deployment import Deployment
 from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
 from pipetransformer.measure_throughput import measure_throughputs
+from pipetransformer.planning import planner_of, published_plan
 from pipetransformer.run_log import Cost, RunLog
 from pipetransformer.run_state import FitReport
 from pipetransformer.task import Task
@@ -77,7 +78,7 @@ class Steering:
             measurements=kept or self._measure(),
             memory_limit_bytes=limit,
         )
-        if self._task.config.plan == "paper":
+        if planner_of(self._task.config.plan) is published_plan:
             self._complete_throughputs(self.controller)
 
     def measure(self) -> Measurements:

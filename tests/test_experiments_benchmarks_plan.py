@@ -20,7 +20,7 @@ def found(*ratios: float, choice: tuple[int, int, str], best: tuple[int, int, st
     one = {"frozen": 0, **dict(zip(names, choice, strict=True)), "ratios": list(pairs),
            "best": {"frozen": 0, **dict(zip(names, best, strict=True))},
            "paper": [2, 4], "paper_ratios": [1.25] * len(pairs)}
-    return {"grid": rows, "choices": [one]}
+    return {"grid": rows, "choices": [one], "tables": [[2, [[2, 10.0], [4, 12.5]]]]}
 
 
 def figures(measured: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +53,12 @@ def test_regret_is_what_the_choice_takes_longer_than_the_best(
         regret: float) -> None:
     line = figures(found(1.0, choice=choice, best=best, pairs=pairs))
     assert line["plan_regret"] == pytest.approx(regret, abs=1e-4)
+
+
+def test_the_published_rules_table_is_shown() -> None:
+    lines = list(report(found(1.0, choice=ONE, best=ONE, pairs=(1.0,))))
+    (title,) = (n for n, line in enumerate(lines) if "samples/s by pipeline length K" in line)
+    assert lines[title].splitlines()[-1].split()[-2:] == ["10", "12.5*"]
 
 
 def test_a_bar_that_is_missed_fails() -> None:

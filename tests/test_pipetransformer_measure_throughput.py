@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopipe import PlanRequest, Tables
 from freeze import FreezeSchedule
-from pipetransformer import Trainer, steering
+from pipetransformer import Trainer, published_plan, steering
 from pipetransformer.data import Batch
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.measure_throughput import _frozen_rows, measure_throughputs
@@ -163,7 +163,7 @@ def train_as_published(
         tiny_data(num_samples=24),
         loss_fn=nn.CrossEntropyLoss(),
         freeze=FreezeSchedule((0, 3)),
-        plan="paper",
+        plan=published_plan,
         epochs=epochs,
         batch_size=batch_size,
         folder=folder,

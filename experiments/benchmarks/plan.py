@@ -2,9 +2,9 @@
 
 In every round the machine is profiled, every pipeline of the grid is predicted from that profile,
 and trained for a few steps, in random order; the medians of the rounds are compared. Then the
-planner's choice, the pipeline that was measured fastest and the plan by the published rules are
-measured again, in turn. Two processes of one thread each. Run it as
-`python -m experiments.benchmarks.plan`.
+planner's choice, the pipeline that was measured fastest and the plan by the published rules, whose
+M comes from a table of measured steps, are measured again, in turn. Two processes of one thread
+each. Run it as `python -m experiments.benchmarks.plan`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,24 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, plan_pipeline
+from autopipe import (
+    PipelinePlan,
+    PlanRequest,
+    Profile,
+    Tables,
+    paper_plan,
+    plan_pipeline,
+    table_text,
+)
 from experiments.benchmarks.pairs import bootstrap
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch
 from pipetransformer.demo import build_model, load_digits_split
+from pipetransformer.planning import published_trials
 
 NUM_SLOTS, BATCH_SIZE = 2, 32
+TABLE_ROUNDS, MOST_TRIALS = 3, 2 * 6
+"""How often the published rules' K = 2 and 1 are timed, with M = K .. 6 K."""
 WARM_UP, MEASURED = 3, 3
 """Steps of a visit to a pipeline: the first two fill the cache, the third first reads from it."""
 
@@ -110,6 +122,7 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
     """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
     points = grid(frozen)
     visits = num_rounds * len(points) + len(frozen) * (2 + 3 * num_pairs)
+    visits += TABLE_ROUNDS * MOST_TRIALS
     tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
     shuffle = random.Random(0)
     seen: dict[Point, list[tuple[float, float]]] = {point: [] for point in points}
@@ -120,33 +133,65 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                 plan, seconds = tour.visit(point.frozen, point)
                 seen[point].append((plan.predicted_step_s, statistics.median(seconds)))
         trainer.measure()
-        choices = [_compare(tour, f, seen, num_pairs) for f in frozen]
+        tables = _published_tables(tour)
+        choices = [_compare(tour, f, seen, num_pairs, tables=tables) for f in frozen]
         if trainer.world.is_main:
             Path(path).write_text(
                 json.dumps(
                     {
                         "grid": [[dataclasses.asdict(p), values] for p, values in seen.items()],
                         "choices": choices,
+                        "tables": [[k, list(table.items())] for k, table in tables.items()],
                     }
                 )
             )
 
 
+def _published_tables(tour: Tour) -> Tables:
+    """Measure samples a second by K and M, as the published rules want them."""
+    assert tour.trainer.measurements is not None
+    request = PlanRequest(NUM_SLOTS, NUM_SLOTS, BATCH_SIZE, num_frozen=0)
+    trials = published_trials(tour.trainer.measurements.profile, request, scale_batch=False)
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for _ in range(TABLE_ROUNDS):
+        for trial in (plan for plans in trials.values() for plan in plans):
+            _, steps_s = tour.visit(0, None, partial(_given, trial))
+            seconds.setdefault((trial.length, trial.num_micro_batches), []).extend(steps_s)
+    return {
+        length: {
+            plan.num_micro_batches: BATCH_SIZE
+            / statistics.median(seconds[length, plan.num_micro_batches])
+            for plan in plans
+        }
+        for length, plans in trials.items()
+    }
+
+
+def _given(plan: PipelinePlan, profile: Profile, request: PlanRequest) -> PipelinePlan:
+    return plan
+
+
 def _compare(
-    tour: Tour, frozen: int, seen: dict[Point, list[tuple[float, float]]], num_pairs: int
+    tour: Tour,
+    frozen: int,
+    seen: dict[Point, list[tuple[float, float]]],
+    num_pairs: int,
+    *,
+    tables: Tables,
 ) -> dict[str, Any]:
     """Measure the choice, the grid's fastest pipeline and the published rules' plan in turn."""
     plan, _ = tour.visit(frozen, None)
+    published = partial(paper_plan, tables=tables)
     # Every rank saw other seconds; rank 0 alone chooses pipelines, so only its choice counts.
     best = min(
         (p for p in seen if p.frozen == frozen),
         key=lambda p: statistics.median(measured for _, measured in seen[p]),
     )
-    paper, _ = tour.visit(frozen, None, paper_plan)
+    paper, _ = tour.visit(frozen, None, published)
     visits: dict[str, tuple[Point | None, Planner]] = {
         "choice": (None, plan_pipeline),
         "best": (best, plan_pipeline),
-        "paper": (None, paper_plan),
+        "paper": (None, published),
     }
     ratios, paper_ratios = [], []
     for number in range(num_pairs):
@@ -180,6 +225,8 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
             f"{predicted / measured:6.3f}"
         )
+    tables = {length: dict(table) for length, table in found["tables"]}
+    yield f"\n{table_text(tables, how='measured')}"
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
     for choice in found["choices"]:
         yield from _choice_lines(choice)
