@@ -7,8 +7,9 @@ parameter counts. M is the best of a table of throughputs that is made once for 
 Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
 our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
 the frozen parameters, which the printed algorithm never adds up, at lambda = 1/6 each on partition
-0; at least one sublayer a stage, where the greedy balance may leave stages empty; and another M
-where the table's best does not fit the memory.
+0; at least one sublayer a stage, where the greedy balance may leave stages empty; another M where
+the table's best does not fit the memory; and a table with layers frozen, their output at hand,
+where a length does not fit the memory without.
 """
 
 from __future__ import annotations
@@ -76,24 +77,33 @@ def trial_plans(
 
     Nothing is frozen in them or, where that does not fit the memory, as little as all of them fit
     with; if they never do, as much as possible, and those are left out that still do not fit. A
-    replica with fewer than K samples has one M, their number.
+    replica with fewer than K samples has one M, their number; one with fewer than an M that was
+    asked for has none.
 
     Raises:
         ValueError: the batch or the sublayers do not allow the length.
     """
-    start = replace(request, prefix_cached_s=None, lengths=None, micro_batches=None)
     num_samples, limit = request.samples_of(length), request.memory_limit_bytes
-    counts = [m for m in range(length, 6 * length + 1, length) if m <= num_samples]
-    counts = [*(request.micro_batches or counts or [num_samples])]
+    wanted = request.micro_batches or range(length, 6 * length + 1, length)
+    counts = [count for count in wanted if count <= num_samples]
+    if not counts and request.micro_batches is None:
+        counts = [num_samples]
     fitting: list[PipelinePlan] = []
     for num_frozen in range(max(cost.layer for cost in profile.sublayers) + 1):
         if num_frozen and length > len(_sizes(profile, num_frozen)[0]):
             break
         boundaries = paper_split(profile, num_frozen, length)
+        asked = replace(
+            request,
+            num_frozen=num_frozen,
+            prefix_cached_s=0.0 if num_frozen else None,
+            lengths=None,
+            micro_batches=None,
+        )
         plans = [
             predict(
                 profile,
-                replace(start, num_frozen=num_frozen),
+                asked,
                 boundaries=boundaries,
                 num_micro_batches=count,
                 schedule="gpipe",

@@ -35,7 +35,7 @@ from torch import Tensor
 from pipetransformer.journal import encode_json, fsync_folder
 from pipetransformer.snapshot import HostShard
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _POINTER = "latest"
 _MANIFEST = "manifest.json"

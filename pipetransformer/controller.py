@@ -24,6 +24,7 @@ from pipetransformer.deployment import Decision
 from pipetransformer.journal import Journal
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import PlanSituation, planner_of, published_trials
+from pipetransformer.resume import agree
 from pipetransformer.task import Task
 from pipetransformer.timeline import Clock
 from pipetransformer.transition_cost import TransitionCost
@@ -38,6 +39,7 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
         "slots_per_node": world.slots_per_node,
         "batch_size": config.batch_size,
         "scale_batch": config.scale_batch,
+        "memory_limit_bytes": config.memory_limit_bytes,
         "length": config.length,
         "micro_batches": config.micro_batches,
         "schedule": config.schedule,
@@ -161,14 +163,30 @@ class Controller:
     def published_trials(self) -> dict[int, tuple[PipelinePlan, ...]]:
         """Return the pipelines whose throughputs the published rules want measured, by length.
 
+        Collective.
+
         Raises:
-            ValueError: the rules can make no plan.
+            ValueError: the rules can make no plan; on every rank.
         """
-        return published_trials(
-            self.measurements.profile,
-            self._request(0),
-            scale_batch=self._task.config.scale_batch,
-        )
+        group = self._world.group
+        found = agree(lambda: self._trials() if self._world.is_main else {}, group=group)
+        values = [[plan.to_json() for plan in plans] for plans in found.values()]
+        trials = [
+            tuple(map(PipelinePlan.from_json, plans))
+            for plans in broadcast_json(values, group=group)
+        ]
+        return {plans[0].length: plans for plans in trials}
+
+    def _trials(self) -> dict[int, tuple[PipelinePlan, ...]]:
+        trials: dict[int, tuple[PipelinePlan, ...]] = {}
+        # A set length gives way to shorter ones as layers freeze.
+        for lengths in {self._lengths(f): None for f in range(self._task.model.num_layers + 1)}:
+            trials |= published_trials(
+                self.measurements.profile,
+                replace(self._request(0), lengths=lengths),
+                scale_batch=self._task.config.scale_batch,
+            )
+        return trials
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""

@@ -126,7 +126,12 @@ def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, An
             f"{NUM_SLOTS} device slots"
         )
         launch(fine_tune, (settings, str(donor), run), num_slots=NUM_SLOTS)
-    summary = summarize(settings)
+    return write_report(settings, say)
+
+
+def write_report(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compare the finished runs: write and draw it into the folder, say it, and return it."""
+    folder, summary = Path(settings.folder), summarize(settings)
     records = {run: _records(settings, run) for run in reversed(RUNS)}
     draw_report(records, folder / "report.png")
     tables = {

@@ -26,6 +26,7 @@ from autocache import (
     RowStore,
     rows_layout,
 )
+from autocache.prefix import HIDDEN
 from autodp import broadcast_json, gather_json
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
 from pipetransformer.layer_work import Rows
@@ -95,7 +96,7 @@ class FrozenPrefix:
         """Run frozen layers first..last-1; they are in eval mode."""
         model = self._task.model
         begin, end = model.first_active(first), model.first_active(last)
-        return model.run(batch, first=begin, last=end, hidden=batch["hidden"] if begin else None)
+        return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
         """Serve another depth from now on; every rank of the world calls it.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autocache.prefix import HIDDEN
 from autodp import mix_seed
 from autopipe import Payload, StageWork
 from pipetransformer.adapters import LayeredModel, LossFunction
@@ -111,7 +112,7 @@ class LayerWork(StageWork):
         batch = {name: tensor.to(self.layers.device) for name, tensor in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
-        name = "hidden" if "hidden" in batch else self.layers.model.inputs[0]
+        name = HIDDEN if HIDDEN in batch else self.layers.model.inputs[0]
         return Payload((batch[name],))
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:

@@ -26,7 +26,7 @@ from pipetransformer.task import Task
 
 _Result = TypeVar("_Result")
 
-HIDDEN = "hidden"
+_HIDDEN = "hidden"
 """The entry of a batch that holds what the span below handed on."""
 
 
@@ -112,7 +112,7 @@ def run_spans(
         with lent(task, device, span), left_as_found(modules, device):
             results.append(action(sublayers, inputs))
             if span is not spans[-1]:
-                inputs = [{**batch, HIDDEN: forward(sublayers, batch)} for batch in inputs]
+                inputs = [{**batch, _HIDDEN: forward(sublayers, batch)} for batch in inputs]
     return results
 
 
@@ -133,7 +133,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 
     def call(hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
         if hidden is None and first > 0:
-            below = batch[HIDDEN].detach()
+            below = batch[_HIDDEN].detach()
             # A copy, as between sublayers, with a gradient to compute, as between stages.
             hidden = below.requires_grad_(below.is_floating_point()).clone()
         output = model.call(index, batch if hidden is None else hidden, sides=batch)

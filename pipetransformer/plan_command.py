@@ -12,6 +12,7 @@ from autopipe.cluster import parse_bytes
 from autopipe.paper_plan import throughput_tables
 from autopipe.throughput import Tables, draw_tables, table_text
 from autopipe.timeline_picture import save_picture
+from pipetransformer.measure_throughput import HOW
 from pipetransformer.named_model import BERTS, DTYPES, ModelChoice
 from pipetransformer.plan_answer import PLANS, Answer, Refusal, find_plan
 from pipetransformer.plan_machine import default_slots, place_at_hand
@@ -163,7 +164,7 @@ def run_plan(question: PlanQuestion, say: Callable[[str], None]) -> bool:
 
 
 def _published_tables(question: PlanQuestion, place: Place, answers: list[Answer]) -> Tables:
-    """Return the tables from which the published rules take M; what is frozen is not in them."""
+    """Return the tables from which the published rules take M, whatever is frozen."""
     if question.plan != "paper" or place.throughputs:
         return place.throughputs
     try:
@@ -175,8 +176,9 @@ def _published_tables(question: PlanQuestion, place: Place, answers: list[Answer
 def _as_text(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
     head = place_text(_model_name(question), place, answers[0].request.global_batch)
     alone = len(answers) == 1
+    how = HOW if place.throughputs else "simulated"
     text = f"{head}\n\n{answer_text(answers[0], place) if alone else frozen_text(answers)}"
-    return f"{text}\n\n{table_text(tables, how=_how(place))}" if tables else text
+    return f"{text}\n\n{table_text(tables, how=how)}" if tables else text
 
 
 def _as_json(question: PlanQuestion, place: Place, answers: list[Answer], tables: Tables) -> str:
@@ -188,13 +190,11 @@ def _as_json(question: PlanQuestion, place: Place, answers: list[Answer], tables
             "global_batch": answers[0].request.global_batch,
             "answers": [answer_json(answer, place) for answer in answers],
             "throughputs": tables,
-            "throughputs_are": _how(place) if tables else None,
+            "throughputs_are": (
+                None if not tables else "measured" if place.throughputs else "simulated"
+            ),
         }
     )
-
-
-def _how(place: Place) -> str:
-    return "measured" if place.throughputs else "simulated"
 
 
 def _model_name(question: PlanQuestion) -> str:

@@ -78,7 +78,7 @@ def _measure_here(
 ) -> None:
     """Measure on this rank; rank 0 writes the figures down."""
     named = build_named(choice, device="cpu")
-    # The made-up sample may overflow a small dtype, which takes no other time.
+    # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
     config = TrainConfig(batch_size=global_batch, progress=False, on_nonfinite="skip")
     world = connect("auto", timeout_s=_SETUP_TIMEOUT_S)
     device, memory_bytes = world.device, None
@@ -97,7 +97,7 @@ def _measure_here(
             )
             free = gather_json(free_bytes(device), group=world.group)
             trials = _published_trials(place, global_batch, tightest((memory_limit_bytes, *free)))
-            tables = measure_throughputs(task, world, read, trials=trials)
+            tables = measure_throughputs(task, world, read=read, trials=trials)
             measured = replace(measured, throughputs=tables)
         if world.is_main:
             values = {

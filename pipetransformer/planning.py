@@ -32,7 +32,7 @@ class PlanSituation:
         current: the plan so far; None at the start.
         transition_s: returns the seconds that going from the current plan to another will cost.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
-        throughputs: measured for the published rules; empty where others plan.
+        throughputs: measured where `plan` is "paper" or `published_plan` itself; else empty.
     """
 
     step: int
@@ -144,6 +144,8 @@ def _of_length(request: PlanRequest, length: int, scale_batch: bool) -> PlanRequ
 def published_plan(situation: PlanSituation) -> PipelinePlan:
     """Plan by the published rules; the pipeline never grows again, not even for a thaw.
 
+    M comes from the situation's throughputs, or from simulated ones for lengths they lack.
+
     Raises:
         ValueError: the rules' plan does not fit the memory limit; see `paper_plan`.
     """
@@ -162,16 +164,19 @@ def published_trials(
 ) -> dict[int, tuple[PipelinePlan, ...]]:
     """Return the pipelines whose throughputs the published rules want measured, by length.
 
+    Lengths with less than two of them, which leave nothing to choose, are left out.
+
     Args:
         profile, request: as for a plan with nothing frozen.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
     Raises:
         ValueError: the rules can make no plan; see `paper_lengths`.
     """
-    return {
+    trials = {
         length: trial_plans(profile, _of_length(request, length, scale_batch), length)
         for length in paper_lengths(profile, _ample(request) if scale_batch else request)
     }
+    return {length: plans for length, plans in trials.items() if len(plans) > 1}
 
 
 def _paper_plan(situation: PlanSituation) -> PipelinePlan:

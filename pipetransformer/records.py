@@ -12,7 +12,7 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
                  predicted_step_before_s, measured_step_before_s
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     measurement  seconds; the devices were profiled anew, as steps had drifted from what they took
-    throughputs  samples_per_s by K and M, timed before the first step for the published rules
+    throughputs  samples_per_s by K and M, for the published rules; seconds (of timing them)
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
 Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the

@@ -15,6 +15,7 @@ from autopipe import table_text
 from pipetransformer.config import TrainConfig
 from pipetransformer.deployment import Decision
 from pipetransformer.measure import Measurements
+from pipetransformer.measure_throughput import HOW
 from pipetransformer.pace import Pace
 from pipetransformer.progress import Progress
 from pipetransformer.records import Records
@@ -65,15 +66,25 @@ class RunLog:
         """
         self._records = Records(None if self._folder is None else Path(self._folder))
 
-    def start(self, clock: Clock, measurements: Measurements) -> None:
-        """Begin to show progress; the profile tells messages from bubbles in the time waited."""
+    def start(
+        self, clock: Clock, measurements: Measurements, *, timing_s: float | None
+    ) -> None:
+        """Begin to show progress, and show throughputs if they were timed for this start.
+
+        Args:
+            clock: of the coming step.
+            measurements: the profile tells messages from bubbles in the time waited.
+            timing_s: seconds that timing the throughputs took; None where they were not timed.
+        """
         self._profile = measurements.profile
         self._bar = Progress(clock.max_steps, shown=self._shown, label=self._label)
-        if measurements.throughputs:
+        if timing_s is not None:
             tables = measurements.throughputs
             by_name = {str(k): {str(m): tables[k][m] for m in tables[k]} for k in tables}
-            self._records.log("throughputs", clock.step, samples_per_s=by_name)
-            self._bar.say(table_text(tables, how="measured with as few layers frozen as fit"))
+            self._records.log(
+                "throughputs", clock.step, seconds=timing_s, samples_per_s=by_name
+            )
+            self._bar.say(table_text(tables, how=HOW))
 
     def close(self) -> None:
         """Close the records and the bar."""

@@ -138,7 +138,10 @@ class RunState:
         return continues
 
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
-        """Return what was measured before, where it was on as many such ranks. Collective."""
+        """Return what was measured before, where it was on as many such ranks. Collective.
+
+        Throughputs are those of one batch, limit and so on: another run's are left out.
+        """
         saved, shape = checkpoint.scalars["world"], plan_shape(self._task, self._world)
         same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
         if same:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from autodp import broadcast_json, gather_json
+from autopipe import Tables
 from freeze import FreezePolicy
 from pipetransformer.controller import Controller
 from pipetransformer.data import Batch
@@ -51,6 +52,8 @@ class Steering:
         self._peak_learning_rate = peak_learning_rate
         self._measure_s = MEASURE_GUESS_S
         self.controller: Controller | None = None
+        self.timing_s: float | None = None
+        """Seconds of timing throughputs, where that was done before the first decision."""
 
     @property
     def active(self) -> Controller:
@@ -78,8 +81,7 @@ class Steering:
             measurements=kept or self._measure(),
             memory_limit_bytes=limit,
         )
-        if planner_of(self._task.config.plan) is published_plan:
-            self._complete_throughputs(self.controller)
+        self._complete_throughputs(self.controller)
 
     def measure(self) -> Measurements:
         """Measure anew, for the decisions to come. Collective.
@@ -141,13 +143,19 @@ class Steering:
         return measurements
 
     def _complete_throughputs(self, controller: Controller) -> None:
-        """Time what the published rules choose M from, if it is not known. Collective."""
+        """Time what the published rules choose M from, where they plan. Collective."""
         measured = controller.measurements
-        if not measured.throughputs:
-            tables = measure_throughputs(
-                self._task, self._world, self._read, trials=controller.published_trials()
-            )
-            controller.measurements = replace(measured, throughputs=tables)
+        tables: Tables = {}
+        if planner_of(self._task.config.plan) is published_plan:
+            tables = measured.throughputs
+            if not tables:
+                start = time.perf_counter()
+                trials = controller.published_trials()
+                tables = measure_throughputs(
+                    self._task, self._world, read=self._read, trials=trials
+                )
+                self.timing_s = time.perf_counter() - start
+        controller.measurements = replace(measured, throughputs=tables)
 
     def _measure_if_drifted(self, log: RunLog) -> bool:
         """Measure anew where steps no longer take what they took. Collective."""

@@ -275,7 +275,9 @@ class Trainer:
             self._state.restore(checkpoint, controller, self._log, self._steering.clock)
         step = self._timeline.position.step
         controller.open_journal(from_step=step if self._state.resumes else None)
-        self._log.start(self._steering.clock(), controller.measurements)
+        self._log.start(
+            self._steering.clock(), controller.measurements, timing_s=self._steering.timing_s
+        )
         if self.decision is None:
             self._steering.decide(self.report, self._log)
 

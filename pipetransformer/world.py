@@ -40,7 +40,7 @@ class World:
         rank, size: among all processes.
         slots_per_node: processes of one node.
         device: this rank's device slot.
-        group: all ranks, with a CPU backend; None where there is one process.
+        group: all ranks, with a CPU backend; None where there is one process, and once closed.
         owned: whether the default process group was initialised here, and is to be destroyed here.
     """
 
@@ -67,7 +67,7 @@ class World:
 
     def close(self) -> None:
         """Destroy the default process group and its threads, if it was initialised here."""
-        if self.owned and dist.is_initialized():
+        if self.owned and self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
             # gloo's threads end with the last reference, and might abort the process's end.
             self.group = None

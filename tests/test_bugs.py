@@ -169,6 +169,11 @@ def test_a_stage_may_need_a_gradient_in_some_micro_batches_only(two_ranks: Pool)
     check(two_ranks, scenario)
 
 
+def thread_names() -> list[str]:
+    """Name the threads of this process, native ones included."""
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
 def threads_after_a_run(folder: str) -> None:
     """Train, close, and note the names of this process's threads that are left."""
     with Trainer(
@@ -183,8 +188,8 @@ def threads_after_a_run(folder: str) -> None:
         progress=False,
     ) as trainer:
         trainer.fit()
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    Path(folder, f"rank{trainer.world.rank}").write_text("\n".join(names))
+        assert "gloo" in " ".join(thread_names())
+    Path(folder, f"rank{trainer.world.rank}").write_text("\n".join(thread_names()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not name threads in /proc")

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def spans_noted() -> Iterator[list[range]]:
     """Note which sublayers are lent together."""
-    noted, lent = list[range](), measure_spans._lent
+    noted, lent = list[range](), measure_spans.lent
 
     @contextmanager
     def noting(task: Task, device: torch.device, span: range) -> Iterator[None]:
@@ -40,11 +40,11 @@ def spans_noted() -> Iterator[list[range]]:
         with lent(task, device, span):
             yield
 
-    measure_spans._lent = noting
+    measure_spans.lent = noting
     try:
         yield noted
     finally:
-        measure_spans._lent = lent
+        measure_spans.lent = lent
 
 
 def test_spans_are_the_fewest_that_fit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from autopipe import PlanRequest, Tables
+from autopipe.throughput import best_count
 from freeze import FreezeSchedule
-from pipetransformer import Trainer, published_plan, steering
-from pipetransformer.data import Batch
+from pipetransformer import Trainer, measure_throughput, published_plan, steering
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.measure_throughput import _frozen_rows, measure_throughputs
 from pipetransformer.planning import published_trials
 from pipetransformer.records import read_records
-from pipetransformer.stage import Stage, StepResult
+from pipetransformer.stage import Stage
 from pipetransformer.world import World, connect
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -61,7 +60,9 @@ def timed(
         limit = min(max(plan.peak_bytes) for plan in trials[1]) - 1
         request = dataclasses.replace(request, memory_limit_bytes=limit)
         trials = published_trials(profile, request, scale_batch=scale_batch)
-    tables = measure_throughputs(task, world, read, trials=trials)
+    tables = measure_throughputs(task, world, read=read, trials=trials)
+    hooks = [p._post_accumulate_grad_hooks for p in task.model.model.parameters()]  # type: ignore[attr-defined]
+    assert not any(hooks)
     return tables, {length: plans[0].boundaries[0] for length, plans in trials.items() if plans}
 
 
@@ -109,14 +110,15 @@ def test_timing_on_two_ranks_covers_k_to_6_k_and_leaves_the_model_as_it_was(
 
 
 def test_a_length_that_does_not_fit_is_timed_with_layers_frozen(two_ranks: Pool) -> None:
-    ((tables, first_active), changed), _ = two_ranks.run(timed_here, True)
-    assert first_active[1] > 0 and changed == []
+    ((tables, first_active), changed), (_, also_changed) = two_ranks.run(timed_here, True)
+    assert first_active[1] > 0 and changed == also_changed == []
     assert all(rate > 0 for rate in tables[1].values())
 
 
 def test_the_frozen_layers_activations_are_a_sample_s_own() -> None:
     task = make_task(tiny_model())
-    rows = _frozen_rows(task, torch.device("cpu"), read, 3)(torch.tensor([7, 5]))
+    rows_of = _frozen_rows(task, torch.device("cpu"), read=read, first_active=3)
+    rows = rows_of(torch.tensor([7, 5]))
     with torch.no_grad():
         hidden = task.model.model[:3](read(torch.tensor([0, 0]))["x"])  # type: ignore[index]
     torch.testing.assert_close(rows["hidden"], hidden)
@@ -124,15 +126,20 @@ def test_the_frozen_layers_activations_are_a_sample_s_own() -> None:
 
 
 def faked(scale_batch: bool) -> Tables:
-    """Time with steps of made-up seconds, on rank 1 and with more micro-batches longer ones."""
-    world = connect("cpu", timeout_s=60.0)
+    """Time on a made-up clock: on rank 1, with more micro-batches, and at first, steps are longer.
+    """
+    world, clock, seen = connect("cpu", timeout_s=60.0), [0.0], set[tuple[int, int]]()
 
-    def train_step(stage: Stage, ids: Tensor, *_: Any, **__: Any) -> StepResult:
+    def train_step(stage: Stage, ids: Tensor, *_: Any, **__: Any) -> None:
         assert len(ids) == 8 * (stage.topology.replicas if scale_batch else 1)
-        seconds = stage.plan.num_micro_batches * (1.0 + world.rank)
-        return StepResult(0.0, 0.0, False, seconds, {})
+        shape = (stage.plan.length, stage.plan.num_micro_batches)
+        clock[0] += shape[1] * (1.0 + world.rank) + (0.0 if shape in seen else 100.0)
+        seen.add(shape)
 
-    with mock.patch.object(Stage, "train_step", train_step):
+    with (
+        mock.patch.object(Stage, "train_step", train_step),
+        mock.patch.object(measure_throughput, "now_s", lambda device: clock[0]),
+    ):
         return timed(world, model=tiny_model(), scale_batch=scale_batch)[0]
 
 
@@ -147,60 +154,99 @@ def test_a_rate_is_the_batch_over_the_slowest_rank_s_seconds(two_ranks: Pool) ->
 
 
 TABLES = {2: {2: 1.0, 4: 3.0, 6: 2.0}, 1: {1: 1.0, 2: 2.0, 3: 3.0, 4: 2.0}}
+Timed = list[dict[int, list[int]]]
+"""Of every timing, the lengths and their M."""
 
 
-def train_as_published(
-    folder: str, timings: list[int], epochs: int, batch_size: int
-) -> list[tuple[int, int]]:
-    """Train with made-up tables; return K and M of every transition, and count the timings."""
-
-    def time_none(*_: Any, trials: Any, **__: Any) -> Tables:
-        timings.append(len(trials))
-        return TABLES
-
-    with mock.patch.object(steering, "measure_throughputs", time_none), Trainer(
+def trainer_as_published(**settings: Any) -> Trainer:
+    """Train as published, three steps an epoch."""
+    return Trainer(
         tiny_model(),
         tiny_data(num_samples=24),
         loss_fn=nn.CrossEntropyLoss(),
-        freeze=FreezeSchedule((0, 3)),
-        plan=published_plan,
-        epochs=epochs,
-        batch_size=batch_size,
-        folder=folder,
-        checkpoint_every_epochs=1,
-        resume="auto",
-        progress=False,
-        evaluate_every_epochs=0,
-    ) as trainer:
+        **{
+            "freeze": FreezeSchedule((0, 3)),
+            "plan": published_plan,
+            "epochs": 1,
+            "batch_size": 8,
+            "progress": False,
+            "evaluate_every_epochs": 0,
+            **settings,
+        },
+    )
+
+
+def train_with_tables(settings: dict[str, Any]) -> tuple[list[tuple[int, int]], Timed, Tables]:
+    """Train with made-up tables; return K and M of all decisions, the timings, and the tables."""
+    timings: Timed = []
+
+    def time_none(*_: Any, trials: Any, **__: Any) -> Tables:
+        timings.append({k: [p.num_micro_batches for p in plans] for k, plans in trials.items()})
+        return {length: TABLES[length] for length in trials if length in TABLES}
+
+    with (
+        mock.patch.object(steering, "measure_throughputs", time_none),
+        trainer_as_published(**settings) as trainer,
+    ):
         trainer.fit()
-        assert trainer.measurements is not None and trainer.measurements.throughputs == TABLES
+        assert trainer.measurements is not None and trainer.decision is not None
+        tables = trainer.measurements.throughputs
         trainer.measure()
-        assert trainer.measurements.throughputs == TABLES
-        transitions = [(t["length"], t["micro_batches"]) for t in trainer.report.transitions]
-        assert trainer.decision is not None
+        assert trainer.measurements.throughputs == tables
         plan = trainer.decision.plan
-    return [*transitions, (plan.length, plan.num_micro_batches)]
-
-
-def trained_and_timed(folder: str, epochs: int, batch_size: int) -> tuple[list[Any], int]:
-    """Train as published; say how often the tables were timed for it."""
-    timings: list[int] = []
-    return train_as_published(folder, timings, epochs, batch_size), len(timings)
+        shapes = [(t["length"], t["micro_batches"]) for t in trainer.report.transitions]
+    return [*shapes, (plan.length, plan.num_micro_batches)], timings, tables
 
 
 def test_m_is_the_best_of_the_timed_table_which_a_checkpoint_keeps(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
-    run: Callable[..., Any] = two_ranks.run
-    folder = str(tmp_path / "run")
-    assert run(trained_and_timed, folder, 1, 8)[0] == ([(2, 4)], 1)
-    assert run(trained_and_timed, folder, 2, 8)[0] == ([(1, 3), (1, 3)], 0)
-    # Another batch has other rates.
-    assert run(trained_and_timed, folder, 3, 12)[0][1] == 1
+    common = {
+        "folder": str(tmp_path / "run"), "checkpoint_every_epochs": 1, "resume": "auto",
+    }  # fmt: skip
+
+    def run(**settings: Any) -> tuple[list[tuple[int, int]], Timed, Tables]:
+        found: Any = two_ranks.run(train_with_tables, {**common, **settings})
+        assert found[0] == found[1]
+        return found[0]  # type: ignore[no-any-return]
+
+    assert run() == ([(2, 4)], [{2: [2, 4, 6, 8], 1: [1, 2, 3, 4]}], TABLES)
+    assert run(epochs=2) == ([(1, 3), (1, 3)], [], TABLES)
+    # Other batches and limits have other tables, and other planners none.
+    assert len(run(epochs=3, batch_size=12)[1]) == 1
+    assert len(run(epochs=4, batch_size=12, memory_limit_bytes=10**9)[1]) == 1
+    assert run(epochs=5, batch_size=12, memory_limit_bytes=10**9, plan="fastest")[1:] == ([], {})
     noted = [r for r in read_records(tmp_path / "run" / "records.jsonl")
              if r["kind"] == "throughputs"]  # fmt: skip
-    assert [record["step"] for record in noted] == [0, 3, 6]
+    assert [record["step"] for record in noted] == [0, 6, 8]
     assert noted[0]["samples_per_s"]["2"] == {"2": 1.0, "4": 3.0, "6": 2.0}
+
+
+def test_every_length_that_a_set_one_may_give_way_to_is_timed(four_ranks: Pool) -> None:
+    (_, timings, _), *_ = four_ranks.run(train_with_tables, {"length": 4, "freeze": None})
+    assert [list(trials) for trials in timings] == [[4, 2, 1]]
+
+
+def test_where_m_is_set_nothing_is_timed_nor_missed(two_ranks: Pool) -> None:
+    # With K = 1 a replica has but 4 samples, for which 8 micro-batches are too many.
+    (shapes, timings, _), *_ = two_ranks.run(train_with_tables, {"micro_batches": 8})
+    assert shapes == [(2, 8)] and timings == [{}]
+
+
+def real_tables() -> Tables:
+    """Train by the published rules, and return what was timed for them."""
+    with trainer_as_published(plan="paper") as trainer:
+        trainer.step()
+        assert trainer.measurements is not None and trainer.decision is not None
+        plan, tables = trainer.decision.plan, trainer.measurements.throughputs
+        assert plan.num_micro_batches == best_count(tables[plan.length])
+        return tables
+
+
+def test_a_run_by_the_published_rules_times_its_pipelines(two_ranks: Pool) -> None:
+    tables, others = two_ranks.run(real_tables)
+    assert tables == others
+    assert {k: list(table) for k, table in tables.items()} == {2: [2, 4, 6, 8], 1: [1, 2, 3, 4]}
 
 
 def test_measurements_survive_json() -> None:
@@ -210,13 +256,9 @@ def test_measurements_survive_json() -> None:
     assert dataclasses.replace(whole, throughputs={}) != whole
 
 
-def never(ids: Tensor) -> Batch:
-    raise AssertionError("nothing is to be read")
-
-
-def test_rules_that_can_make_no_plan_end_the_run_before_anything_is_timed() -> None:
+def test_rules_that_can_make_no_plan_end_the_run_before_a_pipeline_is_timed() -> None:
     with (
-        mock.patch.object(steering, "measure_throughputs", never),
+        mock.patch.object(steering, "measure_throughputs", side_effect=AssertionError),
         Trainer(
             tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), plan="paper",
             schedule="1f1b", batch_size=8, progress=False,

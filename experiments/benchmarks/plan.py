@@ -40,11 +40,8 @@ from experiments.benchmarks.pairs import bootstrap
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch
 from pipetransformer.demo import build_model, load_digits_split
-from pipetransformer.planning import published_trials
 
 NUM_SLOTS, BATCH_SIZE = 2, 32
-TABLE_ROUNDS, MOST_TRIALS = 3, 2 * 6
-"""How often the published rules' K = 2 and 1 are timed, with M = K .. 6 K."""
 WARM_UP, MEASURED = 3, 3
 """Steps of a visit to a pipeline: the first two fill the cache, the third first reads from it."""
 
@@ -69,6 +66,28 @@ def grid(frozen: tuple[int, ...]) -> list[Point]:
     return [Point(f, k, m, s) for f, (k, s), m in product(frozen, shapes, (1, 2, 4, 8))]
 
 
+def make_trainer(**settings: Any) -> Trainer:
+    """Train the demo's model on two batches of its data, so that two steps fill the cache."""
+    images, labels = load_digits_split()[0].tensors
+    return Trainer(
+        build_model(10, seed=0),
+        TensorDataset(images[: 2 * BATCH_SIZE], labels[: 2 * BATCH_SIZE]),
+        batch_size=BATCH_SIZE,
+        device="cpu",
+        progress=False,
+        evaluate_every_epochs=0,
+        **settings,
+    )
+
+
+def published_tables() -> Tables:
+    """Return the throughputs that a run by the published rules measures before its first step."""
+    with make_trainer(plan="paper") as trainer:
+        trainer.step()
+        assert trainer.measurements is not None
+        return trainer.measurements.throughputs
+
+
 class Tour:
     """Lead a trainer from pipeline to pipeline, and note what it predicts and takes."""
 
@@ -76,20 +95,11 @@ class Tour:
         self._point: Point | None = None
         self._planner: Planner = plan_pipeline
         self._frozen = frozen[0]
-        images, labels = load_digits_split()[0].tensors
-        # Two batches, so that two steps fill the cache.
-        data = TensorDataset(images[: 2 * BATCH_SIZE], labels[: 2 * BATCH_SIZE])
-        self.trainer = Trainer(
-            build_model(10, seed=0),
-            data,
+        self.trainer = make_trainer(
             epochs=num_epochs,
-            batch_size=BATCH_SIZE,
             plan=self._plan,
             freeze=self._freeze,
             freeze_interval_steps=WARM_UP + MEASURED,
-            device="cpu",
-            progress=False,
-            evaluate_every_epochs=0,
         )
 
     def visit(
@@ -122,7 +132,7 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
     """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
     points = grid(frozen)
     visits = num_rounds * len(points) + len(frozen) * (2 + 3 * num_pairs)
-    visits += TABLE_ROUNDS * MOST_TRIALS
+    tables = published_tables()
     tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
     shuffle = random.Random(0)
     seen: dict[Point, list[tuple[float, float]]] = {point: [] for point in points}
@@ -133,7 +143,6 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                 plan, seconds = tour.visit(point.frozen, point)
                 seen[point].append((plan.predicted_step_s, statistics.median(seconds)))
         trainer.measure()
-        tables = _published_tables(tour)
         choices = [_compare(tour, f, seen, num_pairs, tables=tables) for f in frozen]
         if trainer.world.is_main:
             Path(path).write_text(
@@ -145,30 +154,6 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                     }
                 )
             )
-
-
-def _published_tables(tour: Tour) -> Tables:
-    """Measure samples a second by K and M, as the published rules want them."""
-    assert tour.trainer.measurements is not None
-    request = PlanRequest(NUM_SLOTS, NUM_SLOTS, BATCH_SIZE, num_frozen=0)
-    trials = published_trials(tour.trainer.measurements.profile, request, scale_batch=False)
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for _ in range(TABLE_ROUNDS):
-        for trial in (plan for plans in trials.values() for plan in plans):
-            _, steps_s = tour.visit(0, None, partial(_given, trial))
-            seconds.setdefault((trial.length, trial.num_micro_batches), []).extend(steps_s)
-    return {
-        length: {
-            plan.num_micro_batches: BATCH_SIZE
-            / statistics.median(seconds[length, plan.num_micro_batches])
-            for plan in plans
-        }
-        for length, plans in trials.items()
-    }
-
-
-def _given(plan: PipelinePlan, profile: Profile, request: PlanRequest) -> PipelinePlan:
-    return plan
 
 
 def _compare(
