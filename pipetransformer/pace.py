@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 
@@ -12,8 +11,8 @@ _WINDOW = 10
 _WARM_UP = 2
 """First steps of a plan, which touch fresh memory."""
 
-_LEAST_REMAINING = 20
-"""How many times longer than measuring anew the rest of the run must be."""
+_LEAST_STAKE = 2
+"""How many times what measuring anew takes must be at stake in the rest of the run."""
 
 DRIFT = 0.25
 """Share by which steps must leave what they took for the profile to count as outdated. A plan's
@@ -64,15 +63,26 @@ class Pace:
         return statistics.median(self._recent) if len(self._recent) == _WINDOW else None
 
     def pays(self, *, remaining_steps: int, cost_s: float) -> bool:
-        """Tell whether to spend so much on measuring anew: steps drifted, and many remain."""
-        remaining_s = (self.median_s or math.inf) * remaining_steps
-        return self.has_drifted and remaining_s > _LEAST_REMAINING * cost_s
+        """Tell whether to spend so much on measuring anew: steps drifted, and many remain.
+
+        At stake is the share of their time by which they drifted: so much another plan may save
+        where steps became slower, and so much the profile misjudges others where they became
+        faster.
+        """
+        change = self._change
+        share = 1 - min(change, 1 / change)
+        remaining_s = (self.median_s or 0.0) * remaining_steps
+        return self.has_drifted and share * remaining_s > _LEAST_STAKE * cost_s
 
     @property
     def has_drifted(self) -> bool:
         """Tell whether steps have left the relation to their prediction that they had at first."""
+        return not 1 / (1 + DRIFT) <= self._change <= 1 + DRIFT
+
+    @property
+    def _change(self) -> float:
+        """Return what steps take over what they would if they had kept that relation."""
         median_s = self.median_s
         if median_s is None or self.usual is None or self._predicted_s <= 0:
-            return False
-        change = median_s / self._predicted_s / self.usual
-        return not 1 / (1 + DRIFT) <= change <= 1 + DRIFT
+            return 1.0
+        return median_s / self._predicted_s / self.usual

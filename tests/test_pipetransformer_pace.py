@@ -76,9 +76,18 @@ def test_another_plan_that_keeps_its_prediction_is_no_drift_and_one_that_does_no
 def test_measuring_anew_must_be_worth_it() -> None:
     pace = begun()
     assert not pace.pays(remaining_steps=10**9, cost_s=0.0)
+    # Steps of 2 s that took 1 s at first have half of their time at stake.
     watch(pace, *[1.0] * 12, *[2.0] * 10)
-    assert pace.pays(remaining_steps=101, cost_s=10.0)
-    assert not pace.pays(remaining_steps=100, cost_s=10.0)
+    assert pace.pays(remaining_steps=21, cost_s=10.0)
+    assert not pace.pays(remaining_steps=20, cost_s=10.0)
+    # What others would take is as uncertain where steps take half of what they did.
+    watch(pace, *[0.5] * 10)
+    assert pace.pays(remaining_steps=81, cost_s=10.0)
+    assert not pace.pays(remaining_steps=80, cost_s=10.0)
+    # By less, more steps must remain.
+    watch(pace, *[1.3] * 10)
+    assert pace.pays(remaining_steps=67, cost_s=10.0)
+    assert not pace.pays(remaining_steps=66, cost_s=10.0)
 
 
 def test_a_new_profile_starts_over() -> None:
@@ -95,7 +104,7 @@ def test_steps_that_become_slower_have_the_devices_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
     # Steps sleep, so that what the machine does besides is small against them.
-    monkeypatch.setattr(pace_module, "_LEAST_REMAINING", 0)
+    monkeypatch.setattr(pace_module, "_LEAST_STAKE", 0)
     seconds = 0.03
 
     def slow_loss(output: Tensor, target: Tensor) -> Tensor:
