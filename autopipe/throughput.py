@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Table: TypeAlias = Mapping[int, float]
 """Samples a second by M."""
 
 Tables: TypeAlias = Mapping[int, Table]
 """Tables by K."""
+
+
+def tables_to_json(tables: Tables) -> dict[str, Any]:
+    """Return plain values for JSON, whose names are texts."""
+    return {str(k): {str(m): rate for m, rate in table.items()} for k, table in tables.items()}
+
+
+def tables_from_json(values: Mapping[str, Mapping[str, float]]) -> Tables:
+    """Rebuild tables from `tables_to_json`, or from a record or a file that holds them."""
+    return {int(k): {int(m): rate for m, rate in table.items()} for k, table in values.items()}
 
 
 def best_first(table: Table) -> list[int]:

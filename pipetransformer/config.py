@@ -176,6 +176,10 @@ class TrainConfig:
         """Tell whether checkpoints are written."""
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
+    def global_batch(self, replicas: int) -> int:
+        """Return the samples of a step; with scale_batch, batch_size for each replica."""
+        return self.batch_size * (replicas if self.scale_batch else 1)
+
     def step_limit_s(self, predicted_step_s: float) -> float:
         """Return the longest wait for another rank within a step of a predicted time.
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autopipe import Profile
-from autopipe.throughput import draw_tables
+from autopipe.throughput import draw_tables, tables_from_json
 from freeze import FreezeSchedule
 from pipetransformer.checks import check_world
 from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
@@ -134,13 +134,8 @@ def write_report(settings: DemoSettings, say: Callable[[str], None]) -> dict[str
     folder, summary = Path(settings.folder), summarize(settings)
     records = {run: _records(settings, run) for run in reversed(RUNS)}
     draw_report(records, folder / "report.png")
-    tables = {
-        int(length): {int(count): rate for count, rate in table.items()}
-        for record in records["published"]
-        if record["kind"] == "throughputs"
-        for length, table in record["samples_per_s"].items()
-    }
-    draw_tables(tables, folder / "throughput.png")
+    (timed,) = (one for one in records["published"] if one["kind"] == "throughputs")
+    draw_tables(tables_from_json(timed["samples_per_s"]), folder / "throughput.png")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     say(
         f"\n{breakdown_table(records)}\n\n{summary_table(summary['runs'])}\n\n"

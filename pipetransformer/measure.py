@@ -30,6 +30,7 @@ from autopipe import (
     merge_profiles,
     profile_sublayers,
 )
+from autopipe.throughput import tables_from_json, tables_to_json
 from pipetransformer.data import Batch
 from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.measure_compute import measure_company, measure_update, time_alone
@@ -70,7 +71,7 @@ class Measurements:
         return {
             "profile": self.profile.to_json(),
             "copy_bytes_per_s": self.copy_bytes_per_s,
-            "throughputs": [[k, list(table.items())] for k, table in self.throughputs.items()],
+            "throughputs": tables_to_json(self.throughputs),
         }
 
     @staticmethod
@@ -79,7 +80,7 @@ class Measurements:
         return Measurements(
             Profile.from_json(values["profile"]),
             values["copy_bytes_per_s"],
-            {length: dict(table) for length, table in values["throughputs"]},
+            tables_from_json(values["throughputs"]),
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autocache.prefix import HIDDEN
-from autodp import GroupPool, Topology, gather_json
+from autodp import GroupPool, gather_json
 from autopipe import PipelinePlan, Table, Tables
 from autopipe.chain import left_as_found, now_s
 from pipetransformer.data import Batch
@@ -92,7 +92,7 @@ def _time_plans(
     task: Task, world: World, *, plans: Sequence[PipelinePlan], stage: Stage, rows: Rows
 ) -> Table:
     """Run all plans, round after round, the first untimed; return samples a second by M."""
-    ids = torch.arange(_global_batch(task, stage.topology))
+    ids = torch.arange(task.config.global_batch(stage.topology.replicas))
 
     def step_s(plan: PipelinePlan) -> float:
         stage.plan = plan
@@ -108,11 +108,6 @@ def _time_plans(
         plan.num_micro_batches: len(ids) / one_s
         for plan, one_s in zip(plans, typical_s, strict=True)
     }
-
-
-def _global_batch(task: Task, topology: Topology) -> int:
-    config = task.config
-    return config.batch_size * (topology.replicas if config.scale_batch else 1)
 
 
 def _frozen_rows(

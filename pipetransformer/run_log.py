@@ -80,9 +80,8 @@ class RunLog:
         self._bar = Progress(clock.max_steps, shown=self._shown, label=self._label)
         if timing_s is not None:
             tables = measurements.throughputs
-            by_name = {str(k): {str(m): tables[k][m] for m in tables[k]} for k in tables}
             self._records.log(
-                "throughputs", clock.step, seconds=timing_s, samples_per_s=by_name
+                "throughputs", clock.step, seconds=timing_s, samples_per_s=tables
             )
             self._bar.say(table_text(tables, how=HOW))
 

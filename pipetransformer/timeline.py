@@ -91,8 +91,8 @@ class Timeline:
         return every > 0 and (self.position.epoch % every == 0 or self.is_over)
 
     def global_batch(self, replicas: int) -> int:
-        """Return the samples of a step; with scale_batch, batch_size for each replica."""
-        return self._config.batch_size * (replicas if self._config.scale_batch else 1)
+        """Return the samples of a step at a number of replicas."""
+        return self._config.global_batch(replicas)
 
     def steps_per_epoch(self, replicas: int) -> int:
         """Return the steps of an epoch at the present batch size."""

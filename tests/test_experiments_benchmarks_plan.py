@@ -20,7 +20,7 @@ def found(*ratios: float, choice: tuple[int, int, str], best: tuple[int, int, st
     one = {"frozen": 0, **dict(zip(names, choice, strict=True)), "ratios": list(pairs),
            "best": {"frozen": 0, **dict(zip(names, best, strict=True))},
            "paper": [2, 4], "paper_ratios": [1.25] * len(pairs)}
-    return {"grid": rows, "choices": [one], "tables": [[2, [[2, 10.0], [4, 12.5]]]]}
+    return {"grid": rows, "choices": [one], "tables": {"2": {"2": 10.0, "4": 12.5}}}
 
 
 def figures(measured: dict[str, Any]) -> dict[str, Any]:

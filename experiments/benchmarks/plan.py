@@ -36,6 +36,7 @@ from autopipe import (
     plan_pipeline,
     table_text,
 )
+from autopipe.throughput import tables_from_json
 from experiments.benchmarks.pairs import bootstrap
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch
@@ -150,7 +151,7 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                     {
                         "grid": [[dataclasses.asdict(p), values] for p, values in seen.items()],
                         "choices": choices,
-                        "tables": [[k, list(table.items())] for k, table in tables.items()],
+                        "tables": tables,
                     }
                 )
             )
@@ -210,7 +211,7 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
             f"{predicted / measured:6.3f}"
         )
-    tables = {length: dict(table) for length, table in found["tables"]}
+    tables = tables_from_json(found["tables"])
     yield f"\n{table_text(tables, how='measured')}"
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
     for choice in found["choices"]:
