@@ -1,6 +1,6 @@
 """Decide who trains what: topology, groups, moving state between ranks, sharding the data."""
 
-from autodp.groups import GroupPool, Groups, build_groups
+from autodp.groups import GroupPool, Groups, build_groups, link_device
 from autodp.messages import broadcast_json, gather_json
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.pieces import Shard
@@ -26,6 +26,7 @@ __all__ = [
     "build_groups",
     "gather_json",
     "largest_incoming_bytes",
+    "link_device",
     "mix_seed",
     "move_shards",
     "plan_moves",

@@ -9,6 +9,7 @@ order. An NCCL communicator holds memory of its GPU, and is built when it is nee
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,22 @@ from autodp.topology import Topology
 _MOST_CONNECTIONS = 512
 """Sockets that groups built ahead may keep open in a process, half of what systems commonly allow.
 Pipelines of all lengths over 128 ranks need 494."""
+
+_NCCL_PATIENCE = 2.0
+"""How many times a time limit NCCL's own is: it ends the process and names nobody, so that it is
+only for what nothing else limits. It also counts from when the host issues an operation, perhaps a
+step before the GPU comes to it."""
+
+
+def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Return where what lives on a device must be to travel in a group: there, or the CPU.
+
+    Args:
+        device: where it lives.
+        group: over NCCL for GPUs, or over gloo, which moves host memory only; None moves nothing.
+    """
+    on_nccl = group is not None and "cuda:nccl" in dist.get_backend_config(group).split(",")
+    return device if device.type == "cuda" and on_nccl else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,20 @@ class Groups:
         for group in self._distinct():
             group.set_timeout(timedelta(seconds=timeout_s))
 
+    def abort(self) -> None:
+        """End what is under way on GPUs in these groups, which are of no use afterwards.
+
+        Any thread may call it, whatever the others wait for.
+        """
+        # Freeing a communicator waits for the kernels of the others: tell all at the same time.
+        threads = [
+            threading.Thread(target=group.abort, daemon=True) for group in self._distinct()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     def destroy(self) -> None:
         """Free every group; collective over its members."""
         for group in self._distinct():
@@ -63,7 +94,7 @@ class GroupPool:
     Args:
         rank: this rank.
         likely: the topologies to build groups of ahead.
-        on_cuda: whether tensors on the links live on GPUs.
+        on_cuda: whether messages are in the memory of GPUs, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.
     """
 
@@ -85,7 +116,8 @@ class GroupPool:
 
         Args:
             topology: who is what from now on.
-            timeout_s: seconds after which a collective in these groups fails.
+            timeout_s: seconds after which a collective in these groups fails; over NCCL it ends
+                the process, and later than other time limits.
         """
         for other in (*self._ahead, topology):
             if other.length not in self._built:
@@ -95,7 +127,7 @@ class GroupPool:
                     other, self._rank, on_cuda=self._on_cuda, timeout_s=self._timeout_s
                 )
         groups = self._built[topology.length]
-        groups.limit_waits(timeout_s)
+        groups.limit_waits(timeout_s * (_NCCL_PATIENCE if self._on_cuda else 1.0))
         return groups
 
     def close(self) -> None:
@@ -111,7 +143,7 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
     Args:
         topology: who is what.
         rank: this rank.
-        on_cuda: whether tensors on the links live on GPUs.
+        on_cuda: whether messages are in the memory of GPUs, over NCCL.
         timeout_s: seconds after which a collective or a wait in these groups fails.
     """
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]

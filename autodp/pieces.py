@@ -37,7 +37,7 @@ class TensorSpec:
         name: in its shard.
         dtype: name in torch, for instance "float32".
         shape: its sizes.
-        on_cpu: whether it lives, and travels, in host memory.
+        on_cpu: whether it lives in host memory. What lives on a GPU may travel through there.
     """
 
     name: str
@@ -68,7 +68,7 @@ class TensorSpec:
         return prod(self.shape) * itemsize
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return memory for it, uninitialised, in RAM or on the accelerator."""
+        """Return memory for it, uninitialised, in RAM or, if it lives on a GPU, on a device."""
         place = torch.device("cpu") if self.on_cpu else device
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=place)
 

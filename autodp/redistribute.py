@@ -3,7 +3,7 @@
     shards that a rank lacks -> described by their owners -> pieces -> rounds of moves
 
 In each round a rank receives and sends, places what has arrived, and drops what is needed there no
-more.
+more. Over gloo what lives on GPUs travels through host memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autodp.groups import link_device
 from autodp.messages import gather_json
 from autodp.moves import ROUND_BYTES, Holders, Move, check_holders, plan_moves
 from autodp.pieces import Parcel, Piece, Shard, TensorSpec, cut
@@ -62,7 +63,7 @@ def move_shards(
         after: for each shard, the ranks that must hold it.
         store: this rank's shards; nobody may change their tensors until this returns.
         group: the world; None where it is one process.
-        device: where received tensors go that were on an accelerator.
+        device: where received tensors go that were on a GPU.
         slots_per_node: ranks of one node.
     Returns:
         bytes that this rank received.
@@ -86,9 +87,9 @@ def move_shards(
         slots_per_node=slots_per_node,
         round_bytes=ROUND_BYTES,
     )
-    if moves and device.type != "cpu":
+    if moves and (link := link_device(device, group)).type != "cpu":
         # NCCL builds its communicator with all ranks, and some may have nothing to move.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        dist.all_reduce(torch.zeros(1, device=link), group=group)
     kept = frozenset(name for name, piece in pieces.items() if rank in after[piece.shard])
     own = [move for move in moves if rank in (move.source, move.destination)]
     sent = {move.piece for move in own if move.source == rank}
@@ -152,6 +153,7 @@ class _Journey:
         self._store = store
         self._group = group
         self._device = device
+        self._link_device = link_device(device, group)
         self._rank = dist.get_rank()
         self._to_send = Counter[str]()
         self._to_pass_on: dict[str, list[Tensor]] = {}
@@ -167,7 +169,9 @@ class _Journey:
         incoming = [move for move in moves if move.destination == self._rank]
         outgoing = [move for move in moves if move.source == self._rank]
         arriving = {
-            move.piece: [spec.empty(self._device) for spec in self._pieces[move.piece].tensors]
+            move.piece: [
+                spec.empty(self._link_device) for spec in self._pieces[move.piece].tensors
+            ]
             for move in incoming
         }
         # One parcel for all receivers of a piece: what it packs is packed once.
@@ -193,14 +197,19 @@ class _Journey:
             return self._to_pass_on[name]
         piece = self._pieces[name]
         shard = self._store.read(piece.shard)
-        return [shard[tensor] for tensor in piece.names]
+        own = [shard[tensor] for tensor in piece.names]
+        return [tensor if tensor.is_cpu else tensor.to(self._link_device) for tensor in own]
 
     def _take_over(self, name: str, tensors: list[Tensor]) -> None:
         if self._to_send[name]:
             # As it came: the store may have put it on another device.
             self._to_pass_on[name] = tensors
         piece = self._pieces[name]
-        self._store.put(piece.shard, dict(zip(piece.names, tensors, strict=True)))
+        placed = {
+            spec.name: tensor if spec.on_cpu else tensor.to(self._device)
+            for spec, tensor in zip(piece.tensors, tensors, strict=True)
+        }
+        self._store.put(piece.shard, placed)
 
     def _note_sent(self, name: str) -> None:
         self._to_send[name] -= 1

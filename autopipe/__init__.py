@@ -12,6 +12,7 @@ from autopipe.batch_norm import (
 )
 from autopipe.block_partition import block_partition
 from autopipe.chain import chain_bytes, chain_seconds
+from autopipe.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.gpipe import GPipe
 from autopipe.gpipe_checks import flatten_sequential
@@ -28,15 +29,7 @@ from autopipe.paper_plan import (
 )
 from autopipe.partition import greedy_partition, min_max_partition
 from autopipe.plan import PipelinePlan, PlanRequest, candidates, plan_pipeline, predict
-from autopipe.process_link import (
-    LinkError,
-    Peer,
-    ProcessLinkAbove,
-    ProcessLinkBelow,
-    Receiver,
-    Sender,
-    TensorSpec,
-)
+from autopipe.process_link import ProcessLinkAbove, ProcessLinkBelow
 from autopipe.profile import (
     MeasuredChain,
     Profile,
@@ -64,6 +57,7 @@ from autopipe.span import Span
 from autopipe.task import is_checkpointing, is_recomputing
 from autopipe.throughput import Table, Tables, table_text
 from autopipe.timeline import Trace
+from autopipe.watchdog import LinkError, Watchdog
 
 __all__ = [
     "AllReduceCost",
@@ -100,6 +94,7 @@ __all__ = [
     "Tables",
     "TensorSpec",
     "Trace",
+    "Watchdog",
     "balance",
     "block_partition",
     "candidates",

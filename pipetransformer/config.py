@@ -115,7 +115,8 @@ class TrainConfig:
         metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
             examples; None is the accuracy where the output is (N, classes) and the targets are
             class indices.
-        device: "auto" takes a GPU for each slot where there are enough, else the CPU.
+        device: "auto" takes a GPU for each slot where there are enough, else the CPU;
+            "cuda-shared" lets slots share GPUs, with messages through host memory: for tests.
         step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
             they are predicted, and at least 60 s.
         setup_timeout_s: longest wait while groups are built and state moves, and for the slowest
@@ -150,7 +151,7 @@ class TrainConfig:
     resume: bool | Literal["auto"] = False
     evaluate_every_epochs: int = 1
     metrics: Mapping[str, Metric] | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     step_timeout_s: float | None = None
     setup_timeout_s: float = 300.0
     progress: bool = True
@@ -211,7 +212,7 @@ class TrainConfig:
     def _check_choices(self) -> None:
         for name, allowed in (("on_nonfinite", ("raise", "skip")),
                               ("schedule", (None, "gpipe", "1f1b")),
-                              ("device", ("auto", "cpu", "cuda"))):
+                              ("device", ("auto", "cpu", "cuda", "cuda-shared"))):
             self._require(name, getattr(self, name) in allowed,
                           f"one of {', '.join(map(repr, allowed))}")
         for name in ("scale_batch", "cache", "progress"):

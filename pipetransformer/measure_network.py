@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autodp import GradientReducer, broadcast_json, gather_json
 from autopipe import AllReduceCost, LinkCost
@@ -100,7 +100,15 @@ def _measure_link(world: World, distance: int, work: Callable[[], object]) -> Li
 def _ping(world: World, peer: int, num_bytes: int, *, begins: bool) -> None:
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
     for sends in (begins, not begins):
-        (dist.send if sends else dist.recv)(payload, peer, group=world.group)
+        _pass(world, payload, peer, sends=sends)
+
+
+def _pass(world: World, payload: Tensor, peer: int, *, sends: bool) -> None:
+    """Send what lives on this rank's device, or receive it there, the way links do."""
+    message = payload.to(world.link_device)
+    (dist.send if sends else dist.recv)(message, peer, group=world.group)
+    if not sends and message is not payload:
+        payload.copy_(message)
 
 
 def _overhead_s(
@@ -119,7 +127,7 @@ def _overhead_s(
         for works in (begins, not begins):
             if works:
                 work()
-            (dist.send if works else dist.recv)(payload, peer, group=world.group)
+            _pass(world, payload, peer, sends=works)
 
     turn_s = typical_s(turn, repeats=_TURNS)
     return max(0.0, turn_s / 2 - alone_s - message_s) / 2

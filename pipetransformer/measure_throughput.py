@@ -49,7 +49,7 @@ def measure_throughputs(
     pool = GroupPool(
         world.rank,
         (),
-        on_cuda=world.device.type == "cuda",
+        on_cuda=world.link_device.type == "cuda",
         timeout_s=task.config.setup_timeout_s,
     )
     tables = {}

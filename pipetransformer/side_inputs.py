@@ -1,7 +1,8 @@
 """Bring attention masks and targets from stage 0, which reads them, to the stages that need them.
 
 A micro-batch's entries travel as one message: each sample's bytes side by side. A header once a
-step names the entries, their dtypes and shapes.
+step names the entries, their dtypes and shapes. They travel through host memory, also between
+GPUs: they are small, come from the dataset or the cache there, and so wait for no computation.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class SideSender:
     def send(self, batch: Mapping[str, Tensor]) -> None:
         """Send a micro-batch's entries; those the dataset does not give are left out.
 
+        Args:
+            batch: entries by name, in host memory; one that is on a GPU is copied from there,
+                for which the host waits until the GPU has done all that it was given before.
         Raises:
             ValueError: the entries or their shapes are not those of the step's first micro-batch.
         """
@@ -39,7 +43,7 @@ class SideSender:
                              f"{self._announced}; samples of one step need the same entries of "
                              "one shape: pad them")
         if entries:
-            self._sender.send(torch.cat([_as_bytes(t) for t in entries.values()], dim=1))
+            self._sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
 
     def finish_step(self) -> None:
         """Wait until all has left; the next step announces itself anew."""

@@ -15,6 +15,7 @@ from autopipe import (
     Receiver,
     Sender,
     StageLinks,
+    Watchdog,
 )
 from pipetransformer.layer_work import StageLayers
 from pipetransformer.side_inputs import SideReceiver, SideSender
@@ -84,20 +85,26 @@ class StageWiring:
         )
 
     def links(self) -> StageLinks:
-        """Build the links to the stages below and above; a spare has none."""
+        """Build the links to the stages below and above; a spare has none.
+
+        Between GPUs one watchdog limits the waits of both: they are in one stream.
+        """
         links = StageLinks()
         if self.is_spare:
             return links
+        on_cuda = self.world.link_device.type == "cuda"
+        watchdog = Watchdog(self.groups.abort) if on_cuda else None
+        device = self.world.device
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
             links.below = ProcessLinkBelow(
-                Receiver(self._peer(previous, _HIDDEN_TAG, "activations"), self.world.device),
-                self._sender(previous, _GRADIENT_TAG, "gradients"),
+                Receiver(self._peer(previous, _HIDDEN_TAG, "activations", watchdog), device),
+                self._sender(previous, _GRADIENT_TAG, "gradients", watchdog),
             )
         if following < self.topology.length:
             links.above = ProcessLinkAbove(
-                self._sender(following, _HIDDEN_TAG, "activations"),
-                Receiver(self._peer(following, _GRADIENT_TAG, "gradients"), self.world.device),
+                self._sender(following, _HIDDEN_TAG, "activations", watchdog),
+                Receiver(self._peer(following, _GRADIENT_TAG, "gradients", watchdog), device),
                 needs_gradient=self._trains_up_to(following),
             )
         return links
@@ -114,11 +121,14 @@ class StageWiring:
         active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 
-    def _sender(self, stage: int, tag: int, name: str) -> Sender:
-        return Sender(self._peer(stage, tag, name), most_pending=self.topology.length + 1)
+    def _sender(
+        self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None
+    ) -> Sender:
+        peer = self._peer(stage, tag, name, watchdog)
+        return Sender(peer, most_pending=self.topology.length + 1)
 
-    def _peer(self, stage: int, tag: int, name: str) -> Peer:
+    def _peer(self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Peer:
         rank = self.topology.pipeline_ranks(self.replica)[stage]
         group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
         assert group is not None
-        return Peer(rank, group, tag, name, self.timeout_s)
+        return Peer(rank, group, tag, name, self.timeout_s, watchdog)

@@ -21,11 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from autodp import Topology, gather_json
+from autodp import Topology, gather_json, link_device
 from autopipe import fitting_lengths
 from pipetransformer.meeting import Place, check_places, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
+
+_SHARED = "cuda-shared"
+"""Slots take a node's GPUs in turn, and talk over gloo: NCCL refuses two ranks on one GPU."""
 
 _LOGGER = logging.getLogger(__name__)
 _JOINED = itertools.count()
@@ -55,6 +58,11 @@ class World:
     def is_main(self) -> bool:
         """Tell whether this rank decides, records and reports."""
         return self.rank == 0
+
+    @property
+    def link_device(self) -> torch.device:
+        """Return where messages live: on this rank's GPU over NCCL, on the CPU over gloo."""
+        return link_device(self.device, self.group)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -98,7 +106,7 @@ def connect(device: str, *, timeout_s: float) -> World:
     """Join the world that the environment describes (torchrun's variables), or be alone.
 
     Args:
-        device: "auto", "cpu" or "cuda".
+        device: "auto", "cpu", "cuda" or "cuda-shared".
         timeout_s: limit of every wait in the world's group.
     Raises:
         ValueError: a variable is missing or out of range; or, on every rank, nodes differ in size
@@ -116,7 +124,7 @@ def connect(device: str, *, timeout_s: float) -> World:
     place = Place(local_rank, slots, socket.gethostname())
     try:
         chosen = choose_device(device, slots, local_rank)
-        place = replace(place, device=chosen.type)
+        place = replace(place, device=device if device == _SHARED else chosen.type)
     except ValueError as error:
         place = replace(place, refusal=f"rank {rank} on {place.host}: {error}")
     if owned:
@@ -126,13 +134,25 @@ def connect(device: str, *, timeout_s: float) -> World:
     return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
 
 
+def likely_device(device: str) -> torch.device:
+    """Return the kind of device that a setting asks for, before the world is joined."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
     """Choose this slot's device; warn where "auto" leaves GPUs idle.
 
     Raises:
-        ValueError: "cuda" was asked for and the node has fewer GPUs than slots.
+        ValueError: "cuda" was asked for and the node has fewer GPUs than slots, or "cuda-shared"
+            and it has none.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == _SHARED:
+        if num_gpus == 0:
+            raise ValueError("device='cuda-shared' needs a GPU on every node, and this one has "
+                             "none; use device='cpu'")
+        return torch.device("cuda", local_rank % num_gpus)
     if device == "cuda" and num_gpus < slots:
         raise ValueError(f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
                          f"which has {num_gpus}; start fewer processes or use device='cpu'")

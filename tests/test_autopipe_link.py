@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe import LinkError, Peer, Receiver, Sender, TensorSpec
+from autopipe import LinkError, Peer, Receiver, Sender, TensorSpec, Watchdog
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -124,6 +126,9 @@ def wait_in_vain(what: str) -> str:
         try:
             if what == "header":
                 Receiver(silent, CPU).receive_header()
+            elif what == "header between GPUs":
+                watched = dataclasses.replace(silent, watchdog=Watchdog(group.abort))
+                Receiver(watched, CPU).receive_header()
             elif what == "tensor":
                 receiver = Receiver(silent, CPU)
                 receiver.begin([0], [2], TensorSpec((3,), "float32"))
@@ -141,6 +146,7 @@ def wait_in_vain(what: str) -> str:
 
 @pytest.mark.parametrize(("what", "waited"), [
     ("header", "for the activations of rank 0"), ("tensor", "for the activations of rank 0"),
+    ("header between GPUs", "for the activations of rank 0"),
     ("taken", "for rank 0 to take its activations")])
 def test_a_timeout_says_who_waited_for_what(two_ranks: Pool, what: str, waited: str) -> None:
     message = two_ranks.run(wait_in_vain, what)[1]

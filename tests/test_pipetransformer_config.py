@@ -16,8 +16,9 @@ from torch.utils.data import IterableDataset
 
 from pipetransformer import LayeredModel, Trainer, cosine_with_warmup
 from pipetransformer.adapters import adapt
-from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
+from pipetransformer.checks import check_world, refuse_batch_norm
 from pipetransformer.config import TrainConfig, constant, make_config
+from pipetransformer.loss import Loss, choose_loss
 from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -140,9 +141,9 @@ def test_batch_normalisation_is_refused_by_its_name(norm: nn.Module) -> None:
 def test_the_given_loss_wins_over_the_model_s_own() -> None:
     plain = adapt(tiny_model())
     model = LayeredModel(plain.model, plain.sublayers, inputs=("x",), targets=("y",),
-                         loss_fn=nn.functional.cross_entropy)
-    assert choose_loss(model, None) is nn.functional.cross_entropy
-    assert choose_loss(model, nn.functional.nll_loss) is nn.functional.nll_loss
+                         loss_fn=torch.dist)
+    assert choose_loss(model, None) == Loss(torch.dist)
+    assert choose_loss(model, torch.dot) == Loss(torch.dot)
 
 
 class Stream(IterableDataset[Tensor]):

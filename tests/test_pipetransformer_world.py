@@ -3,8 +3,11 @@ refused on every rank with one message."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipetransformer import world as world_module
 from pipetransformer.world import World, choose_device, connect, slots_of_a_node, world_size
 from tests.pool import Pool
 
@@ -112,6 +116,42 @@ def test_a_slot_takes_a_gpu_where_there_is_one_for_each(
     assert choose_device(device, slots=2, local_rank=1) == torch.device(chosen)
 
 
+@pytest.mark.parametrize(("num_gpus", "indices"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (3, [0, 1, 2])])
+def test_slots_that_may_share_take_the_gpus_in_turn(
+        monkeypatch: pytest.MonkeyPatch, num_gpus: int, indices: list[int]) -> None:
+    have_gpus(monkeypatch, num_gpus)
+    chosen = [choose_device("cuda-shared", slots=3, local_rank=slot) for slot in range(3)]
+    assert chosen == [torch.device("cuda", index) for index in indices]
+
+
+def test_sharing_gpus_where_there_are_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 0)
+    with pytest.raises(ValueError, match="'cuda-shared' needs a GPU on every node"):
+        choose_device("cuda-shared", slots=2, local_rank=0)
+
+
+@pytest.mark.parametrize(("device", "backend"), [
+    ("cuda-shared", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
+def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, backend: str) -> None:
+    places, backends = [], []
+    for variable, value in {**TORCHRUN, "PIPETRANSFORMER_STORE": str(tmp_path / "store")}.items():
+        monkeypatch.setenv(variable, value)
+
+    def agree(store: Any, rank: int, size: int, place: Any, *, timeout_s: float) -> Any:
+        places.append(place.device)
+        return SimpleNamespace(places=[], name="world")
+
+    have_gpus(monkeypatch, 4)
+    monkeypatch.setattr(world_module, "meet", agree)
+    monkeypatch.setattr(world_module, "check_places", lambda places: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    connect(device, timeout_s=1.0)
+    assert backends == [backend]
+    assert places == [device], "a rank that shares cannot train with one that does not"
+
+
 @pytest.mark.parametrize("num_gpus", [0, 1])
 def test_asking_for_more_gpus_than_there_are_is_refused(
         monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
@@ -143,6 +183,17 @@ def join_again() -> dict[str, Any]:
     total = torch.tensor([float(world.rank)])
     dist.all_reduce(total, group=world.group)
     return {**found, "total": float(total)}
+
+
+def find_link_devices() -> list[str]:
+    """Return where messages of a CPU and of a GPU live in this world."""
+    own = connect("cpu", timeout_s=30.0)
+    on_gpu = dataclasses.replace(own, device=torch.device("cuda", 0))
+    return [str(world.link_device) for world in (own, on_gpu)]
+
+
+def test_over_gloo_messages_live_in_host_memory(two_ranks: Pool) -> None:
+    assert two_ranks.run(find_link_devices) == [["cpu", "cpu"]] * 2
 
 
 def test_a_group_that_somebody_else_initialised_is_used_and_not_destroyed(two_ranks: Pool) -> None:

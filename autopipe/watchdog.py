@@ -1,0 +1,180 @@
+"""Watch the time limits of waits that no thread sits in: those that a GPU's stream was given.
+
+Over NCCL a wait orders the stream, and the host goes on to launch what comes behind it::
+
+    host      recv 0  F 0  recv 1  F 1  recv 2 | settle                  | the step's end
+    stream       recv 0 . . . F 0 F 0 F 0  recv 1 . . . F 1 F 1 F 1  ...
+    watchdog     ^ is the oldest wait over?     limit passed: say so, and abort the groups
+
+A wait's time begins when the one before it is over, since the host may launch it a step ahead.
+An abort lets the stream go on with whatever is in memory: no number behind a wait may leave the
+process, or become a weight, before `settle` has returned. The thread lives while there is
+something to watch: it starts with a step's first wait and ends when all are over, or aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+_LOGGER = logging.getLogger(__name__)
+
+_PERIOD_S = 0.1
+"""Seconds between two looks: a time limit is exceeded by no more."""
+
+
+class LinkError(RuntimeError):
+    """Say who waited for what, and why it failed: a time limit, or a neighbour that is gone."""
+
+
+class Mark(ABC):
+    """Mark a place in a stream."""
+
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Tell, without waiting, whether the device has come there."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the device has come there."""
+
+
+@final
+class StreamMark(Mark):
+    """Mark what the current CUDA stream was given so far."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._event = torch.cuda.current_stream().record_event()
+
+    def is_reached(self) -> bool:
+        # A thread begins on device 0, and the first call would build a context there.
+        with torch.cuda.device(self._device):
+            return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Hold where a wait ends, who waits for whom, and how long."""
+
+    end: Mark
+    what: str
+    limit_s: float
+
+
+@final
+class Watchdog:
+    """Watch the waits of one stream; `watch`, `check` and `settle` are for the main thread.
+
+    Args:
+        abort: ends everything under way on the links; called at most once, from another thread.
+        mark: marks the present end of the stream.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        abort: Callable[[], None],
+        *,
+        mark: Callable[[], Mark] = StreamMark,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._abort, self._mark, self._clock = abort, mark, clock
+        self._changed = threading.Condition()
+        self._waits: deque[_Wait] = deque()
+        self._oldest_since_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def watch(self, what: str, limit_s: float) -> None:
+        """Watch the wait that the stream was just given.
+
+        Args:
+            what: "rank 1 waited for ...".
+            limit_s: longest time from the end of the wait before it, or from now.
+        Raises:
+            LinkError: a wait has lasted too long.
+        """
+        self.check()
+        wait = _Wait(self._mark(), what, limit_s)
+        with self._changed:
+            if not self._waits:
+                self._oldest_since_s = self._clock()
+            self._waits.append(wait)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._watch_all, name="link watchdog", daemon=True
+                )
+                self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the thread has found.
+
+        Raises:
+            LinkError: a wait has lasted too long.
+        """
+        if self._failure is not None:
+            raise LinkError(self._failure)
+
+    def settle(self) -> None:
+        """Wait until all waits are over: only then is what they waited for known to have come.
+
+        Raises:
+            LinkError: a wait has lasted too long.
+        """
+        with self._changed:
+            last = self._waits[-1] if self._waits else None
+        if last is not None:
+            last.end.wait()
+        self.check()
+        with self._changed:
+            self._waits.clear()
+            self._changed.notify()
+
+    def look(self) -> None:
+        """Forget the waits that are over; abort where the oldest of the others lasts too long."""
+        with self._changed:
+            failure = self._find_failure()
+            if failure is None:
+                return
+            # Known before the stream goes on, so that `settle` cannot miss it.
+            self._failure = failure
+            self._waits.clear()
+        _LOGGER.error("%s", failure)
+        self._abort()
+
+    def _find_failure(self) -> str | None:
+        while self._waits:
+            wait = self._waits[0]
+            try:
+                is_over = wait.end.is_reached()
+            except RuntimeError as error:
+                return f"{wait.what}: the device has failed: {error}"
+            now_s = self._clock()
+            if not is_over:
+                if now_s - self._oldest_since_s < wait.limit_s:
+                    return None
+                return f"{wait.what} (limit {wait.limit_s:g} s): the links have been aborted"
+            self._waits.popleft()
+            self._oldest_since_s = now_s
+        return None
+
+    def _watch_all(self) -> None:
+        while True:
+            self.look()
+            with self._changed:
+                if not self._waits:
+                    self._thread = None
+                    return
+                self._changed.wait(_PERIOD_S)
