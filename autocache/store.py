@@ -88,6 +88,7 @@ class RowStore:
         self.num_rows = num_rows
         self.counts = StoreCounts()
         self._unlink = unlink
+        self._header = np.frombuffer(mapping, np.uint64, count=2)
         self._tags = np.frombuffer(
             mapping, np.uint64, count=2 * num_rows, offset=ALIGN_BYTES
         ).reshape(num_rows, 2)
@@ -206,7 +207,19 @@ class RowStore:
         self.unlink()
         # The last array to go unmaps the file; unmapping by hand fails while a traceback has one.
         self._words.clear()
+        self._header = np.zeros(2, np.uint64)
         self._tags = np.empty((0, 2), np.uint64)
+
+    @property
+    def is_condemned(self) -> bool:
+        """Tell whether a process has found that the rows are of no use."""
+        return bool(self._header[1])
+
+    def condemn(self) -> bool:
+        """Let no process of the node read a row any more; tell whether this call was the first."""
+        first = not self.is_condemned
+        self._header[1] = 1
+        return first
 
     def read(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> RowRead:
         """Read the rows of a batch whose stamp is one of those given.
@@ -221,6 +234,7 @@ class RowStore:
         stamps = np.array([_checked_stamp(stamp) for stamp in depth_stamps], np.uint64)
         before = self._tags[ids, 0]
         ranks = np.arange(1, len(stamps) + 1)
+        fits = fits & (not self.is_condemned)
         depth = np.max((before[:, None] == stamps) * ranks, axis=1, initial=0) * fits
         found = depth > 0
         rows, sums = self._gather(ids, found)
@@ -246,6 +260,8 @@ class RowStore:
         ids, fits = self._slots(sample_ids)
         _checked_stamp(stamp)
         self._check_rows(rows, len(ids))
+        if self.is_condemned:
+            return
         kept = torch.from_numpy(fits).nonzero().flatten()
         ids = ids[fits]
         self._tags[ids, 0] = 0

@@ -9,12 +9,13 @@ fixed buckets, armed for one backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autodp.groups import link_device
 from autodp.waiting import waiting_for
 
 
@@ -27,7 +28,8 @@ class _Bucket:
     A parameter no sample used has no gradient on any replica, and must have none afterwards, or
     the optimizer would decay it; its flag, summed with the gradients, tells it from one that only
     this replica did not use. A sum does not tell which replica brought a NaN into it; the last
-    flags, of which a replica sets only its own, do.
+    flags, of which a replica sets only its own, do. What is summed is `message`: the bucket's own
+    memory or, over gloo, a GPU's bucket in host memory.
     """
 
     parameters: list[nn.Parameter]
@@ -36,8 +38,9 @@ class _Bucket:
     gradients: Tensor
     in_use: Tensor
     nonfinite: Tensor
-    missing: int = 0
+    missing: set[nn.Parameter] = field(default_factory=set)
     work: dist.Work | None = None
+    message: Tensor | None = None
 
 
 class GradientReducer:
@@ -61,34 +64,52 @@ class GradientReducer:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
+        self._overlaps = True
         self._next = 0
+        self.was_early = False
 
     def arm(self) -> None:
         """Start sending each bucket as soon as the coming backward has filled it."""
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = set(bucket.parameters)
             bucket.work = None
         self._next = 0
+        self.was_early = False
         self._armed = True
 
-    def finish(self) -> None:
+    def finish(self, *, again: bool = False) -> None:
         """Send what is left, wait, and put the summed gradients in place.
 
         A replica without samples calls it without arm(): it contributes zeros.
 
+        A backward may report a parameter a second time, after its bucket has left: a block that is
+        called several times under reentrant checkpointing has a backward for each call. Then
+        `was_early` is set, and the replicas, once they have told each other, send everything anew.
+        From then on they wait for the backward's end.
+
+        Args:
+            again: whether any replica `was_early`; the same on all of them.
         Raises:
             PeerError: a replica is gone, or has sent nothing within the group's time limit.
+            RuntimeError: a bucket left early, and is not sent again.
         """
         if not self._armed:
             self.arm()
         self._armed = False
+        if self.was_early and not again:
+            raise RuntimeError(
+                "a gradient grew after it was sent; finish(again=True), on all replicas, sends it "
+                "anew"
+            )
         while self._next < len(self._buckets):
             self._send_next()
+        if again:
+            self._overlaps, self.was_early, self._next = False, False, 0
+            for bucket in self._buckets:
+                self._await(bucket)
+                self._send_next()
         for bucket in self._buckets:
-            assert bucket.work is not None
-            with waiting_for("gradients of a stage", self._group):
-                bucket.work.wait()
-            bucket.work = None
+            self._await(bucket)
             self._put_back(bucket)
 
     def nonfinite_replicas(self, parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -111,11 +132,13 @@ class GradientReducer:
         self._bucket_of.clear()
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self._armed:
+        if not self._armed or not self._overlaps:
             return
-        self._bucket_of[parameter].missing -= 1  # type: ignore[index]
+        bucket = self._bucket_of[parameter]  # type: ignore[index]
+        self.was_early = self.was_early or bucket.work is not None
+        bucket.missing.discard(parameter)
         # Replicas must issue messages in the same order: a full bucket waits for those before it.
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send_next()
 
     def _send_next(self) -> None:
@@ -132,14 +155,32 @@ class GradientReducer:
                 view.copy_(parameter.grad)
         bucket.nonfinite.zero_()
         bucket.nonfinite[self._replica] = _holds_nonfinite(bucket.gradients)
+        bucket.message = _on_link(bucket.flat, self._group)
         with waiting_for("gradients of a stage", self._group):
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.message, group=self._group, async_op=True)
+
+    def _await(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None and bucket.message is not None
+        with waiting_for("gradients of a stage", self._group):
+            bucket.work.wait()
+        if bucket.message is not bucket.flat:
+            bucket.flat.copy_(bucket.message)
+        bucket.work = bucket.message = None
 
     def _put_back(self, bucket: _Bucket) -> None:
         all_here = all(parameter.grad is not None for parameter in bucket.parameters)
         used = [True] * len(bucket.parameters) if all_here else (bucket.in_use > 0).tolist()
         for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
             parameter.grad = view if in_use else None
+
+
+def _on_link(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a bucket's memory, or a copy in host memory where the group moves only that."""
+    place = link_device(flat.device, group)
+    if place == flat.device:
+        return flat
+    host = torch.empty_like(flat, device=place, pin_memory=torch.cuda.is_available())
+    return host.copy_(flat)
 
 
 def _holds_nonfinite(values: Tensor) -> Tensor | bool:
@@ -174,8 +215,9 @@ def _make_bucket(parameters: list[nn.Parameter], num_replicas: int) -> _Bucket:
     # Every value is written before it is sent; zeros would touch all of the memory here already.
     flat = torch.empty(sum(parts), dtype=parameters[0].dtype, device=parameters[0].device)
     gradients, in_use, nonfinite = flat.split(parts)
+    # A gradient has its parameter's strides, as autograd's own: fused optimizers work on memory.
     views = [
-        part.view_as(parameter)
+        part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
         for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
     ]
     return _Bucket(parameters, flat, views, gradients, in_use, nonfinite)

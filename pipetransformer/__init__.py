@@ -27,9 +27,11 @@ from freeze import (
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.launch import WorkerFailedError, launch
+from pipetransformer.loss import Loss
 from pipetransformer.optimizer_state import adamw
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
 from pipetransformer.trainer import FitReport, Trainer
+from pipetransformer.verification import Verification, VerificationError
 
 __all__ = [
     "ClosedForm",
@@ -41,6 +43,7 @@ __all__ = [
     "GPipe",
     "LayerStats",
     "LayeredModel",
+    "Loss",
     "Never",
     "PaperRule",
     "PipelinePlan",
@@ -49,6 +52,8 @@ __all__ = [
     "Sublayer",
     "TrainConfig",
     "Trainer",
+    "Verification",
+    "VerificationError",
     "WorkerFailedError",
     "adamw",
     "balance",

@@ -209,10 +209,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CorruptCheckpointError: the manifest is missing or changed, or a shard is missing or has
             another size.
-        ValueError: the manifest has a format that this version does not read.
+        ValueError: the manifest has a format that this version does not read, or names a file
+            outside of its folder.
     """
     content = _read_sealed(folder / _MANIFEST)
     records = {name: ShardRecord(**record) for name, record in content["shards"].items()}
+    for record in records.values():
+        if Path(record.file).name != record.file or record.file in ("", ".."):
+            raise ValueError(
+                f"{folder / _MANIFEST} names {record.file!r}, which is no file of its folder; it "
+                "was not written by this program: do not use it"
+            )
     _compare_sizes(folder, records)
     return Checkpoint(folder, content["step"], content["scalars"], records)
 
@@ -229,10 +236,17 @@ def published(directory: Path) -> list[Path]:
 
     Raises:
         CorruptCheckpointError: the pointer is damaged, and there is no complete save.
+        ValueError: the pointer names a folder elsewhere.
     """
     pointer = directory / _POINTER
     try:
-        return [directory / name for name in _read_sealed(pointer)["checkpoints"]]
+        names = _read_sealed(pointer)["checkpoints"]
+        if foreign := [name for name in names if not _FOLDER.fullmatch(name)]:
+            raise ValueError(
+                f"{pointer} names {foreign[0]!r}, which is no checkpoint of its folder; it was "
+                "not written by this program: do not use it"
+            )
+        return [directory / name for name in names]
     except CorruptCheckpointError as error:
         complete = [folder for folder in _folders(directory) if (folder / _MANIFEST).exists()]
         if complete:

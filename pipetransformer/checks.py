@@ -6,30 +6,16 @@ import logging
 import os
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from autopipe import fitting_lengths
-from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.adapters import refuse_hooks
 from pipetransformer.checkpoint import holds_checkpoint
 from pipetransformer.config import TrainConfig
 from pipetransformer.resume import CHECKPOINTS, resumes
 
 _LOGGER = logging.getLogger(__name__)
-
-
-def choose_loss(model: LayeredModel, loss_fn: LossFunction | None) -> LossFunction:
-    """Return the given loss, or the model's own.
-
-    Raises:
-        ValueError: there is neither.
-    """
-    chosen = loss_fn or model.loss_fn
-    if chosen is None:
-        raise ValueError(
-            f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
-            "torch.nn.CrossEntropyLoss()"
-        )
-    return chosen
 
 
 def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> None:
@@ -79,3 +65,48 @@ def refuse_batch_norm(model: nn.Module) -> None:
                 f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
                 "micro-batches and replicas; use LayerNorm or GroupNorm"
             )
+
+
+def refuse_parameters(model: nn.Module) -> None:
+    """Refuse parameters that would lose something where they move, and gradients that are sparse.
+
+    Raises:
+        ValueError: a parameter is of a class of its own, is not initialised yet, or has hooks; or
+            an embedding asks for sparse gradients.
+    """
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
+                "Parameter where it moves; initialise lazy modules with one forward, and replace "
+                "special parameters by plain ones"
+            )
+        refuse_hooks(name, parameter)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name!r} is an {type(module).__name__} with sparse=True; sparse gradients "
+                "cannot be summed over replicas or measured here: build it with sparse=False"
+            )
+
+
+def refuse_surroundings(*, trains: bool) -> None:
+    """Refuse to run within modes of torch that would change the numbers and say nothing.
+
+    Args:
+        trains: whether gradients are needed.
+    Raises:
+        ValueError: an autocast, `inference_mode` or, where gradients are needed, `no_grad` is on.
+    """
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise ValueError(
+                f"torch.autocast({kind!r}) is on around the Trainer; it would train every step "
+                "with the first step's weights, which it keeps in low precision until it is left: "
+                "call the Trainer outside of it"
+            )
+    if torch.is_inference_mode_enabled() or (trains and not torch.is_grad_enabled()):
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ValueError(
+            f"torch.{mode}() is on around the Trainer, which needs gradients; call it outside"
+        )

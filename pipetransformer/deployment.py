@@ -10,11 +10,13 @@ dropped as they travel: a rank never holds all of what it had and all of what it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
 from autopipe import PipelinePlan
@@ -91,7 +93,7 @@ class Deployment:
         self._groups = GroupPool(
             world.rank,
             [world.topology(length) for length in world.lengths],
-            on_cuda=world.device.type == "cuda",
+            on_cuda=world.link_device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,
         )
         self.stage: Stage | None = None
@@ -186,6 +188,36 @@ class Deployment:
         }
         with self._held.receiving_on(device):
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
+
+        Rank 0's model then holds what it held before: the other layers' weights would be old after
+        the next step.
+        """
+        assert self._ownership is not None
+        model, state = self._task.model, dict[str, Tensor]()
+        held = {id(t) for i in self._ownership.held_by(0) for t in model.tensors(i).values()}
+        with self.whole_on_rank_0():
+            if self._world.is_main:
+                for name, tensor in model.model.state_dict(keep_vars=True).items():
+                    state[name] = tensor.detach().to("cpu", copy=id(tensor) in held)
+        return state
+
+    @contextmanager
+    def whole_on_rank_0(self) -> Iterator[None]:
+        """Hold the whole model on rank 0 meanwhile, what it does not train in host memory.
+
+        Collective, at both ends.
+        """
+        if self._ownership is None:  # Every rank still has all of its own.
+            yield
+            return
+        self.gather_weights(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._held.release_others(self._ownership.shards())
 
     def roomy_device(self) -> torch.device:
         """Return this rank's device if the whole model fits there; else the CPU.

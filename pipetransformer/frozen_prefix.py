@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autocache import (
     CacheStats,
@@ -30,7 +30,7 @@ from autocache.prefix import HIDDEN
 from autodp import broadcast_json, gather_json
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
 from pipetransformer.layer_work import Rows
-from pipetransformer.task import Task
+from pipetransformer.task import Task, keep_mode, modules_of
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class FrozenPrefix:
         self._sides = model.sides_of(0, len(model.sublayers))
         self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *model.targets)))
         self._depth = 0
+        self._modules: tuple[nn.Module, ...] = ()
         self._store: RowStore | None = None
         self._stamps = PrefixStamps("eval")
         self._prefix: PrefixCache | None = None
@@ -93,9 +94,10 @@ class FrozenPrefix:
         )
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
-        """Run frozen layers first..last-1; they are in eval mode."""
+        """Run frozen layers first..last-1, in eval mode."""
         model = self._task.model
         begin, end = model.first_active(first), model.first_active(last)
+        keep_mode(self._modules, training=False)
         return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
@@ -108,9 +110,12 @@ class FrozenPrefix:
         """
         self._stamps.truncate(min(num_frozen, len(self._stamps)))
         self._depth, self._prefix = num_frozen, None
-        use_cache = use_cache and not self._gave_up
+        self._modules = modules_of(
+            self._task.model, range(self._task.model.first_active(num_frozen) if num_frozen else 0)
+        )
         if num_frozen == 0:
             return
+        use_cache = use_cache and not self._agree_to_give_up()
         if use_cache:
             self._match_store()
             if on_stage_0:
@@ -124,6 +129,12 @@ class FrozenPrefix:
                 device=self._world.device,
                 keep=self._kept(),
             )
+
+    def _agree_to_give_up(self) -> bool:
+        """Tell whether a cache failed on any node, or was condemned there. Collective."""
+        condemned = self._store is not None and self._store.is_condemned
+        self._gave_up = any(gather_json(self._gave_up or condemned, group=self._world.group))
+        return self._gave_up
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
@@ -177,8 +188,13 @@ class FrozenPrefix:
             repeat = torch.zeros(self._task.config.prefix_chunk, dtype=torch.int64)
             chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}
             with torch.no_grad():
-                hidden = self.run_layers(chunk, 0, self._depth)[:1]
-            layout = rows_layout(batch, hidden, self._kept())
+                hidden = self.run_layers(chunk, 0, self._depth)
+            if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
+                _LOGGER.info(
+                    "this machine's kernels give a sample other last bits at another place of a "
+                    "chunk: a cached run equals an uncached one to rounding, not bit by bit"
+                )
+            layout = rows_layout(batch, hidden[:1], self._kept())
             fields = [
                 [f.name, list(f.shape), str(f.dtype).removeprefix("torch.")] for f in layout.fields
             ]

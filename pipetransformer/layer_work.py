@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from autocache.prefix import HIDDEN
 from autodp import mix_seed
 from autopipe import Payload, StageWork
-from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
+from pipetransformer.loss import Loss, mean_of
+from pipetransformer.loss_probe import SplitProbe
 from pipetransformer.side_inputs import SideReceiver, SideSender
 
 Rows = Callable[[Tensor], Batch]
@@ -81,7 +84,7 @@ class LossSums:
 
     def means(self) -> dict[str, float]:
         """Return every total over its count; 0 where nothing counts."""
-        return {name: total / max(count, 1.0) for name, (total, count) in self.totals.items()}
+        return {name: mean_of(total, count) for name, (total, count) in self.totals.items()}
 
 
 class LayerWork(StageWork):
@@ -184,12 +187,15 @@ class TrainWork(LayerWork):
         layers: StageLayers,
         batches: MicroBatches,
         *,
-        loss_fn: LossFunction,
+        loss_fn: Loss,
         moment: TrainMoment,
+        probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
         self._loss_fn = loss_fn
         self._moment = moment
+        self._probe = probe
+        probe.begin_step()
         sizes = batches.sizes
         self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor, Any]] = []
@@ -208,7 +214,10 @@ class TrainWork(LayerWork):
         gradients are corrected once the counts of all replicas are known.
         """
         output = only_tensor(outputs)
-        loss = self._loss_fn(output, self.target(micro_batch))
+        target = self.target(micro_batch)
+        # Before the loss, which may write into them.
+        self._probe.watch(output, target)
+        loss = self._loss_fn(output, target)
         num_samples = len(output)
         if isinstance(loss, tuple):
             total, count = loss
@@ -222,10 +231,11 @@ class TrainWork(LayerWork):
         return loss * (num_samples / self._moment.global_batch)
 
     def loss_sums(self) -> list[float]:
-        """Return [sum of the losses, count]; [0, 0] on other than the last stage."""
+        """Return [sum of the losses, count, whether it depends on the split]; 0 without a loss."""
         return [
             float(sum(total for total, _ in self.losses)),
             float(sum(count for _, count in self.losses)),
+            float(self._probe.finds_difference()),
         ]
 
 
@@ -237,7 +247,7 @@ class EvaluationWork(LayerWork):
         layers: StageLayers,
         batches: MicroBatches,
         *,
-        loss_fn: LossFunction,
+        loss_fn: Loss,
         metrics: Mapping[str, Metric] | None,
         sums: LossSums,
     ) -> None:
@@ -252,7 +262,10 @@ class EvaluationWork(LayerWork):
         loss = self._loss_fn(output, target)
         total, count = loss if isinstance(loss, tuple) else (loss * len(output), len(output))
         self._sums.add("loss", float(total), float(count))
-        for name, metric in default_metrics(output, target, self._metrics).items():
+        metrics = self._metrics
+        if metrics is None:
+            metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
+        for name, metric in metrics.items():
             self._sums.add(name, *metric(output, target))
 
 
@@ -263,22 +276,25 @@ def only_tensor(payload: Payload) -> Tensor:
     return tensor
 
 
-def default_metrics(
-    output: Tensor, target: Any, metrics: Mapping[str, Metric] | None
-) -> Mapping[str, Metric]:
-    """Return the given metrics, or the accuracy of a classifier."""
-    if metrics is not None:
-        return metrics
+def default_metrics(output: Tensor, target: Any, *, ignore_index: int) -> Mapping[str, Metric]:
+    """Return the accuracy for a classifier's output and targets, nothing for others."""
     if (
         isinstance(target, Tensor)
         and output.ndim == 2
         and target.ndim == 1
         and not target.is_floating_point()
     ):
-        return {"accuracy": accuracy}
+        return {"accuracy": partial(accuracy, ignore_index=ignore_index)}
     return {}
 
 
-def accuracy(output: Tensor, target: Tensor) -> tuple[float, float]:
-    """Count right answers: output (N, classes), target (N,) class indices -> (right, N)."""
-    return float((output.argmax(dim=1) == target).sum()), float(len(target))
+def accuracy(output: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[float, float]:
+    """Count right answers, and the targets that are not ignored.
+
+    Args:
+        output: (N, classes).
+        target: (N,) class indices.
+        ignore_index: the class of targets that count neither as right nor as wrong.
+    """
+    counts = target != ignore_index
+    return float(((output.argmax(dim=1) == target) & counts).sum()), float(counts.sum())

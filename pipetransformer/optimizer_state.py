@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipetransformer.adapters import laid_out_as
+
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
@@ -37,19 +39,6 @@ def adamw(learning_rate: float = 1e-3, *, weight_decay: float = 0.01,
                                  fused=True)
 
     return build
-
-
-def peak_learning_rate(factory: OptimizerFactory, model: nn.Module) -> float:
-    """Return the first parameter group's learning rate, as built for the whole model.
-
-    The optimizer is built over empty tensors, so it takes no memory; 0 where nothing trains.
-    """
-    named = [
-        (name, nn.Parameter(p.detach().new_empty((0,) * p.ndim)))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    return float(factory(named).param_groups[0]["lr"]) if named else 0.0
 
 
 def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]
@@ -81,11 +70,24 @@ def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Paramete
 
 def put_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
               flat: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the state that `take_state` returned."""
+    """Give the optimizer the state that `take_state` returned, wherever it lay meanwhile.
+
+    Source: the rules by which torch's `load_state_dict` places a state: beside its parameter, but
+    a step count in host memory unless the optimizer's kernels read it on the device. Ours also
+    lays out what has the parameter's shape as the parameter is: fused kernels work on memory.
+    """
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for key, value in flat.items():
         name, _, entry = key.rpartition("/")
-        state = optimizer.state[parameters[name]]
+        parameter = parameters[name]
+        state = optimizer.state[parameter]
         if entry.endswith(_NUMBER):
             state[entry.removesuffix(_NUMBER)] = value.item()
-        else:
-            state[entry] = value
+            continue
+        group = group_of.get(parameter, {})
+        if entry == "step" and not (group.get("fused") or group.get("capturable")):
+            state[entry] = value.cpu()
+            continue
+        value = value.to(parameter.device)
+        same_shape = value.shape == parameter.shape
+        state[entry] = laid_out_as(parameter, value) if same_shape else value

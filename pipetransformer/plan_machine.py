@@ -17,6 +17,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
 from pipetransformer.device_memory import free_bytes, tightest
 from pipetransformer.launch import launch
+from pipetransformer.loss import Loss, choose_loss
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.measure_throughput import measure_throughputs
 from pipetransformer.named_model import ModelChoice, NamedModel, build_named
@@ -151,7 +152,8 @@ def _task(named: NamedModel, config: TrainConfig) -> Task:
             f"{', '.join(missing)}; give them too"
         )
     trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
-    return Task(model, model.loss_fn or _mean_square, adamw(), config, trainable)
+    loss_fn = choose_loss(model, model.loss_fn or Loss(_mean_square, is_exact=True))
+    return Task(model, loss_fn, adamw(), config, trainable)
 
 
 def _mean_square(output: Tensor, target: object) -> Tensor:

@@ -22,6 +22,7 @@ from pipetransformer.controller import Controller, plan_shape
 from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.folder_lock import FolderLock
 from pipetransformer.measure import Measurements
+from pipetransformer.optimizer_probe import OptimizerTraits
 from pipetransformer.resume import (
     CHECKPOINTS,
     agree,
@@ -73,6 +74,7 @@ class RunState:
     Args:
         task, world: what is trained, and where.
         timeline, deployment, report: as the trainer has them.
+        optimizer: what it keeps for its parameters.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class RunState:
         timeline: Timeline,
         deployment: Deployment,
         report: FitReport,
+        optimizer: OptimizerTraits,
     ) -> None:
         self._task = task
         self._world = world
         self._timeline = timeline
         self._deployment = deployment
         self._report = report
+        self._optimizer = optimizer.to_json()
         folder = task.config.folder
         self._folder = None if folder is None else Path(folder)
         self._hardware = _describe_hardware(world.device)
@@ -252,6 +256,7 @@ class RunState:
         """Return what all ranks have in common, as plain values."""
         return {
             **self._identity(),
+            "optimizer": self._optimizer,
             "world": plan_shape(self._task, self._world),
             "position": asdict(self._timeline.position),
             "report": asdict(self._report),
@@ -270,6 +275,13 @@ class RunState:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or after which samples would be lost."""
         check_model(checkpoint, self._task.model)
+        trained_with = checkpoint.scalars["optimizer"]
+        if trained_with != self._optimizer:
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} was trained with {_spell(trained_with)}, but "
+                f"this run has {_spell(self._optimizer)}; resume with the optimizer that was "
+                "saved, or start a new run from its weights"
+            )
         saved = {name: checkpoint.scalars[name] for name in self._identity()}
         if saved != self._identity():
             raise ValueError(
@@ -280,6 +292,10 @@ class RunState:
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._task.config.seed, "num_samples": self._timeline.num_samples}
+
+
+def _spell(optimizer: Mapping[str, Any]) -> str:
+    return f"{optimizer['name']} (which keeps {', '.join(optimizer['entries']) or 'nothing'})"
 
 
 def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:

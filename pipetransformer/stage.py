@@ -24,17 +24,27 @@ from autopipe import (
     run_program,
 )
 from freeze import GradientSignals
+from pipetransformer.forward_writes import ForwardWrites
 from pipetransformer.layer_work import (
     EvaluationWork,
     LossSums,
     MicroBatches,
     Rows,
+    StageLayers,
     TrainMoment,
     TrainWork,
 )
+from pipetransformer.loss import mean_of
+from pipetransformer.loss_probe import SplitProbe
 from pipetransformer.nonfinite import Finding, NonFiniteError, highest_nonfinite, locate
 from pipetransformer.stage_wiring import StageWiring
-from pipetransformer.task import Task, set_training, trained_parameters
+from pipetransformer.task import (
+    Task,
+    keep_mode,
+    modules_of,
+    set_training,
+    trained_parameters,
+)
 from pipetransformer.world import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -98,6 +108,10 @@ class Stage:
                 for i in self._trained
             }
         )
+        self._modules = modules_of(task.model, self._trained)
+        prefix = range(plan.boundaries[0] if self._index == 0 else 0)
+        self._writes = ForwardWrites(task.model, (*prefix, *self._trained))
+        self._probe = SplitProbe(task.loss_fn)
         self.recorder: Recorder | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
@@ -128,6 +142,8 @@ class Stage:
             step, epoch: position in the run.
             learning_rate_factor: on every group's own learning rate.
         Raises:
+            ValueError: a forward has written into its own parameters or buffers, or the loss
+                depends on how the batch is split.
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
             LinkError, PeerError: a rank is gone, or silent for longer than a step may take.
         """
@@ -135,17 +151,30 @@ class Stage:
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
         for parameter in self.parameters.values():
             parameter.grad = None
+        keep_mode(self._modules, training=True)
+        self._writes.begin()
         first, size = self._share(len(ids))
         moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
-        sizes = split_evenly(size, min(size, self.plan.num_micro_batches)) if size else ()
-        batches = MicroBatches(ids[first : first + size], sizes, rows)
-        work = TrainWork(self._layers, batches, loss_fn=self._task.loss_fn, moment=moment)
+        own = ids[first : first + size]
+        batches = MicroBatches(own, sizes := self._cut(own), rows)
+        work = TrainWork(
+            self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
+        )
         report = self._run(work, sizes)
+        written = self._writes.find()
         reduce_start = time.perf_counter()
-        sums = self._sum_over_world(work.loss_sums())
+        was_early = self._reducer is not None and self._reducer.was_early
+        # What one rank finds wrong ends in the same way on all.
+        *sums, num_split, num_early, num_writing = self._sum_over_world(
+            [*work.loss_sums(), float(was_early), float(bool(written))]
+        )
         if self._reducer is not None:
-            self._reducer.finish()
+            self._reducer.finish(again=num_early > 0)
         reduce_s = time.perf_counter() - reduce_start
+        if num_split:
+            self._probe.refuse()
+        if num_writing:
+            raise ValueError(written or "a forward on another rank writes into its own tensors")
         loss, norm = self._finish_gradients(sums, len(ids))
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if skipped:
@@ -161,28 +190,41 @@ class Stage:
     def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
         model, config = self._task.model, self._task.config
-        begin = 0 if self._index == 0 else self._trained.start
-        layers = self._wiring.layers(range(begin, self._trained.stop))
+        layers = self._wiring.layers(
+            range(0 if self._index == 0 else self._trained.start, self._trained.stop)
+        )
         first, size = self._share(num_samples)
+        own = torch.arange(first, first + size)
         per_step = max(1, config.batch_size // self.topology.replicas)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
-            for ids in torch.arange(first, first + size).split(per_step):
-                if len(ids) == 0:  # Fewer examples than replicas: this one has none.
-                    break
-                num_micro_batches = min(len(ids), self.plan.num_micro_batches)
-                sizes = split_evenly(len(ids), num_micro_batches)
-                work = EvaluationWork(
-                    layers,
-                    MicroBatches(ids, sizes, rows),
-                    loss_fn=self._task.loss_fn,
-                    metrics=config.metrics,
-                    sums=sums,
-                )
-                program = forward_only(self.topology.length, num_micro_batches)[self._index]
-                run_program(program, work, self._links, sizes)
-                work.finish_step()
+            # Every rank counts the largest replica's rounds, and hears of all others in each: a
+            # spare, or a replica without examples, waits for a round and not for the whole.
+            most = split_evenly(num_samples, self.topology.replicas)[0]
+            for begin in range(0, most, per_step):
+                ids = own[begin : begin + per_step]
+                if len(ids):
+                    self._evaluate_round(layers, MicroBatches(ids, self._cut(ids), rows), sums)
+                self._sum_over_world([0.0])
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
+
+    def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> None:
+        work = EvaluationWork(
+            layers,
+            batches,
+            loss_fn=self._task.loss_fn,
+            metrics=self._task.config.metrics,
+            sums=sums,
+        )
+        program = forward_only(self.topology.length, len(batches.sizes))[self._index]
+        run_program(program, work, self._links, batches.sizes)
+        work.finish_step()
+
+    def _cut(self, ids: Tensor) -> tuple[int, ...]:
+        """Return the sizes of a replica's micro-batches; none without samples."""
+        if len(ids) == 0:
+            return ()
+        return split_evenly(len(ids), min(len(ids), self.plan.num_micro_batches))
 
     def _share(self, num_samples: int) -> tuple[int, int]:
         """Return where this replica's samples begin, and how many they are."""
@@ -217,7 +259,7 @@ class Stage:
         limit = self._task.config.clip_norm
         if limit is not None and norm > limit and gradients:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-        return loss_sum / max(count, 1), norm
+        return mean_of(loss_sum, count), norm
 
     def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
+from pipetransformer.loss import Loss
 from pipetransformer.optimizer_state import OptimizerFactory
 
 
@@ -17,14 +19,14 @@ class Task:
 
     Args:
         model: the layered model.
-        loss_fn: (output, targets) -> mean, or (sum, count).
+        loss_fn: joins from the parts of a batch, or is probed.
         optimizer: builds an optimizer over named parameters.
         config: the run's settings.
         trainable: names of the parameters that the user left trainable.
     """
 
     model: LayeredModel
-    loss_fn: LossFunction
+    loss_fn: Loss
     optimizer: OptimizerFactory
     config: TrainConfig
     trainable: frozenset[str]
@@ -47,6 +49,20 @@ def set_training(
     for index in indices:
         sublayer = model.sublayers[index]
         sublayer.module.train(sublayer.layer >= num_frozen)
+
+
+def keep_mode(modules: Iterable[nn.Module], *, training: bool) -> None:
+    """Put modules back into a mode that the user's `model.train()` or `model.eval()` changed."""
+    for module in modules:
+        if module.training is not training:
+            module.train(training)
+
+
+def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, ...]:
+    """Return all modules of sublayers, wrappers included."""
+    return tuple(
+        module for index in indices for module in model.sublayers[index].module.modules()
+    )
 
 
 def set_frozen(task: Task, num_frozen: int) -> None:

@@ -14,14 +14,22 @@ from autodp import EpochSampler, gather_json
 from autopipe import Span, Trace
 from freeze import Never, as_policy
 from pipetransformer.adapters import LayeredModel, LossFunction, adapt
-from pipetransformer.checks import check_world, choose_loss, refuse_batch_norm
+from pipetransformer.checks import (
+    check_world,
+    refuse_batch_norm,
+    refuse_parameters,
+    refuse_surroundings,
+)
 from pipetransformer.config import make_config
-from pipetransformer.data import SizedDataset, check_dataset
+from pipetransformer.data import Batch, SizedDataset, check_dataset
 from pipetransformer.deployment import Decision, Deployment
+from pipetransformer.forward_writes import refuse_forward_writes
 from pipetransformer.frozen_prefix import FrozenPrefix
 from pipetransformer.layer_work import LossSums
+from pipetransformer.loss import choose_loss
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer_state import OptimizerFactory, adamw, peak_learning_rate
+from pipetransformer.optimizer_probe import try_optimizer
+from pipetransformer.optimizer_state import OptimizerFactory, adamw
 from pipetransformer.resume import agree, resumes
 from pipetransformer.run_log import RunLog
 from pipetransformer.run_state import FitReport, RunState
@@ -29,7 +37,8 @@ from pipetransformer.stage import StepResult
 from pipetransformer.steering import Steering
 from pipetransformer.task import Task
 from pipetransformer.timeline import Timeline
-from pipetransformer.world import connect, slots_of_a_node, world_size
+from pipetransformer.verification import Verification, verify
+from pipetransformer.world import connect, likely_device, slots_of_a_node, world_size
 
 
 class Trainer:
@@ -67,8 +76,10 @@ class Trainer:
     ) -> None:
         self.config = make_config(settings)
         layered = adapt(model)
+        refuse_batch_norm(layered.model)
+        refuse_parameters(layered.model)
         optimizer = optimizer or adamw()
-        peak = peak_learning_rate(optimizer, layered.model)
+        traits = try_optimizer(optimizer, layered.model, likely_device(self.config.device))
         self._task = Task(
             layered,
             choose_loss(layered, loss_fn),
@@ -81,8 +92,8 @@ class Trainer:
             check_dataset(eval_set, "eval_set")
         check_world(self.config, world_size(), slots_of_a_node())
         resumes(self.config)  # Refuses a folder before anything is started.
-        refuse_batch_norm(layered.model)
         self._policy = as_policy(freeze)
+        self._own_loss = loss_fn
         self._train_set, self._eval_set = train_set, eval_set
         self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
@@ -95,8 +106,8 @@ class Trainer:
             self.world,
             deployment=self._deployment,
             timeline=self._timeline,
-            read=lambda ids: self._prefix.read(self._train_set, ids % len(train_set), 0),
-            peak_learning_rate=peak,
+            read=self._read_train_set,
+            peak_learning_rate=traits.peak_learning_rate,
         )
         self._state = RunState(
             self._task,
@@ -104,6 +115,7 @@ class Trainer:
             timeline=self._timeline,
             deployment=self._deployment,
             report=self.report,
+            optimizer=traits,
         )
         self._trace: Trace | None = None
         self._log = RunLog(self.world, self.config)
@@ -143,8 +155,9 @@ class Trainer:
         Returns:
             what the run took and reached.
         """
+        refuse_surroundings(trains=True)
         self._set_up()
-        while not self._timeline.is_over:
+        while not self.is_over:
             self.step()
         self._state.finish(self._log)
         self._deployment.gather_weights(self._deployment.roomy_device())
@@ -160,6 +173,7 @@ class Trainer:
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
+        refuse_surroundings(trains=True)
         self._set_up()
         timeline = self._timeline
         if timeline.is_over:
@@ -226,12 +240,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
 
-        Until the run is over, what rank 0 does not train is in host memory.
+        Until the run is over these are copies in host memory, as training goes on with its own.
         """
         self._set_up()
-        # Until the run is over, the device's memory is for training.
-        cpu, deployment = torch.device("cpu"), self._deployment
-        deployment.gather_weights(deployment.roomy_device() if self._timeline.is_over else cpu)
+        deployment = self._deployment
+        if not self.is_over:
+            return deployment.copy_weights()
+        deployment.gather_weights(deployment.roomy_device())
         return dict(self._task.model.model.state_dict()) if self.world.is_main else {}
 
     def save_model(self, path: str | Path) -> None:
@@ -243,10 +258,52 @@ class Trainer:
                 {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}, path
             )
 
+    def verify(self, batch: Batch | None = None) -> Verification:
+        """Compare what is trained with the model's own forward and a plain loop. Collective.
+
+        On a few samples, without dropout and in float64 where the model computes in it: outputs,
+        loss, gradients and updated weights, in pipelines over all processes. Twins of the model
+        are trained; this run is as it was. Each rank has room for two of them in host memory.
+
+        Args:
+            batch: entries by name, (N, ...) each with N >= 2; None takes the first of the
+                training set.
+        Raises:
+            VerificationError: on every rank: they differ; the message names the first sublayer,
+                parameter or buffer.
+            ValueError: the batch has fewer than two samples.
+        """
+        refuse_surroundings(trains=True)
+        device = self.world.device
+        with (
+            self._deployment.whole_on_rank_0(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
+            if batch is None:
+                batch = self._read_train_set(torch.arange(2 * max(2, self.world.size)))
+            return verify(
+                self._task, self.world, model=self._task.model, loss_fn=self._own_loss, batch=batch
+            )
+
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         self._set_up()
         return self._steering.measure()
+
+    @property
+    def global_step(self) -> int:
+        """Return how many steps are done."""
+        return self._timeline.position.step
+
+    @property
+    def max_steps(self) -> int:
+        """Return how many steps the whole run has, if the global batch stays what it is."""
+        return self._timeline.max_steps(self._steering.replicas)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether all epochs are done."""
+        return self._timeline.is_over
 
     @property
     def measurements(self) -> Measurements | None:
@@ -260,14 +317,20 @@ class Trainer:
         controller = self._steering.controller
         return controller.current if controller is not None else None
 
+    def _read_train_set(self, ids: Tensor) -> Batch:
+        """Read samples to measure and to probe with; ids may exceed the training set's length."""
+        return self._prefix.read(self._train_set, ids % len(self._train_set), 0)
+
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
+        refuse_surroundings(trains=False)
         if self._steering.controller is not None:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
         checkpoint = self._state.open()
         agree(self._log.open, group=self.world.group)
+        refuse_forward_writes(self._task, self.world, self._read_train_set)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
         self._steering.begin(self._policy, kept)
         controller = self._steering.active

@@ -95,7 +95,8 @@ def make_cache(
 def make_store(folder: Path, samples: Samples, num_rows: int = NUM_SAMPLES) -> Iterator[RowStore]:
     hidden = torch.empty(1, NUM_TOKENS, WIDTH, dtype=samples.entries["pixels"].dtype)
     one = {name: entry[:1] for name, entry in samples.entries.items()}
-    with RowStore.create(folder / "rows", rows_layout(one, hidden, KEEP), num_rows) as store:
+    layout = rows_layout(one, hidden, KEEP, checked=False)
+    with RowStore.create(folder / "rows", layout, num_rows) as store:
         yield store
 
 

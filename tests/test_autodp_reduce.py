@@ -323,3 +323,70 @@ def large_sums() -> list[list[int]]:
 
 def test_large_gradients_are_no_bad_numbers(two_ranks: Pool) -> None:
     assert two_ranks.run(large_sums) == [[[]]] * 2
+
+
+def reduce_in_two_backwards(bucket_bytes: int) -> list[Any]:
+    """Let the armed backward be two, on odd replicas alone; return what was seen and is wrong."""
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes) as reducer:
+        found: list[Any] = []
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = None
+            reducer.arm()
+            backward(parameters, range(9))
+            if dist.get_rank() % 2:
+                backward(parameters, range(9))
+            early = torch.tensor(int(reducer.was_early))
+            found.append(bool(early))
+            dist.all_reduce(early)
+            reducer.finish(again=bool(early))
+            # The second backward adds the same once more.
+            twice = [[0, 1, 1, 2, 3, 3]] * 9
+            found.append(wrong_sums(parameters, twice))
+        return found
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_a_gradient_that_grows_after_it_was_sent_is_sent_anew(
+        four_ranks: Pool, bucket_bytes: int) -> None:
+    for rank, found in enumerate(four_ranks.run(reduce_in_two_backwards, bucket_bytes)):
+        # From the second time on all wait for the end of the backward.
+        assert found == [bool(rank % 2), [], False, []]
+
+
+def refuse_to_lose() -> str:
+    """Finish as if nothing had come late."""
+    parameters = make_parameters()
+    with reducing(parameters, 1) as reducer:
+        reducer.arm()
+        backward(parameters, range(9))
+        backward(parameters, range(9))
+        with pytest.raises(RuntimeError, match="a gradient grew after it was sent") as caught:
+            reducer.finish()
+        reducer.finish(again=True)
+        return str(caught.value)
+
+
+def test_a_gradient_that_grew_is_never_lost_silently(four_ranks: Pool) -> None:
+    assert len(set(four_ranks.run(refuse_to_lose))) == 1
+
+
+def strides_of_sums() -> bool:
+    """Sum gradients of parameters of unusual strides; tell whether the sums have them."""
+    parameters = [
+        nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.zeros(5, 2).t()),
+        nn.Parameter(torch.zeros(4, 6)[:, ::2]),
+    ]
+    with reducing(parameters, 1 << 20) as reducer:
+        reducer.arm()
+        sum((p * p.new_ones(p.shape)).sum() for p in parameters).backward()
+        own = [p.grad.stride() for p in parameters if p.grad is not None]
+        reducer.finish()
+        sums = [p.grad.stride() for p in parameters if p.grad is not None]
+        return sums == own and sums[:2] == [p.stride() for p in parameters[:2]]
+
+
+def test_a_summed_gradient_has_the_strides_of_autograd_s_own(four_ranks: Pool) -> None:
+    assert four_ranks.run(strides_of_sums) == [True] * WORLD

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import autocache.prefix
 from autocache import CacheStats, NamelessFilesError, RowStore
 from pipetransformer import adamw
 from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
 from pipetransformer.frozen_prefix import FrozenPrefix
+from pipetransformer.loss import Loss
 from pipetransformer.task import Task
 from pipetransformer.world import World, connect
 from tests.models import NUM_FEATURES, tiny_data, tiny_model
@@ -29,6 +31,18 @@ from tests.pool import Pool
 
 ALONE = World(0, 1, 1, torch.device("cpu"), None, owned=False)
 IDS = torch.tensor([5, 0, 9, 3, 7])
+
+
+@pytest.fixture(autouse=True)
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no row be checked against the dataset: what is read for it is not counted here."""
+    leave_rows_unchecked(monkeypatch)
+
+
+def leave_rows_unchecked(patch: pytest.MonkeyPatch) -> None:
+    """Check a row in a billion."""
+    patch.setattr(autocache.prefix, "_DENSE_CHECKS", 1 << 30)
+    patch.setattr(autocache.prefix, "_SPARSE_CHECKS", 1 << 30)
 
 
 class Counted(Dataset[tuple[Tensor, Tensor]]):
@@ -56,7 +70,8 @@ class Feed:
         self.layered = adapt((model or tiny_model()).eval())
         self.data = Counted(noise)
         config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
-        task = Task(self.layered, nn.CrossEntropyLoss(), adamw(), config, frozenset())
+        loss_fn = Loss(nn.CrossEntropyLoss())
+        task = Task(self.layered, loss_fn, adamw(), config, frozenset())
         self.prefix = FrozenPrefix(task, world, self.data)
 
     def set_depth(self, depth: int, *, use_cache: bool = True, on_stage_0: bool = True) -> None:
@@ -218,7 +233,7 @@ def test_a_file_system_that_is_too_small_means_no_cache_and_one_warning(
 
 def test_a_limit_caches_as_many_rows_as_it_holds(tmp_path: Path) -> None:
     # A row is 64 bytes of activations and a target, padded to 64: ids 0..5 have one.
-    feed = Feed(tmp_path, cache_limit_bytes=6 * 128)
+    feed = Feed(tmp_path, cache_limit_bytes=6 * 192)
     feed.set_depth(2)
     assert_fetch(feed, 2, (0, 0, 5))
     _, read, stats = feed.fetch()
@@ -234,7 +249,7 @@ def test_a_limit_below_a_row_means_no_cache_and_one_warning(
         assert_fetch(feed, 2, (0, 0, 5))
         assert_fetch(feed, 2, (0, 0, 5))
     assert [r.message for r in caplog.records] == [
-        "cache_limit_bytes=100 holds no row of 128 bytes: the frozen prefix is computed at every "
+        "cache_limit_bytes=100 holds no row of 192 bytes: the frozen prefix is computed at every "
         "step"]
 
 
@@ -260,14 +275,15 @@ def fetch_in_turn(folder: str) -> tuple[list[Any], list[str]]:
         return open_store(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
+        leave_rows_unchecked(patch)
         patch.setattr(RowStore, "open", noting)
         feed.set_depth(2)
-    for rank in range(world.size):
-        if world.rank == rank:
-            batch, read, stats = feed.fetch()
-            torch.testing.assert_close(batch["hidden"], feed.expect(2), rtol=1e-12, atol=1e-12)
-            found = [read, counts(stats), batch["hidden"].tolist()]
-        dist.barrier()
+        for rank in range(world.size):
+            if world.rank == rank:
+                batch, read, stats = feed.fetch()
+                torch.testing.assert_close(batch["hidden"], feed.expect(2), rtol=1e-12, atol=1e-12)
+                found = [read, counts(stats), batch["hidden"].tolist()]
+            dist.barrier()
     files += os.listdir(folder)
     feed.prefix.close()
     return found, files
@@ -309,3 +325,22 @@ def test_no_space_on_one_process_is_no_cache_on_all_and_is_warned_of_once(
     first, second = two_ranks.run(set_depth_without_space, str(tmp_path))
     assert len(first) == 1 and "no cache: " in first[0] and second == []
     assert os.listdir(tmp_path) == []
+
+
+def test_kernels_to_which_a_sample_s_place_matters_are_told_of(
+    feed: Feed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = feed.prefix.run_layers
+
+    def by_place(batch: Batch, first: int, last: int) -> Tensor:
+        hidden = run(batch, first, last)
+        return hidden + 1e-15 * torch.arange(len(hidden), dtype=hidden.dtype)[:, None]
+
+    with caplog.at_level(logging.INFO):
+        feed.set_depth(1)
+        assert "to rounding" not in caplog.text
+        feed.prefix.close()
+        feed.prefix._store = None
+        monkeypatch.setattr(feed.prefix, "run_layers", by_place)
+        feed.set_depth(2)
+    assert "equals an uncached one to rounding, not bit by bit" in caplog.text

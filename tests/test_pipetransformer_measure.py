@@ -18,6 +18,7 @@ from pipetransformer import measure as measure_module
 from pipetransformer.adapters import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data import Batch
+from pipetransformer.loss import choose_loss
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.optimizer_state import OptimizerFactory
 from pipetransformer.task import Task
@@ -51,7 +52,7 @@ def make_task(model: nn.Sequential | None = None, *, optimizer: OptimizerFactory
     """Make a task over a model, the tiny one by default."""
     layered = adapt(model or tiny_model())
     names = frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad)
-    return Task(layered, nn.CrossEntropyLoss(), optimizer or adamw(),
+    return Task(layered, choose_loss(layered, nn.CrossEntropyLoss()), optimizer or adamw(),
                 TrainConfig(**settings), names)
 
 
@@ -61,9 +62,11 @@ def read(ids: Tensor) -> Batch:
     return {"x": x[ids], "y": y[ids]}
 
 
-def disturbed_model() -> nn.Sequential:
-    """Make a model with gradients, mixed modes, a changing buffer and a frozen layer."""
-    model = nn.Sequential(*tiny_model(dropout=0.5)[:3], Counter(), *tiny_model()[3:])
+def disturbed_model(*, writes: bool = True) -> nn.Sequential:
+    """Make a model with gradients, mixed modes, a frozen layer and, if it `writes`, a changing
+    buffer."""
+    between = Counter() if writes else nn.Dropout(0.5)
+    model = nn.Sequential(*tiny_model(dropout=0.5)[:3], between, *tiny_model()[3:])
     model(DATA.tensors[0]).sum().backward()
     model[1].requires_grad_(False)
     model.get_parameter("2.inner.weight").grad = None

@@ -62,7 +62,9 @@ def test_a_span_s_output_is_what_the_model_computes() -> None:
     for spans in ([range(0, 2), range(2, 6)], [range(i, i + 1) for i in range(6)]):
         assert torch.equal(forward_of(task, spans, batch), whole)
     model, (x, y) = task.model.model, batch.values()
-    assert float(whole) == pytest.approx(nn.functional.cross_entropy(model(x), y).item())
+    assert float(whole) == pytest.approx(
+        nn.functional.cross_entropy(model(x), y, reduction="sum").item()
+    )
 
 
 def forward_of(task: Task, spans: list[range], batch: Batch) -> torch.Tensor:

@@ -8,10 +8,26 @@ from typing import Any
 from torch import nn
 
 from pipetransformer.adapters import sequential, timm_vit, transformers_bert, transformers_vit
-from pipetransformer.adapters.base import LayeredModel, LossFunction, LossValue, Sublayer
+from pipetransformer.adapters.base import (
+    LayeredModel,
+    LossFunction,
+    LossValue,
+    Sublayer,
+    laid_out_as,
+    refuse_hooks,
+)
 from pipetransformer.adapters.transformer import qualified_name
 
-__all__ = ["LayeredModel", "LossFunction", "LossValue", "Sublayer", "adapt", "register_adapter"]
+__all__ = [
+    "LayeredModel",
+    "LossFunction",
+    "LossValue",
+    "Sublayer",
+    "adapt",
+    "laid_out_as",
+    "refuse_hooks",
+    "register_adapter",
+]
 
 # Names instead of classes, as importing timm and transformers takes seconds; see qualified_name.
 _BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {

@@ -160,6 +160,10 @@ class LayeredModel:
         """Collect a sublayer's parameters and buffers, persistent or not, by their model names."""
         return {name: _read(self._slots[name][0]) for name in self._names[index]}
 
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer by its model name, as it is now."""
+        return _read(self._slots[name][0])
+
     def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
         """Put other tensors in the place of a sublayer's, wherever the model holds them.
 
@@ -167,20 +171,35 @@ class LayeredModel:
         gradient: an optimizer or DDP that knew the old one must be built anew. None stands for a
         meta tensor; until it is replaced in turn, calling a module that holds it is an error.
 
+        Attributes and strides (channels_last, for instance) stay those of the tensor it replaces.
+
         Raises:
-            ValueError: a name is not of this sublayer, or shape or dtype differ.
+            ValueError: a name is not of this sublayer, shape or dtype differ, or a parameter has
+                hooks of its own.
         """
         for name, tensor in tensors.items():
             self._check_fit(index, name, tensor)
         for name, tensor in tensors.items():
             # `param.data = ` would keep the object, but torch refuses to set it to a meta tensor.
             old = _read(self._slots[name][0])
-            fresh = torch.empty_like(old, device="meta") if tensor is None else tensor.detach()
+            fresh = torch.empty_like(old, device="meta")
+            if tensor is not None:
+                fresh = laid_out_as(fresh, tensor.detach())
+            if isinstance(old, nn.Parameter):
+                refuse_hooks(name, old)
+                fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
+            self._put(name, fresh)
+        self._guard(index)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Give all floating tensors a dtype, in host memory; released ones stay released."""
+        for name in self._slots:
+            old = self.tensor(name)
+            device = "meta" if old.is_meta else "cpu"
+            fresh = old.detach().to(device, dtype if old.is_floating_point() else old.dtype)
             if isinstance(old, nn.Parameter):
                 fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
-            for module, attribute in self._slots[name]:
-                setattr(module, attribute, fresh)
-        self._guard(index)
+            self._put(name, fresh)
 
     def release(self, index: int) -> None:
         """Free a sublayer's memory: its tensors become meta tensors, and its forward an error."""
@@ -190,6 +209,13 @@ class LayeredModel:
         """Give a sublayer's released tensors memory on a device; uninitialised, so fill it."""
         absent = {name: t for name, t in self.tensors(index).items() if t.is_meta}
         self.replace(index, {n: torch.empty_like(t, device=device) for n, t in absent.items()})
+
+    def _put(self, name: str, fresh: Tensor) -> None:
+        """Put a tensor in another's place, wherever the model holds that."""
+        # What a user has noted on it, such as that it is not to decay.
+        vars(fresh).update(vars(self.tensor(name)))
+        for module, attribute in self._slots[name]:
+            setattr(module, attribute, fresh)
 
     def _required_input(self, batch: Mapping[str, Tensor]) -> Tensor:
         if self.inputs[0] not in batch:
@@ -220,6 +246,32 @@ class LayeredModel:
             holders.setdefault(self.sublayers[index].module, absent[0])
         self._guards[index] = [module.register_forward_pre_hook(partial(_refuse_forward, name))
                                for module, name in holders.items()]
+
+
+def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of another of its shape; itself where it has them."""
+    strides = torch.empty_like(pattern, device="meta").stride()
+    if tensor.stride() == strides:
+        return tensor
+    laid_out = torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    )
+    return laid_out.copy_(tensor)
+
+
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Refuse hooks on a parameter: they would stay behind where it moves.
+
+    Raises:
+        ValueError: it has one.
+    """
+    # torch has no public way to ask.
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name!r} has tensor hooks, which run on parts of a batch's gradient and "
+            "would be lost where the parameter moves; remove them, and put what they do into the "
+            "loss, the module or the optimizer"
+        )
 
 
 def _check_order(sublayers: tuple[Sublayer, ...]) -> None:

@@ -14,6 +14,7 @@ from pipetransformer.adapters.transformer import (
     require_class,
     transformer_sublayers,
 )
+from pipetransformer.loss import Loss
 
 MODULE = "timm.models.vision_transformer"
 CLASS = f"{MODULE}.VisionTransformer"
@@ -39,7 +40,8 @@ def build(model: Any) -> LayeredModel:
                Residual(block.norm2, block.mlp, block.ls2, block.drop_path2))
               for block in model.blocks]
     sublayers = transformer_sublayers(_Embedding(model), blocks, _Head(model))
-    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",), loss_fn=cross_entropy)
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",),
+                        loss_fn=Loss(cross_entropy, is_exact=True))
 
 
 @final

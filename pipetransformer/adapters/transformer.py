@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipetransformer.adapters.base import LossFunction, LossValue, Sublayer
+from pipetransformer.adapters.base import LossValue, Sublayer
+from pipetransformer.loss import Loss, sum_over_targets
 
 
 @final
@@ -81,10 +82,10 @@ def cross_entropy(output: Tensor, target: Tensor) -> LossValue:
     """
     if target.is_floating_point():
         return F.cross_entropy(output, target)
-    return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+    return sum_over_targets(F.cross_entropy, output, target, {})
 
 
-def classification_loss(config: Any) -> LossFunction:
+def classification_loss(config: Any) -> Loss:
     """Build the loss of a transformers classifier from its configuration.
 
     The problem is `problem_type` or, where that is None, what the model itself would guess:
@@ -104,4 +105,4 @@ def classification_loss(config: Any) -> LossFunction:
             return cross_entropy(output, target.reshape(-1))
         return F.binary_cross_entropy_with_logits(output, target)
 
-    return loss
+    return Loss(loss, is_exact=True)

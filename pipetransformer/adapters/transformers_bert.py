@@ -20,6 +20,7 @@ from pipetransformer.adapters.transformer import (
     require_class,
     transformer_sublayers,
 )
+from pipetransformer.loss import Loss
 
 MODULE = "transformers.models.bert.modeling_bert"
 INPUTS = ("input_ids", "token_type_ids", "position_ids")
@@ -51,8 +52,8 @@ def build_question_answering(model: Any) -> LayeredModel:
     """
     unused = [name for name, _ in model.named_parameters() if name.startswith("bert.pooler.")]
     return LayeredModel(model, _sublayers(model, model.qa_outputs), inputs=INPUTS,
-                        targets=("start_positions", "end_positions"), loss_fn=span_loss,
-                        unused=unused)
+                        targets=("start_positions", "end_positions"),
+                        loss_fn=Loss(span_loss, is_exact=True), unused=unused)
 
 
 def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

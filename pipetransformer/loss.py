@@ -1,0 +1,267 @@
+"""Make losses whose parts join to the loss of the whole batch, however it is split.
+
+A step's batch is cut over replicas and micro-batches, and each part has a loss of its own::
+
+    a mean over the samples     sum(n * mean) / sum(n)     right where all samples count alike
+    (sum, count)                sum(sum) / sum(count)      right for weighted and ignored targets
+
+torch's own losses are known here, and become the second kind where they are not the first. The
+value of another function is believed, and compared in parts now and then (`loss_probe`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:  # The adapters have losses of their own, and import this module.
+    from pipetransformer.adapters import LayeredModel, LossFunction, LossValue
+
+# As of torch 2.15: the function that a module calls, and the attributes it hands over.
+_MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    nn.BCELoss: (F.binary_cross_entropy, ("weight",)),
+    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
+    nn.CrossEntropyLoss: (F.cross_entropy, ("weight", "ignore_index", "label_smoothing")),
+    nn.HingeEmbeddingLoss: (F.hinge_embedding_loss, ("margin",)),
+    nn.HuberLoss: (F.huber_loss, ("delta",)),
+    nn.KLDivLoss: (F.kl_div, ("log_target",)),
+    nn.L1Loss: (F.l1_loss, ()),
+    nn.MSELoss: (F.mse_loss, ()),
+    nn.MultiLabelMarginLoss: (F.multilabel_margin_loss, ()),
+    nn.MultiLabelSoftMarginLoss: (F.multilabel_soft_margin_loss, ("weight",)),
+    nn.MultiMarginLoss: (F.multi_margin_loss, ("p", "margin", "weight")),
+    nn.NLLLoss: (F.nll_loss, ("weight", "ignore_index")),
+    nn.PoissonNLLLoss: (F.poisson_nll_loss, ("log_input", "full", "eps")),
+    nn.SmoothL1Loss: (F.smooth_l1_loss, ("beta",)),
+    nn.SoftMarginLoss: (F.soft_margin_loss, ()),
+}
+_FUNCTIONS = frozenset(function for function, _ in _MODULES.values())
+
+_OF_CLASSES = frozenset({F.cross_entropy, F.nll_loss})
+"""Their mean is over targets, or the classes' weights of these, without the ignored ones."""
+
+_OF_ROWS = frozenset({F.multi_margin_loss, F.multilabel_margin_loss})
+"""Their mean is over rows of classes; one that has no rows they take for a single sample."""
+
+_WEIGH_EACH_ELEMENT = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss})
+"""Their weight is of the output's own shape, and so of one batch."""
+
+
+@final
+@dataclass(frozen=True)
+class Loss:
+    """Call a loss, and say what is known of it.
+
+    Args:
+        function: (output, target) -> a 0-dim mean over the samples, or (sum, count).
+        is_exact: whether parts are known to join to the whole; otherwise that is probed.
+        ignore_index: the class of targets that the accuracy leaves out as well.
+    Raises:
+        TypeError: the function cannot be called.
+    """
+
+    function: LossFunction
+    is_exact: bool = False
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(
+                f"the loss is a {type(self.function).__name__}; give a function of (output, "
+                "target), for instance torch.nn.CrossEntropyLoss()"
+            )
+
+    def __call__(self, output: Tensor, target: Any) -> LossValue:
+        return self.function(output, target)
+
+    @property
+    def name(self) -> str:
+        """Name the function for an error's text."""
+        named = getattr(self.function, "__qualname__", None)
+        return named if isinstance(named, str) else type(self.function).__qualname__
+
+
+def choose_loss(model: LayeredModel, loss_fn: LossFunction | None) -> Loss:
+    """Return the given loss, or the model's own, so that its parts join wherever that is known.
+
+    Raises:
+        TypeError: it is no function.
+        ValueError: there is neither, its parts could not be joined, or it is to be trained itself.
+    """
+    chosen = model.loss_fn if loss_fn is None else loss_fn
+    if chosen is None:
+        raise ValueError(
+            f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
+            "torch.nn.CrossEntropyLoss()"
+        )
+    if isinstance(chosen, Loss):
+        return chosen
+    if isinstance(chosen, nn.Module):
+        trained = [name for name, p in chosen.named_parameters() if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"the loss {type(chosen).__name__} has parameters of its own ({trained[0]}), "
+                "which would not be trained; make them part of the model's last layer, or set "
+                "requires_grad to False"
+            )
+    return known_loss(chosen) or Loss(chosen)
+
+
+def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
+    """Return one of torch's own losses in a form whose parts join; None for any other function.
+
+    Args:
+        loss_fn: a module of exactly torch's class (without hooks, or a forward set on it), a
+            function of torch.nn.functional, or a functools.partial that gives it keywords.
+    Raises:
+        ValueError: its parts could not be joined: another reduction than the mean, or a weight for
+            every element.
+    """
+    options: Callable[[], dict[str, Any]]
+    if isinstance(loss_fn, nn.Module):
+        own = vars(loss_fn)
+        if type(loss_fn) not in _MODULES or "forward" in own or _has_hooks(loss_fn):
+            return None
+        function, names = _MODULES[type(loss_fn)]
+        name = type(loss_fn).__name__
+        # Read at every call, as the module itself does: a weight may be changed during a run.
+        options = partial(_attributes, loss_fn, (*names, "reduction"))
+    else:
+        keywords: dict[str, Any] = {}
+        function = loss_fn
+        if isinstance(loss_fn, partial) and not loss_fn.args:
+            function, keywords = loss_fn.func, loss_fn.keywords
+        # Another function may be one that cannot be hashed.
+        if not any(function is one for one in _FUNCTIONS) or keywords.keys() & {"input", "target"}:
+            return None
+        name, options = f"F.{function.__name__}", partial(dict, keywords)
+    found = options()
+    _refuse_options(name, function, found)
+    loss = _TorchLoss(name, function, options)
+    return Loss(loss, is_exact=True, ignore_index=found.get("ignore_index", -100))
+
+
+def mean_of(total: float, count: float) -> float:
+    """Return total / count: 0 where there is nothing, NaN where something has no weight."""
+    if count:
+        return total / count
+    return 0.0 if total == 0 else math.nan
+
+
+@final
+@dataclass(frozen=True)
+class _TorchLoss:
+    """Call a loss of torch's so that its values join.
+
+    Args:
+        name: how the user knows it.
+        function: of torch.nn.functional.
+        options: returns its keywords.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    options: Callable[[], dict[str, Any]]
+
+    def __call__(self, output: Tensor, target: Tensor) -> LossValue:
+        keywords = {
+            name: value.to(output.device) if isinstance(value, Tensor) else value
+            for name, value in self.options().items()
+        }
+        self._refuse_shapes(output, target, keywords)
+        if self.function in _OF_CLASSES and not target.is_floating_point():
+            return sum_over_targets(self.function, output, target, keywords)
+        # Every sample has as many elements, or rows: the mean over these is that over samples.
+        # So are class probabilities', whose weights torch leaves out of the count.
+        return self.function(output, target, **keywords)
+
+    def _refuse_shapes(
+        self, output: Tensor, target: Tensor, keywords: Mapping[str, Any]
+    ) -> None:
+        """Refuse what would be compared across samples, or taken for a single sample."""
+        if self.function in _OF_CLASSES | _OF_ROWS:
+            if output.ndim < 2:
+                raise ValueError(
+                    f"{self.name} takes outputs of shape {tuple(output.shape)} for one sample's "
+                    "classes; let the model return (samples, classes)"
+                )
+        elif output.ndim != target.ndim or len(output) != len(target):
+            raise ValueError(
+                f"{self.name} would compare every sample with every other, as outputs have shape "
+                f"{tuple(output.shape)} and targets {tuple(target.shape)}; reshape one to the "
+                "other's"
+            )
+        for name in ("weight", "pos_weight"):
+            weight = keywords.get(name)
+            if weight is not None and weight.ndim >= output.ndim and weight.shape[0] != 1:
+                raise ValueError(
+                    f"the {name} of {self.name} has shape {tuple(weight.shape)}, one for each "
+                    f"sample of one batch; give what holds for all, such as shape "
+                    f"{tuple(output.shape[1:])}, or a function that takes it from the target and "
+                    "returns (sum, count)"
+                )
+
+
+def sum_over_targets(
+    function: Callable[..., Tensor], output: Tensor, target: Tensor, keywords: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Add up the losses of class indices, and what torch's mean divides by.
+
+    That is the sum of the targets' class weights, with and without label smoothing (torch 2.15;
+    the test compares them), or the number of targets; ignored ones count in neither.
+
+    Args:
+        output: (N, C, ...).
+        target: (N, ...) class indices.
+    """
+    losses = function(output, target, **{**keywords, "reduction": "none"})
+    # A sum over many targets would not fit into float16, where their mean does.
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    counts = target != keywords.get("ignore_index", -100)
+    weight = keywords.get("weight")
+    if weight is None:
+        return total, counts.sum()
+    # Indices of one byte would be taken for a mask.
+    weights = weight[target.long().where(counts, 0)].where(counts, 0)
+    return total, weights.sum(dtype=total.dtype)
+
+
+def _refuse_options(
+    name: str, function: Callable[..., Any], keywords: Mapping[str, Any]
+) -> None:
+    """Refuse a loss whose parts could not be joined, whatever its inputs."""
+    if keywords.get("size_average") is not None or keywords.get("reduce") is not None:
+        raise ValueError(f"{name} is given size_average or reduce; give reduction='mean' instead")
+    reduction = keywords.get("reduction", "mean")
+    if reduction != "mean" and (function, reduction) != (F.kl_div, "batchmean"):
+        raise ValueError(
+            f"{name} has reduction={reduction!r}, but a step's gradient is that of a mean; give "
+            "reduction='mean', and instead of a sum's larger steps a larger learning rate"
+        )
+    if function in _WEIGH_EACH_ELEMENT and keywords.get("weight") is not None:
+        raise ValueError(
+            f"{name} is given a weight for each element of one batch; give a function that takes "
+            "the weights from the target and returns (sum, count)"
+        )
+
+
+def _attributes(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )

@@ -1,0 +1,187 @@
+"""Try an optimizer out before anything starts, on parameters of a few numbers.
+
+A rank builds the optimizer over the parameters of its own stage, and builds it anew whenever these
+change. That is the same training only if a parameter's update depends on nothing but this
+parameter's gradients, state and settings. What needs more is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipetransformer.optimizer_state import OptimizerFactory, take_state
+
+_STEPS = 3
+_LOUD = 100.0
+"""How much larger the gradients of the second half of the parameters are: a norm over all of them
+is theirs."""
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """Describe the optimizer that a factory builds.
+
+    Args:
+        name: its class, "module.Class"; "" where nothing trains.
+        peak_learning_rate: of the first parameter group, as built.
+        entries: what it keeps for its parameters, as `take_state` names it.
+    """
+
+    name: str
+    peak_learning_rate: float
+    entries: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree on, as plain values."""
+        return {"name": self.name, "entries": list(self.entries)}
+
+
+def try_optimizer(
+    factory: OptimizerFactory, model: nn.Module, device: torch.device
+) -> OptimizerTraits:
+    """Build the optimizer over small stand-ins for the trainable parameters, and step it.
+
+    Args:
+        factory: builds it over named parameters.
+        model: whose parameters' names, dimensions, dtypes and attributes the stand-ins have.
+        device: of the stand-ins.
+    Raises:
+        ValueError: it needs a closure or sparse gradients, trains other parameters than it was
+            given, keeps state elsewhere than with its parameters, or updates a parameter
+            depending on others.
+    """
+    shapes = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not shapes:
+        return OptimizerTraits("", 0.0, ())
+    names = list(shapes)
+    first_half = names[: (len(names) + 1) // 2]
+    loud = set(names) - set(first_half)
+    with _own_random_numbers(device):
+        whole = _Trial(factory, {name: shapes[name] for name in names}, device, loud)
+        rate = float(whole.optimizer.param_groups[0]["lr"])
+        whole.run()
+        part = _Trial(factory, {name: shapes[name] for name in first_half}, device, loud)
+        part.run()
+    for name, parameter in part.parameters.items():
+        if not _close(parameter, whole.parameters[name]):
+            raise ValueError(
+                f"{whole.name} updates {name!r} in another way where it does not train the other "
+                "parameters, too, as in a stage of a pipeline or above frozen layers: by a norm "
+                "or step size over all parameters, perhaps; switch that off (the Trainer can clip "
+                "by the whole model's norm), or use another optimizer"
+            )
+    state = take_state(whole.optimizer, whole.parameters)
+    entries = sorted({key.rpartition("/")[2] for key in state})
+    return OptimizerTraits(whole.name, rate, tuple(entries))
+
+
+class _Trial:
+    """Hold stand-ins and the optimizer over them."""
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        shapes: Mapping[str, nn.Parameter],
+        device: torch.device,
+        loud: set[str],
+    ) -> None:
+        self._loud = loud
+        self.parameters = {name: _stand_in(name, p, device) for name, p in shapes.items()}
+        self.optimizer: Optimizer = factory(list(self.parameters.items()))
+        kind = type(self.optimizer)
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
+        own = set(self.parameters.values())
+        if not {p for group in self.optimizer.param_groups for p in group["params"]} <= own:
+            raise ValueError(
+                f"the optimizer= function built a {self.name} over other parameters than it was "
+                "given; build it over its argument, a list of (name, parameter), as each process "
+                "trains only some of them"
+            )
+
+    def run(self) -> None:
+        """Take a few steps; refuse what keeps state that is no parameter's."""
+        before = self._other_state()
+        for step in range(_STEPS):
+            for name, parameter in self.parameters.items():
+                scale = _LOUD if name in self._loud else 1.0
+                parameter.grad = scale * _random(f"{name} {step}", parameter)
+            try:
+                self.optimizer.step()
+            except Exception as error:
+                raise ValueError(
+                    f"{self.name} cannot take a step from dense gradients alone: {error}; use an "
+                    "optimizer whose step() needs no closure"
+                ) from error
+        after = self._other_state()
+        changed = sorted(key for key in after if before.get(key) != after[key])
+        stray = [key for key in self.optimizer.state if key not in set(self.parameters.values())]
+        if changed or stray:
+            raise ValueError(
+                f"{self.name} keeps {', '.join(changed) or 'state'} beside the state of its "
+                "parameters, which would start anew whenever layers move; use an optimizer that "
+                "keeps all its state by parameter"
+            )
+
+    def _other_state(self) -> dict[str, str]:
+        """Spell what the optimizer holds in its groups and attributes."""
+        found = {
+            f"{key!r} in its parameter groups": _spell([g.get(key) for g in self._groups()])
+            for group in self._groups()
+            for key in group
+            if key != "params"
+        }
+        # torch's own bookkeeping of calls and hooks.
+        for key, value in vars(self.optimizer).items():
+            if key not in ("param_groups", "state", "defaults") and not key.startswith("_"):
+                found[f"the attribute {key!r}"] = _spell(value)
+        return found
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
+def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Make a parameter of a few numbers; what is noted on the real one is noted on it."""
+    shape = [min(size, 2) for size in parameter.shape]
+    small = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=device))
+    small.data.copy_(_random(name, small))
+    vars(small).update(vars(parameter))
+    return small
+
+
+def _random(what: str, like: Tensor) -> Tensor:
+    """Return numbers of a tensor's shape that are a function of a text, between 0.5 and 1.5."""
+    generator = torch.Generator().manual_seed(sum(what.encode()) * 7919 + len(what))
+    values = torch.rand(like.shape, generator=generator) + 0.5
+    return values.to(like.dtype).to(like.device)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    tolerance = 64 * torch.finfo(one.dtype).eps
+    return bool(torch.allclose(one, other, rtol=tolerance, atol=tolerance))
+
+
+def _spell(value: Any) -> str:
+    """Spell plain values and tensors, so that a change in place shows; others by their type."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_spell, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_spell(one)}' for key, one in value.items())}}}"
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    return repr(value) if plain else str(type(value))
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the caller's random numbers as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        yield

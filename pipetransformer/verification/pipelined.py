@@ -1,0 +1,222 @@
+"""Compare, on all processes, steps of real pipelines with a plain loop on rank 0.
+
+    step       0                1                       2
+    pipeline   the longest      one stage, replicas     as at 0
+    moves      all layers       halfway across          back
+
+Rank 0 steps a reference beside it, and publishes its gradients and weights; every rank compares
+what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autodp import broadcast_json, gather_json
+from autopipe import PipelinePlan
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.data import Batch
+from pipetransformer.deployment import Decision, Deployment
+from pipetransformer.frozen_prefix import FrozenPrefix
+from pipetransformer.task import Task
+from pipetransformer.verification.tolerance import Tolerance
+from pipetransformer.verification.twin import OwnForward
+from pipetransformer.world import World
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Hold what the reference did in a step; None for gradients that are none."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    tensors: dict[str, Tensor]
+
+
+def compare_steps(
+    task: Task,
+    world: World,
+    *,
+    own: OwnForward | None,
+    batch: Batch,
+    tolerance: Tolerance,
+) -> str:
+    """Return what differs first, in a sentence, or ""; the same on every rank. Collective.
+
+    Args:
+        task: with a twin of the model, complete on rank 0.
+        world: all ranks.
+        own: the reference, on rank 0 alone.
+        batch: the samples of every step, in host memory.
+        tolerance: of two numbers that should be equal.
+    """
+    reference = _Reference(task, own, batch) if own is not None else None
+    for index in range(len(task.model.sublayers)):
+        # As if they had come from elsewhere, also where there is one process.
+        held = {n: t for n, t in task.model.tensors(index).items() if not t.is_meta}
+        task.model.replace(index, {name: t.detach().clone() for name, t in held.items()})
+    num_samples = len(batch[task.model.inputs[0]])
+    prefix = FrozenPrefix(task, world, _Rows(batch, num_samples))
+    deployment = Deployment(task, world, prefix)
+    try:
+        for number, plan in enumerate(_plans(task.model, world, num_samples)):
+            deployment.change(Decision(number, 0, plan, False, "to verify"))
+            stage = deployment.active_stage
+            result = stage.train_step(
+                torch.arange(num_samples),
+                partial(_rows, batch),
+                step=number,
+                epoch=0,
+                learning_rate_factor=1.0,
+            )
+            step = _publish(reference.step() if reference else None, task.model, world)
+            found = _compare(
+                result.loss, stage.parameters, step, model=task.model, tolerance=tolerance
+            )
+            # The lowest sublayer's, where several ranks find something.
+            findings = [one for one in gather_json(found, group=world.group) if one]
+            if findings:
+                shape = f"K x R = {plan.length} x {stage.topology.replicas}"
+                return f"in step {number} ({shape}) {min(findings)[1]}"
+    finally:
+        deployment.close()
+        prefix.close()
+    return ""
+
+
+class _Rows:
+    """Present a batch as a data set."""
+
+    def __init__(self, batch: Batch, num_samples: int) -> None:
+        self._batch, self._num_samples = batch, num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: entry[index] for name, entry in self._batch.items()}
+
+
+def _rows(batch: Batch, ids: Tensor) -> Batch:
+    return {name: entry[ids] for name, entry in batch.items()}
+
+
+def _plans(model: LayeredModel, world: World, num_samples: int) -> Iterator[PipelinePlan]:
+    """Yield the pipelines to verify, with unequal micro-batches where they can be."""
+    count = len(model.sublayers)
+    possible = [length for length in world.lengths if length <= count]
+    for length in (max(possible), min(possible), max(possible)):
+        replicas = world.topology(length).replicas
+        bounds = tuple(count * stage // length for stage in range(length + 1))
+        per_replica = -(-num_samples // replicas)
+        micro_batches = min(3 if length == 1 else 2, per_replica)
+        yield PipelinePlan(length, bounds, micro_batches, "1f1b", 0.0, (0,) * length)
+
+
+class _Reference:
+    """Train the model's own forward in a plain loop, on rank 0."""
+
+    def __init__(self, task: Task, own: OwnForward, batch: Batch) -> None:
+        self._own, self._batch = own, batch
+        model = own.model.model.train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in task.trainable)
+        self._named = [(n, p) for n, p in model.named_parameters() if n in task.trainable]
+        self._model = model
+        self._optimizer = task.optimizer(self._named) if self._named else None
+
+    def step(self) -> _Step:
+        """Take a step."""
+        for _, parameter in self._named:
+            parameter.grad = None
+        _, loss = self._own(self._batch)
+        if loss.requires_grad:
+            loss.backward()
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self._named}
+        if self._optimizer is not None:
+            self._optimizer.step()
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return _Step(float(loss.detach()), gradients, {n: t.detach() for n, t in tensors})
+
+
+def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
+    """Give every rank rank 0's step."""
+    if world.group is None:
+        assert step is not None
+        return step
+    told = None
+    if step is not None:
+        unused = [name for name, gradient in step.gradients.items() if gradient is None]
+        told = [step.loss, list(step.gradients), unused, list(step.tensors)]
+    loss, trained, unused, names = broadcast_json(told, group=world.group)
+
+    def shared(name: str, own: Tensor | None) -> Tensor:
+        like = model.tensor(name)
+        value = torch.empty(like.shape, dtype=like.dtype)
+        if own is not None:
+            value.copy_(own)
+        dist.broadcast(value, 0, group=world.group)
+        return value
+
+    own = step or _Step(0.0, {}, {})
+    gradients = {
+        name: None if name in unused else shared(name, own.gradients.get(name))
+        for name in trained
+    }
+    return _Step(loss, gradients, {name: shared(name, own.tensors.get(name)) for name in names})
+
+
+def _compare(
+    loss: float,
+    parameters: Mapping[str, nn.Parameter],
+    step: _Step,
+    *,
+    model: LayeredModel,
+    tolerance: Tolerance,
+) -> tuple[int, str] | None:
+    """Return where in the model this rank finds the first difference, and what it is."""
+    if tolerance.differ(torch.tensor([loss]), torch.tensor([step.loss])):
+        return -1, f"the loss is {loss:.9g}, and {step.loss:.9g} in a plain loop"
+    largest = max(
+        (float(g.abs().max()) for g in step.gradients.values() if g is not None and g.numel()),
+        default=0.0,
+    )
+    for index in range(len(model.sublayers)):
+        for name, tensor in model.tensors(index).items():
+            if tensor.is_meta:
+                continue
+            expected = step.gradients.get(name)
+            if name in parameters:
+                ours = parameters[name].grad
+                if (ours is None) != (expected is None):
+                    state = "no gradient" if ours is None else "a gradient"
+                    return index, f"{name!r} has {state}, unlike in a plain loop"
+                if ours is not None and expected is not None:
+                    if tolerance.differ(ours.cpu(), expected, scale=1e-3 * largest):
+                        by = tolerance.describe(ours.cpu(), expected)
+                        return index, f"the gradient of {name!r} differs {by}"
+            if found := _compare_tensor(name, tensor, step, expected, tolerance):
+                return index, found
+    return None
+
+
+def _compare_tensor(
+    name: str, tensor: Tensor, step: _Step, gradient: Tensor | None, tolerance: Tolerance
+) -> str:
+    """Compare a weight after the update, or a buffer."""
+    ours, expected = tensor.detach().cpu(), step.tensors[name]
+    if gradient is not None:
+        if tolerance.absolute > 1e-9:
+            return ""  # Adam divides by what may be rounding alone.
+        told = gradient.abs() > 1e-9
+        ours, expected = ours[told], expected[told]
+    if tolerance.differ(ours, expected):
+        kind = "the weight" if isinstance(tensor, nn.Parameter) else "the buffer"
+        return f"{kind} {name!r} differs after the update {tolerance.describe(ours, expected)}"
+    return ""

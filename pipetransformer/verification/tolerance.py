@@ -1,0 +1,45 @@
+"""Say when two tensors that should be equal are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allow |difference| <= absolute + relative * max|tensor|.
+
+    In float64 rounding is far below both, and in float32 the split of a batch alone moves sums by
+    some 1e-6 of what they are made of.
+    """
+
+    absolute: float
+    relative: float
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Tolerance:
+        """Return what suits a dtype."""
+        return Tolerance(1e-9, 1e-7) if dtype == torch.float64 else Tolerance(1e-6, 1e-4)
+
+    def differ(self, one: Tensor, other: Tensor, *, scale: float = 0.0) -> bool:
+        """Tell whether tensors of one shape differ by more than is allowed, or by a NaN.
+
+        Args:
+            one, other: of one shape.
+            scale: a largest value to go by where it exceeds the tensors' own.
+        """
+        if one.numel() == 0:
+            return False
+        largest = max(float(other.abs().max()), scale)
+        allowed = self.absolute + self.relative * largest
+        return not float((one.double() - other.double()).abs().max()) <= allowed
+
+    def describe(self, one: Tensor, other: Tensor) -> str:
+        """Say by how much they differ."""
+        if one.shape != other.shape:
+            return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
+        difference = float((one.double() - other.double()).abs().max())
+        return f"by {difference:.3g} where the largest is {float(other.abs().max()):.3g}"

@@ -1,0 +1,113 @@
+"""Copy a layered model to compare it with itself: in float64 where it can, without dropout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.data import Batch
+
+_CHANCES = ("p", "drop_prob", "dropout", "dropout_p", "attention_dropout", "drop_rate", "drop")
+"""Under these names do modules of torch, timm and transformers keep a probability of dropping."""
+
+
+def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
+    """Return an independent copy, whose floating tensors have a dtype and which drops nothing.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"this {type(model.model).__name__} cannot be copied, and so not be verified: {error}"
+        ) from error
+    for index in range(len(model.sublayers)):
+        for name, tensor in model.tensors(index).items():
+            # torch copies a parameter without what is noted on it.
+            vars(twin.tensor(name)).update(vars(tensor))
+    twin.convert(dtype)
+    roots = [twin.model, *(sublayer.module for sublayer in twin.sublayers)]
+    for module in (module for root in roots for module in root.modules()):
+        for name in _CHANCES:
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+    return twin
+
+
+def converted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> Batch:
+    """Return a batch whose floating entries have a dtype."""
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def part_of(batch: Mapping[str, Tensor], samples: slice) -> Batch:
+    """Return some samples of a batch."""
+    return {name: entry[samples] for name, entry in batch.items()}
+
+
+def targets_of(model: LayeredModel, batch: Mapping[str, Tensor]) -> Any:
+    """Return a batch's targets as a loss takes them."""
+    names = model.targets
+    return batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
+
+
+@dataclass(frozen=True)
+class OwnForward:
+    """Call a model's own forward, and its loss, as a user would.
+
+    Args:
+        model: the layered one.
+        loss_fn: the user's own; None takes the loss that the model itself returns or, where it
+            returns none, the adapter's.
+    """
+
+    model: LayeredModel
+    loss_fn: LossFunction | None
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (output, mean loss).
+
+        Raises:
+            TypeError: the forward returns neither a tensor nor logits.
+        """
+        model = self.model
+        sides = model.sides_of(0, len(model.sublayers))
+        keywords = {n: batch[n] for n in (*model.inputs[1:], *sides) if n in batch}
+        first = batch[model.inputs[0]]
+        answers_loss = self.loss_fn is None and _is_of_transformers(model.model)
+        if answers_loss:
+            keywords |= {name: batch[name] for name in model.targets}
+        answer = model.model(first, **keywords)
+        output = _output_of(answer)
+        if answers_loss and answer.loss is not None:
+            return output, answer.loss
+        loss_fn = self.loss_fn or model.loss_fn
+        assert loss_fn is not None, "choose_loss has found one"
+        value = loss_fn(output, targets_of(model, batch))
+        return output, value[0] / value[1] if isinstance(value, tuple) else value
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+def _output_of(answer: Any) -> Tensor:
+    """Return the tensor that a loss takes: an answer itself, or its logits."""
+    if isinstance(answer, Tensor):
+        return answer
+    logits = getattr(answer, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    ends = [getattr(answer, name, None) for name in ("start_logits", "end_logits")]
+    if all(isinstance(one, Tensor) for one in ends):
+        return torch.stack([one for one in ends if isinstance(one, Tensor)], dim=-1)
+    raise TypeError(
+        f"the model's own forward returned a {type(answer).__name__}, in which no output is known"
+    )
