@@ -30,7 +30,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 demo: setup ## Train on real digits: elastically, as published, and without; results in runs/demo/
-	$(BIN)/pipetransformer demo
+	$(BIN)/python -m experiments.demo
 
 donor: setup ## Reproduce the pretrained weights that the demo starts from
 	$(BIN)/python -m experiments.donor

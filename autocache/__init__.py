@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from autocache.layout import RowField, RowLayout
-from autocache.prefix import CacheStats, PrefixCache, RunLayers, rows_layout
+from autocache.prefix import HIDDEN, CacheStats, PrefixCache, RunLayers, rows_layout
 from autocache.stamp import PrefixStamps, chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 
 __all__ = [
+    "HIDDEN",
     "CacheStats",
     "NamelessFilesError",
     "PrefixCache",

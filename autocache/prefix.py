@@ -32,8 +32,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from autocache.layout import RowField, RowLayout
 from autocache.stamp import PrefixStamps
-from autocache.store import RowField, RowLayout, RowStore
+from autocache.store import RowStore
 
 HIDDEN, DIGEST = "hidden", "digest"
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32

@@ -152,3 +152,12 @@ def draw(schedule: Schedule) -> str:
     width = max((len(cell) for row in rows for cell in row), default=0)
     return "\n".join(f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
                      for j, row in enumerate(rows))
+
+
+def peak_in_flight(program: StageProgram) -> int:
+    """Count the most micro-batches that a stage keeps between their forward and their backward."""
+    kept = peak = 0
+    for instruction in program:
+        kept += (instruction.op is Op.FORWARD) - (instruction.op is Op.BACKWARD)
+        peak = max(peak, kept)
+    return peak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipetransformer.demo import DONOR_FILE, make_donor
+from experiments.demo import DONOR_FILE, make_donor
 
 if __name__ == "__main__":
     path = Path("runs") / DONOR_FILE

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autopipe import Profile
-from autopipe.throughput import draw_tables, table_text
+from autopipe.plan import draw_tables, table_text
+from autopipe.profile import Profile
 from experiments.published_runs import (
     ABLATION,
     BASELINE,
@@ -100,7 +100,7 @@ def _throughputs(system: PublishedSystem) -> str:
     rates = ", ".join(f"{rate}" for rate in THROUGHPUTS.values())
     return (
         f"{CLUSTER.name}, ViT-B/16, 224 px, float32, batch {BATCH} a pipeline; modelled\n"
-        f"{table_text(system.tables, how='simulated')}\npublished at K = 8: {rates}\n"
+        f"{table_text(system.tables)}\npublished at K = 8: {rates}\n"
     )
 
 

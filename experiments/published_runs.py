@@ -11,9 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopipe import PipelinePlan, PlanRequest, Profile, paper_plan, paper_split, predict
-from autopipe.paper_plan import throughput_tables
-from autopipe.throughput import best_count
+from autopipe.plan import (
+    PipelinePlan,
+    PlanRequest,
+    best_count,
+    paper_plan,
+    paper_split,
+    predict,
+    throughput_tables,
+)
+from autopipe.profile import Profile
 from experiments.published_setting import (
     BATCH,
     CACHE_FROM,

@@ -10,11 +10,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from autopipe import Profile
-from autopipe.cluster import load_cluster
-from autopipe.modelled import modelled_profile
-from pipetransformer.named_model import ModelChoice, build_named
-from pipetransformer.plan_place import profiled
+from autopipe.cluster import load_cluster, modelled_profile
+from autopipe.profile import Profile
+from pipetransformer.forecast import ModelChoice, build_named, profiled
 
 _DESCRIPTION = Path(__file__).parents[1] / "docs" / "clusters" / "2x8-rtx5000.toml"
 CLUSTER = load_cluster(_DESCRIPTION)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autopipe import PipelinePlan, predict
+from autopipe.plan import PipelinePlan, predict
 from freeze import FreezeSchedule
 from pipetransformer import PlanSituation, Trainer, adamw
 

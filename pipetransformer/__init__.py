@@ -3,17 +3,11 @@
 The whole public API is here; a user never needs another import.
 """
 
-from autopipe import (
-    GPipe,
-    PipelinePlan,
-    Profile,
-    balance,
-    flatten_sequential,
-    is_checkpointing,
-    is_recomputing,
-    restore_batch_norm,
-    skip,
-)
+from autopipe import balance, skip
+from autopipe.engine import is_checkpointing, is_recomputing
+from autopipe.gpipe import GPipe, flatten_sequential, restore_batch_norm
+from autopipe.plan import PipelinePlan
+from autopipe.profile import Profile
 from freeze import (
     ClosedForm,
     FreezeContext,
@@ -26,15 +20,24 @@ from freeze import (
 )
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
-from pipetransformer.launch import WorkerFailedError, launch
+from pipetransformer.errors import (
+    CorruptCheckpointError,
+    NonFiniteError,
+    PeerError,
+    VerificationError,
+    WorkerFailedError,
+)
 from pipetransformer.loss import Loss
-from pipetransformer.optimizer_state import adamw
+from pipetransformer.optimizer import adamw
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
-from pipetransformer.trainer import FitReport, Trainer
-from pipetransformer.verification import Verification, VerificationError
+from pipetransformer.processes import launch
+from pipetransformer.report import FitReport
+from pipetransformer.trainer import Trainer
+from pipetransformer.verification import Verification
 
 __all__ = [
     "ClosedForm",
+    "CorruptCheckpointError",
     "FitReport",
     "FreezeContext",
     "FreezeDecision",
@@ -45,7 +48,9 @@ __all__ = [
     "LayeredModel",
     "Loss",
     "Never",
+    "NonFiniteError",
     "PaperRule",
+    "PeerError",
     "PipelinePlan",
     "PlanSituation",
     "Profile",

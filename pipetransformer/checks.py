@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopipe import fitting_lengths
+from autopipe.plan import fitting_lengths
 from pipetransformer.adapters import refuse_hooks
-from pipetransformer.checkpoint import holds_checkpoint
+from pipetransformer.checkpoint import CHECKPOINTS, holds_checkpoint, resumes
 from pipetransformer.config import TrainConfig
-from pipetransformer.resume import CHECKPOINTS, resumes
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -15,14 +15,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # The adapters have losses of their own, and import this module.
-    from pipetransformer.adapters import LayeredModel, LossFunction, LossValue
+LossValue = Tensor | tuple[Tensor, Tensor | int]
+LossFunction = Callable[[Tensor, Any], LossValue]
+"""(output, target) -> a 0-dim mean over the samples, or (sum, count). The target is a Tensor where
+the model has one target name, else a dict[str, Tensor]; Any, as a loss takes one of the two."""
 
 # As of torch 2.15: the function that a module calls, and the attributes it hands over.
 _MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
@@ -88,17 +90,21 @@ class Loss:
         return named if isinstance(named, str) else type(self.function).__qualname__
 
 
-def choose_loss(model: LayeredModel, loss_fn: LossFunction | None) -> Loss:
+def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: str) -> Loss:
     """Return the given loss, or the model's own, so that its parts join wherever that is known.
+
+    Args:
+        given, own: the user's, and the model's.
+        model: its class, for an error's text.
 
     Raises:
         TypeError: it is no function.
         ValueError: there is neither, its parts could not be joined, or it is to be trained itself.
     """
-    chosen = model.loss_fn if loss_fn is None else loss_fn
+    chosen = own if given is None else given
     if chosen is None:
         raise ValueError(
-            f"a {type(model.model).__name__} has no loss of its own; give loss_fn=, for instance "
+            f"a {model} has no loss of its own; give loss_fn=, for instance "
             "torch.nn.CrossEntropyLoss()"
         )
     if isinstance(chosen, Loss):

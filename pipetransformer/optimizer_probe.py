@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetransformer.optimizer_state import OptimizerFactory, take_state
+from pipetransformer.optimizer import OptimizerFactory, take_state
 
 _STEPS = 3
 _LOUD = 100.0

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from autopipe import (
+from autopipe.plan import (
     PipelinePlan,
     PlanRequest,
-    Profile,
-    Tables,
     paper_length,
-    paper_lengths,
     paper_plan,
     plan_pipeline,
     predict,
-    trial_plans,
 )
+from autopipe.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class PlanSituation:
         current: the plan so far; None at the start.
         transition_s: returns the seconds that going from the current plan to another will cost.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
-        throughputs: measured where `plan` is "paper" or `published_plan` itself; else empty.
     """
 
     step: int
@@ -42,7 +38,6 @@ class PlanSituation:
     current: PipelinePlan | None
     transition_s: Callable[[PipelinePlan], float]
     scale_batch: bool = False
-    throughputs: Tables = field(default_factory=dict)
 
 
 Planner = Callable[[PlanSituation], PipelinePlan]
@@ -144,8 +139,6 @@ def _of_length(request: PlanRequest, length: int, scale_batch: bool) -> PlanRequ
 def published_plan(situation: PlanSituation) -> PipelinePlan:
     """Plan by the published rules; the pipeline never grows again, not even for a thaw.
 
-    M comes from the situation's throughputs, or from simulated ones for lengths they lack.
-
     Raises:
         ValueError: the rules' plan does not fit the memory limit; see `paper_plan`.
     """
@@ -159,32 +152,12 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
     return _paper_plan(replace(situation, request=replace(request, lengths=(current.length,))))
 
 
-def published_trials(
-    profile: Profile, request: PlanRequest, *, scale_batch: bool
-) -> dict[int, tuple[PipelinePlan, ...]]:
-    """Return the pipelines whose throughputs the published rules want measured, by length.
-
-    Lengths with less than two of them, which leave nothing to choose, are left out.
-
-    Args:
-        profile, request: as for a plan with nothing frozen.
-        scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
-    Raises:
-        ValueError: the rules can make no plan; see `paper_lengths`.
-    """
-    trials = {
-        length: trial_plans(profile, _of_length(request, length, scale_batch), length)
-        for length in paper_lengths(profile, _ample(request) if scale_batch else request)
-    }
-    return {length: plans for length, plans in trials.items() if len(plans) > 1}
-
-
 def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
     if situation.scale_batch:
         length = paper_length(profile, _ample(request))
         request = _of_length(request, length, scale_batch=True)
-    return paper_plan(profile, request, tables=situation.throughputs)
+    return paper_plan(profile, request)
 
 
 def _ample(request: PlanRequest) -> PlanRequest:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autodp import EpochSampler, gather_json
-from autopipe import Span, Trace
+from autopipe.trace import Span, Trace
 from freeze import Never, as_policy
-from pipetransformer.adapters import LayeredModel, LossFunction, adapt
+from pipetransformer.adapters import LayeredModel, adapt
+from pipetransformer.checkpoint import RunState, Saved, resumes
 from pipetransformer.checks import (
     check_world,
     refuse_batch_norm,
@@ -22,23 +23,17 @@ from pipetransformer.checks import (
 )
 from pipetransformer.config import make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset
-from pipetransformer.deployment import Decision, Deployment
-from pipetransformer.forward_writes import refuse_forward_writes
-from pipetransformer.frozen_prefix import FrozenPrefix
-from pipetransformer.layer_work import LossSums
-from pipetransformer.loss import choose_loss
+from pipetransformer.job import Task
+from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.measure import Measurements
+from pipetransformer.optimizer import OptimizerFactory, adamw
 from pipetransformer.optimizer_probe import try_optimizer
-from pipetransformer.optimizer_state import OptimizerFactory, adamw
-from pipetransformer.resume import agree, resumes
-from pipetransformer.run_log import RunLog
-from pipetransformer.run_state import FitReport, RunState
-from pipetransformer.stage import StepResult
-from pipetransformer.steering import Steering
-from pipetransformer.task import Task
-from pipetransformer.timeline import Timeline
+from pipetransformer.position import Timeline
+from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
+from pipetransformer.report import FitReport, RunLog
+from pipetransformer.stage import FrozenPrefix, LossSums, StepResult, refuse_forward_writes
+from pipetransformer.transition import Change, Decision, Deployment, Transitions
 from pipetransformer.verification import Verification, verify
-from pipetransformer.world import connect, likely_device, slots_of_a_node, world_size
 
 
 class Trainer:
@@ -82,7 +77,7 @@ class Trainer:
         traits = try_optimizer(optimizer, layered.model, likely_device(self.config.device))
         self._task = Task(
             layered,
-            choose_loss(layered, loss_fn),
+            choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__),
             optimizer,
             self.config,
             frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
@@ -101,7 +96,8 @@ class Trainer:
         self._deployment = Deployment(self._task, self.world, self._prefix)
         self._timeline = Timeline(self.config, len(train_set))
         self.report = FitReport()
-        self._steering = Steering(
+        self._log = RunLog(self.world, self.config)
+        self._transitions = Transitions(
             self._task,
             self.world,
             deployment=self._deployment,
@@ -114,11 +110,14 @@ class Trainer:
             self.world,
             timeline=self._timeline,
             deployment=self._deployment,
-            report=self.report,
+            parts={
+                "transitions": self._transitions,
+                "report": self.report,
+                "log": self._log,
+            },
             optimizer=traits,
         )
         self._trace: Trace | None = None
-        self._log = RunLog(self.world, self.config)
 
     def __enter__(self) -> Trainer:
         return self
@@ -143,8 +142,7 @@ class Trainer:
 
     def _close_own(self) -> None:
         self._prefix.close()
-        if self._steering.controller is not None:
-            self._steering.controller.close()
+        self._transitions.close()
         self._log.close()
 
     def fit(self) -> FitReport:
@@ -159,7 +157,7 @@ class Trainer:
         self._set_up()
         while not self.is_over:
             self.step()
-        self._state.finish(self._log)
+        self._note_saved(self._state.finish())
         self._deployment.gather_weights(self._deployment.roomy_device())
         return self.report
 
@@ -180,10 +178,10 @@ class Trainer:
             raise RuntimeError(
                 f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
             )
-        self._steering.decide_if_due(self.report, self._log)
+        self._note_change(self._transitions.decide_if_due(self.report.metrics))
         position = timeline.position
         ids = self._sampler.global_batch(
-            position.epoch, position.sample, timeline.global_batch(self._steering.replicas)
+            position.epoch, position.sample, timeline.global_batch(self._transitions.replicas)
         )
         stage = self._deployment.active_stage
         if self._trace is not None:
@@ -193,14 +191,14 @@ class Trainer:
             self._prefix.rows(position.epoch),
             step=position.step,
             epoch=position.epoch,
-            learning_rate_factor=timeline.learning_rate_factor(self._steering.replicas),
+            learning_rate_factor=timeline.learning_rate_factor(self._transitions.replicas),
         )
         stage.recorder = None
         self._note_step(result, len(ids))
         timeline.advance(len(ids))
         if timeline.at_epoch_start:
             self._end_epoch()
-        self._state.save_if_due(self._steering.active, self._log)
+        self._note_saved(self._state.save_if_due(self._transitions.decider))
         return result
 
     def trace_step(self) -> Trace:
@@ -288,7 +286,7 @@ class Trainer:
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         self._set_up()
-        return self._steering.measure()
+        return self._transitions.measure()
 
     @property
     def global_step(self) -> int:
@@ -298,7 +296,7 @@ class Trainer:
     @property
     def max_steps(self) -> int:
         """Return how many steps the whole run has, if the global batch stays what it is."""
-        return self._timeline.max_steps(self._steering.replicas)
+        return self._timeline.max_steps(self._transitions.replicas)
 
     @property
     def is_over(self) -> bool:
@@ -308,14 +306,13 @@ class Trainer:
     @property
     def measurements(self) -> Measurements | None:
         """Return what decisions are based on; None before the first step."""
-        controller = self._steering.controller
-        return controller.measurements if controller is not None else None
+        transitions = self._transitions
+        return transitions.decider.measurements if transitions.have_begun else None
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        controller = self._steering.controller
-        return controller.current if controller is not None else None
+        return self._transitions.decider.current if self._transitions.have_begun else None
 
     def _read_train_set(self, ids: Tensor) -> Batch:
         """Read samples to measure and to probe with; ids may exceed the training set's length."""
@@ -324,7 +321,7 @@ class Trainer:
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
         refuse_surroundings(trains=False)
-        if self._steering.controller is not None:
+        if self._transitions.have_begun:
             return
         if self.config.cache and not isinstance(self._policy, Never):
             self._prefix.check_repeatable()
@@ -332,26 +329,33 @@ class Trainer:
         agree(self._log.open, group=self.world.group)
         refuse_forward_writes(self._task, self.world, self._read_train_set)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
-        self._steering.begin(self._policy, kept)
-        controller = self._steering.active
+        self._transitions.begin(self._policy, kept)
+        decider = self._transitions.decider
         if checkpoint:
-            self._state.restore(checkpoint, controller, self._log, self._steering.clock)
-        step = self._timeline.position.step
-        controller.open_journal(from_step=step if self._state.resumes else None)
-        self._log.start(
-            self._steering.clock(), controller.measurements, timing_s=self._steering.timing_s
-        )
+            self._state.restore(checkpoint, self._transitions)
+        decider.open_journal(from_step=self.global_step if self._state.resumes else None)
+        self._log.start(self._transitions.clock(), decider.measurements.profile)
         if self.decision is None:
-            self._steering.decide(self.report, self._log)
+            self._note_change(self._transitions.decide_if_due(self.report.metrics))
+
+    def _note_change(self, change: Change | None) -> None:
+        if change is not None:
+            self.report.add_change(change, self._log.change(change))
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        if saved is not None and saved.num_bytes:
+            self._log.checkpoint(saved)
 
     def _note_step(self, result: StepResult, num_samples: int) -> None:
         assert self.decision is not None
         stats = self._prefix.take_stats()
         self.report.add_step(result, stats, num_samples)
-        clock = self._steering.clock()
-        self._log.step(
-            result, stats, decision=self.decision, clock=clock, num_samples=num_samples
-        )
+        clock, decision = self._transitions.clock(), self.decision
+        self._log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
+        filled = bool(stats.misses or stats.upgrades)
+        usual_s = self._transitions.note_step(result.seconds, filled_cache=filled)
+        if usual_s is not None:
+            self._log.outcome(clock.step, decision, usual_s)
 
     def _end_epoch(self) -> None:
         """Record and evaluate after an epoch."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipetransformer import run_state
+from pipetransformer.checkpoint import run_state
 from tests.pool import PATIENCE_STEPS, Pool
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopipe import AllReduceCost, LinkCost
+from autopipe.profile.network import AllReduceCost, LinkCost
 
 FREE = LinkCost(0.0, math.inf)
 

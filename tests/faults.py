@@ -25,28 +25,30 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-import pipetransformer.checkpoint
-import pipetransformer.deployment
-import pipetransformer.saving
-import pipetransformer.steering
-from autocache import RowStore
-from autodp import GradientReducer, GroupPool
-from freeze import FreezeSchedule
-from pipetransformer import Trainer, launch, run_state
-from pipetransformer.checkpoint import Checkpoint, open_checkpoint, published
-from pipetransformer.controller import Controller
-from pipetransformer.deployment import Deployment
-from pipetransformer.frozen_prefix import FrozenPrefix
-from pipetransformer.journal import Journal
-from pipetransformer.layer_work import TrainWork
-from pipetransformer.records import RECORDS_FILE, read_records
-from pipetransformer.stage import Stage
+import pipetransformer.checkpoint.format
+import pipetransformer.checkpoint.saver
+import pipetransformer.transition.deployment
+import pipetransformer.transition.transitions
+from autocache.store import RowStore
+from autodp.groups import GroupPool
+from autodp.reduce import GradientReducer
+from freeze.rules import FreezeSchedule
+from pipetransformer import Trainer, launch
+from pipetransformer.checkpoint import run_state
+from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
+from pipetransformer.report.records import RECORDS_FILE, read_records
+from pipetransformer.stage.frozen_prefix import FrozenPrefix
+from pipetransformer.stage.stage import Stage
+from pipetransformer.stage.work import TrainWork
+from pipetransformer.transition.decider import Decider
+from pipetransformer.transition.deployment import Deployment
+from pipetransformer.transition.journal import Journal
 from tests.models import tiny_data, tiny_model
 from tests.pool import PATIENCE_STEPS
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "measure": (pipetransformer.steering, "measure"),
+    "measure": (pipetransformer.transition.transitions, "measure"),
     "read": (FrozenPrefix, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),
@@ -56,18 +58,18 @@ POINTS: dict[str, tuple[Any, str]] = {
     "policy": (FreezeSchedule, "decide"),
     "planner": (Forced, "__call__"),
     "journal": (Journal, "append"),
-    "decision": (Controller, "_publish"),
+    "decision": (Decider, "_publish"),
     "leave": (Deployment, "_leave_stage"),
-    "move": (pipetransformer.deployment, "move_shards"),
+    "move": (pipetransformer.transition.deployment, "move_shards"),
     "adopt": (Deployment, "_adopt"),
     "groups": (GroupPool, "open"),
     "cache": (FrozenPrefix, "set_depth"),
     "cache file": (RowStore, "create_nameless"),
     "cache opened": (RowStore, "open"),
-    "save": (pipetransformer.saving.Saver, "save"),
-    "write": (pipetransformer.saving, "write_shards"),
-    "publish": (pipetransformer.saving, "publish"),
-    "pointer": (pipetransformer.checkpoint, "_write_sealed"),
+    "save": (pipetransformer.checkpoint.saver.Saver, "save"),
+    "write": (pipetransformer.checkpoint.saver, "write_shards"),
+    "publish": (pipetransformer.checkpoint.saver, "publish"),
+    "pointer": (pipetransformer.checkpoint.format, "_write_sealed"),
 }
 """Where a fault can strike: functions that a rank calls, patched in that rank's process alone."""
 

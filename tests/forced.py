@@ -22,13 +22,13 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autodp import EpochSampler
-from autopipe import fitting_lengths
-from autopipe.lengths import length_choices, replicas_of
-from pipetransformer import Trainer, steering
-from pipetransformer.measure import Measurements, measure
-from pipetransformer.task import Task
-from pipetransformer.world import World
+from autodp.sampler import EpochSampler
+from autopipe.plan.lengths import fitting_lengths, length_choices, replicas_of
+from pipetransformer import Trainer
+from pipetransformer.job import Task
+from pipetransformer.measure.measurements import Measurements, measure
+from pipetransformer.processes.world import World
+from pipetransformer.transition import transitions as steering
 from tests.models import NUM_DEEP_LAYERS, deep_model
 from tests.pool import Pool
 from tests.scenario import (
@@ -184,7 +184,7 @@ def look(trainer: Trainer) -> float:
     with mock.patch.object(steering, "measure", measure):
         trainer.measure()
     # The examples must not depend on what was measured.
-    trainer._steering.active.measurements = before
+    trainer._transitions.decider.measurements = before
     return loss
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from autodp import EpochSampler
-from freeze import FreezeSchedule
+from autodp.sampler import EpochSampler
+from freeze.rules import FreezeSchedule
 from pipetransformer import LayeredModel, Trainer
-from pipetransformer.adapters import adapt
+from pipetransformer.adapters.registry import adapt
 
 Build = Callable[[], nn.Module | LayeredModel]
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipetransformer.launch import _environment, _start_with
+from pipetransformer.processes.launcher import _environment, _start_with
 
 PATIENCE_STEPS = 1e5
 """Steps for which training waits for the save before: as long as it takes."""
@@ -116,8 +116,8 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from pipetransformer import run_state
-    from pipetransformer.world import connect
+    from pipetransformer.checkpoint import run_state
+    from pipetransformer.processes.world import connect
 
     run_state._PATIENCE_STEPS = PATIENCE_STEPS
     torch.set_num_threads(1)

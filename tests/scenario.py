@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
-from autodp import EpochSampler, gather_json
-from autopipe import PipelinePlan, fitting_lengths, predict
-from freeze import FreezeContext, FreezeDecision, FreezePolicy, FreezeSchedule
+from autodp.messages import gather_json
+from autodp.sampler import EpochSampler
+from autopipe.plan.lengths import fitting_lengths
+from autopipe.plan.search import PipelinePlan, predict
+from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
+from freeze.rules import FreezeSchedule
 from pipetransformer import LayeredModel, PlanSituation, Trainer
-from pipetransformer.adapters import LossFunction, adapt
-from pipetransformer.optimizer_state import NamedParameters, take_state
-from pipetransformer.task import trained_parameters
+from pipetransformer.adapters.registry import adapt
+from pipetransformer.job import trained_parameters
+from pipetransformer.loss import LossFunction
+from pipetransformer.optimizer import NamedParameters, take_state
 from tests.models import (
     IGNORED,
     NUM_SAMPLES,

@@ -9,17 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe import (
-    Payload,
-    Peer,
-    ProcessLinkAbove,
-    ProcessLinkBelow,
-    Receiver,
-    Sender,
-    StageLinks,
-    StageWork,
-    is_recomputing,
-)
+from autopipe.engine.channel import Peer, Receiver, Sender
+from autopipe.engine.executor import StageLinks, StageWork
+from autopipe.engine.forward_pass import is_recomputing
+from autopipe.engine.link import Payload
+from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
 from tests.models import tiny_data, tiny_model
 
 NUM_LAYERS = 8

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe import GPipe
-from autopipe.timeline import Trace
+from autopipe.gpipe.module import GPipe
+from autopipe.trace.trace import Trace
 
 WIDTH, SAMPLES, CHUNKS = 8, 12, 4
 CASES = [

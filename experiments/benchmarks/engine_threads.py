@@ -9,8 +9,10 @@ from types import ModuleType
 
 import numpy as np
 
-from autopipe import GPipe, Op, Trace
 from autopipe.balance import balance_by_time
+from autopipe.gpipe import GPipe
+from autopipe.schedule import Op
+from autopipe.trace import Trace
 from experiments.benchmarks.engine_workloads import (
     Contestant,
     Encoder,

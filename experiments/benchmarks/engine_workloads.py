@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from autopipe import GPipe
+from autopipe.gpipe import GPipe
 from experiments.benchmarks.unet import unet
 
 RELATIVE_TOLERANCE = 1e-4

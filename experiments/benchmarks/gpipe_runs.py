@@ -22,8 +22,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from autopipe import GPipe
 from autopipe.balance import balance_by_time
+from autopipe.gpipe import GPipe
 
 NUM_CLASSES = 1000
 

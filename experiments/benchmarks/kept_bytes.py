@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopipe import is_checkpointing
+from autopipe.engine import is_checkpointing
 
 
 class KeptBytes:

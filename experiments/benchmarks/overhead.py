@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.benchmarks.pairs import paired_ratio
+from experiments.demo import build_model, load_digits_split
 from pipetransformer import Trainer, adamw
-from pipetransformer.demo import build_model, load_digits_split
 
 BATCH_SIZE = 32
 LIMIT = 1.02

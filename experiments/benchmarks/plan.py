@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,12 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from autopipe import (
-    PipelinePlan,
-    PlanRequest,
-    Profile,
-    Tables,
-    paper_plan,
-    plan_pipeline,
-    table_text,
-)
-from autopipe.throughput import tables_from_json
+from autopipe.plan import PipelinePlan, PlanRequest, paper_plan, plan_pipeline
+from autopipe.profile import Profile
 from experiments.benchmarks.pairs import bootstrap
+from experiments.demo import build_model, load_digits_split
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch
-from pipetransformer.demo import build_model, load_digits_split
 
 NUM_SLOTS, BATCH_SIZE = 2, 32
 WARM_UP, MEASURED = 3, 3
@@ -79,14 +70,6 @@ def make_trainer(**settings: Any) -> Trainer:
         evaluate_every_epochs=0,
         **settings,
     )
-
-
-def published_tables() -> Tables:
-    """Return the throughputs that a run by the published rules measures before its first step."""
-    with make_trainer(plan="paper") as trainer:
-        trainer.step()
-        assert trainer.measurements is not None
-        return trainer.measurements.throughputs
 
 
 class Tour:
@@ -133,7 +116,6 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
     """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
     points = grid(frozen)
     visits = num_rounds * len(points) + len(frozen) * (2 + 3 * num_pairs)
-    tables = published_tables()
     tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
     shuffle = random.Random(0)
     seen: dict[Point, list[tuple[float, float]]] = {point: [] for point in points}
@@ -144,14 +126,13 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                 plan, seconds = tour.visit(point.frozen, point)
                 seen[point].append((plan.predicted_step_s, statistics.median(seconds)))
         trainer.measure()
-        choices = [_compare(tour, f, seen, num_pairs, tables=tables) for f in frozen]
+        choices = [_compare(tour, f, seen, num_pairs) for f in frozen]
         if trainer.world.is_main:
             Path(path).write_text(
                 json.dumps(
                     {
                         "grid": [[dataclasses.asdict(p), values] for p, values in seen.items()],
                         "choices": choices,
-                        "tables": tables,
                     }
                 )
             )
@@ -162,22 +143,19 @@ def _compare(
     frozen: int,
     seen: dict[Point, list[tuple[float, float]]],
     num_pairs: int,
-    *,
-    tables: Tables,
 ) -> dict[str, Any]:
     """Measure the choice, the grid's fastest pipeline and the published rules' plan in turn."""
     plan, _ = tour.visit(frozen, None)
-    published = partial(paper_plan, tables=tables)
     # Every rank saw other seconds; rank 0 alone chooses pipelines, so only its choice counts.
     best = min(
         (p for p in seen if p.frozen == frozen),
         key=lambda p: statistics.median(measured for _, measured in seen[p]),
     )
-    paper, _ = tour.visit(frozen, None, published)
+    paper, _ = tour.visit(frozen, None, paper_plan)
     visits: dict[str, tuple[Point | None, Planner]] = {
         "choice": (None, plan_pipeline),
         "best": (best, plan_pipeline),
-        "paper": (None, published),
+        "paper": (None, paper_plan),
     }
     ratios, paper_ratios = [], []
     for number in range(num_pairs):
@@ -211,8 +189,6 @@ def report(found: dict[str, Any]) -> Iterator[str]:
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
             f"{predicted / measured:6.3f}"
         )
-    tables = tables_from_json(found["tables"])
-    yield f"\n{table_text(tables, how='measured')}"
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
     for choice in found["choices"]:
         yield from _choice_lines(choice)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from autopipe import (
-    SCHEDULES,
+from autopipe.engine import (
     Payload,
     Peer,
     ProcessLinkAbove,
@@ -34,6 +33,7 @@ from autopipe import (
     StageWork,
     run_program,
 )
+from autopipe.schedule import SCHEDULES
 from experiments.benchmarks.engine_workloads import (
     Contestant,
     Encoder,
@@ -44,8 +44,7 @@ from experiments.benchmarks.engine_workloads import (
 )
 from experiments.benchmarks.rounds import Seconds, interleave
 from experiments.benchmarks.stage_copies import StageCopy
-from pipetransformer.launch import launch
-from pipetransformer.world import connect
+from pipetransformer.processes import connect, launch
 
 LONGEST_WAIT_S = 120.0
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.transition_run import Measured, Workload, measure_on_this_rank
-from pipetransformer.launch import launch
+from pipetransformer.processes import launch
 
 STEPS_LIMIT = 1.0
 COPY_LIMIT = 3.0

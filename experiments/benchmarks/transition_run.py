@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from autodp import Shard, gather_json
-from autopipe import PipelinePlan
+from autopipe.plan import PipelinePlan
 from pipetransformer import PlanSituation, Trainer, adamw
-from pipetransformer.deployment import Decision, Deployment
 from pipetransformer.planning import fastest_by_length
+from pipetransformer.transition import Decision, Deployment
 
 _NUM_COPIES = 3
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from experiments.demo import build_model, load_digits_split
 from pipetransformer import FreezeSchedule, Trainer, adamw, cosine_with_warmup
 from pipetransformer.data import SizedDataset
-from pipetransformer.demo import build_model, load_digits_split
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -1,84 +1,9 @@
-"""Adapt timm's VisionTransformer, transformers' BERT and ViT, any `nn.Sequential`, or your own."""
+"""Present models as sequences of sublayers that share their very parameters.
 
-from __future__ import annotations
+timm_vit, transformers_bert, transformers_vit, sequential, or yours ─► base: LayeredModel
+"""
 
-from collections.abc import Callable
-from typing import Any
+from pipetransformer.adapters.base import LayeredModel, Sublayer, laid_out_as, refuse_hooks
+from pipetransformer.adapters.registry import adapt, register_adapter
 
-from torch import nn
-
-from pipetransformer.adapters import sequential, timm_vit, transformers_bert, transformers_vit
-from pipetransformer.adapters.base import (
-    LayeredModel,
-    LossFunction,
-    LossValue,
-    Sublayer,
-    laid_out_as,
-    refuse_hooks,
-)
-from pipetransformer.adapters.transformer import qualified_name
-
-__all__ = [
-    "LayeredModel",
-    "LossFunction",
-    "LossValue",
-    "Sublayer",
-    "adapt",
-    "laid_out_as",
-    "refuse_hooks",
-    "register_adapter",
-]
-
-# Names instead of classes, as importing timm and transformers takes seconds; see qualified_name.
-_BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {
-    nn.Sequential: sequential.build,
-    timm_vit.CLASS: timm_vit.build,
-    f"{transformers_bert.MODULE}.BertForSequenceClassification":
-        transformers_bert.build_sequence_classification,
-    f"{transformers_bert.MODULE}.BertForQuestionAnswering":
-        transformers_bert.build_question_answering,
-    f"{transformers_vit.MODULE}.ViTForImageClassification": transformers_vit.build,
-}
-
-
-def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
-    """Present a model as a sequence of sublayers, by the adapter of its class or nearest base.
-
-    A LayeredModel is returned as it is.
-
-    Raises:
-        TypeError: no adapter knows the model, or it overrides the forward that its adapter
-            stands for.
-        ValueError: the model has a setting or tied tensors that its sublayers cannot honour.
-    """
-    if isinstance(model, LayeredModel):
-        return model
-    for kind in type(model).__mro__:
-        build = _BUILDERS.get(kind) or _BUILDERS.get(qualified_name(kind))
-        if build is not None:
-            _check_forward(model, kind)
-            return build(model)
-    known = ", ".join(kind if isinstance(kind, str) else qualified_name(kind)
-                      for kind in _BUILDERS)
-    raise TypeError(f"no adapter knows a {qualified_name(type(model))}; known: {known}. Give an "
-                    "nn.Sequential, a LayeredModel built from its sublayers, or call "
-                    "register_adapter(class, build)")
-
-
-def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
-    """Make `adapt` present models of a class by `build(model)`; the last registration counts.
-
-    Args:
-        kind: the class, or its "module.Class" where importing it here would be slow. Covers
-            subclasses that have no adapter of their own and do not override `forward`.
-        build: returns the LayeredModel of a model.
-    """
-    _BUILDERS[kind] = build
-
-
-def _check_forward(model: nn.Module, kind: type[Any]) -> None:
-    # __func__ also tells a forward that was set on the object, as hooking libraries do.
-    if getattr(model.forward, "__func__", None) is not kind.forward:
-        raise TypeError(f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but "
-                        "its adapter would ignore that; call register_adapter for it, or give a "
-                        "LayeredModel")
+__all__ = ["LayeredModel", "Sublayer", "adapt", "laid_out_as", "refuse_hooks", "register_adapter"]

@@ -12,7 +12,7 @@ speak the original model's `state_dict` names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -22,10 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-LossValue = Tensor | tuple[Tensor, Tensor | int]
-# (output, target) -> a 0-dim mean over the samples, or (sum, count). The target is a Tensor where
-# the model has one target name, else a dict[str, Tensor]; Any, as a loss takes one of the two.
-LossFunction = Callable[[Tensor, Any], LossValue]
+from pipetransformer.loss import LossFunction
 
 
 @dataclass(frozen=True)

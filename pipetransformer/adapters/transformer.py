@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipetransformer.adapters.base import LossValue, Sublayer
-from pipetransformer.loss import Loss, sum_over_targets
+from pipetransformer.adapters.base import Sublayer
+from pipetransformer.loss import Loss, LossValue, sum_over_targets
 
 
 @final

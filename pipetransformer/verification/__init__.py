@@ -10,6 +10,6 @@
 Everything happens on twins of the model (twin.py); the model itself is not touched.
 """
 
-from pipetransformer.verification.verify import Verification, VerificationError, verify
+from pipetransformer.verification.compare import Verification, verify
 
-__all__ = ["Verification", "VerificationError", "verify"]
+__all__ = ["Verification", "verify"]

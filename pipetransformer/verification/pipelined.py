@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp import broadcast_json, gather_json
-from autopipe import PipelinePlan
+from autopipe.plan import PipelinePlan
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
-from pipetransformer.deployment import Decision, Deployment
-from pipetransformer.frozen_prefix import FrozenPrefix
-from pipetransformer.task import Task
+from pipetransformer.job import Task
+from pipetransformer.processes import World
+from pipetransformer.stage import FrozenPrefix
+from pipetransformer.transition import Decision, Deployment
 from pipetransformer.verification.tolerance import Tolerance
 from pipetransformer.verification.twin import OwnForward
-from pipetransformer.world import World
 
 
 @dataclass(frozen=True)

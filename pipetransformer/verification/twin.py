@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.adapters import LayeredModel, LossFunction
+from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
+from pipetransformer.loss import LossFunction
 
 _CHANCES = ("p", "drop_prob", "dropout", "dropout_p", "attention_dropout", "drop_rate", "drop")
 """Under these names do modules of torch, timm and transformers keep a probability of dropping."""

@@ -1,0 +1,243 @@
+"""Choose how many layers each partition of a pipeline gets, by measuring the layers.
+
+Give the result to `GPipe` as its `balance`:
+
+    sample = torch.rand(128, 3, 224, 224)
+    balance = balance_by_time(4, model, sample)
+    model = GPipe(model, balance, chunks=8)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.balance.blocks import block_partition
+from autopipe.balance.layer_costs import Tensors, layer_bytes, layer_seconds, members
+from autopipe.partition import greedy_partition, min_max_partition
+
+ALGORITHMS = ("exact", "greedy", "block")
+
+
+# The documented interface of both functions has more parameters than the house allows.
+def balance_by_time(  # noqa: PLR0913
+    partitions: int,
+    module: nn.Sequential,
+    sample: Tensors,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | None = None,
+    algorithm: str = "exact",
+    memory_limit_bytes: int | Sequence[int] | None = None,
+) -> list[int]:
+    """Balance partitions by the time that their layers' forward and backward take.
+
+    The module is measured in train mode and left as it was.
+
+    Args:
+        partitions: number of partitions, from 1 to the number of layers.
+        module: its layers take and return a tensor or a tuple of tensors; they may stash and pop
+            skips.
+        sample: input of any batch size.
+        timeout: seconds; passes over the layers repeat until they are over, once at least.
+        device: where module and sample must be; None means wherever the sample is.
+        algorithm: "exact" makes the dearest partition as cheap as can be; "block" makes partitions
+            differ by at most the dearest layer; "greedy" is PipeTransformer's Algorithm 1, which
+            depends on the unit (here seconds) and may fail.
+        memory_limit_bytes: most bytes of a partition, one number for all or one for each, counted
+            by `balance_by_size` with its defaults; only for "exact".
+    Returns:
+        Number of layers in each partition.
+    Raises:
+        TypeError: the module is no nn.Sequential, or an input or output is neither a tensor nor a
+            tuple of tensors.
+        ValueError: module, sample and device do not agree; an argument is out of its range; no
+            split fits the limits; or "greedy" leaves a partition empty.
+    Source: torchgpipe's documentation, section 2.3.4. Its default device is CUDA; its algorithm is
+    "block".
+    """
+    limits = _check_choice(partitions, module, algorithm, memory_limit_bytes)
+    _check_placement(module, sample, device)
+    sizes = layer_bytes(module, sample, param_scale=2.0) if limits else []
+    seconds = layer_seconds(module, sample, timeout_s=timeout)
+    return _split(seconds, partitions, algorithm, sizes=sizes, limits=limits)
+
+
+def balance_by_size(  # noqa: PLR0913
+    partitions: int,
+    module: nn.Sequential,
+    input: Tensors,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+    algorithm: str = "exact",
+    memory_limit_bytes: int | Sequence[int] | None = None,
+) -> list[int]:
+    """Balance partitions by the memory that their layers need in training.
+
+    A layer needs what one micro-batch keeps until its backward, plus `param_scale` times its
+    parameters: the parameters, their gradients, and the optimizer's state.
+
+        optimizer   param_scale   state per parameter
+        SGD         2 or 3        none; momentum_buffer with momentum
+        Adam        4 or 5        exp_avg, exp_avg_sq; max_exp_avg_sq with amsgrad
+        Adadelta    4             square_avg, acc_delta
+        Adagrad     3             sum
+        RMSprop     3 to 5        square_avg; momentum_buffer with momentum; grad_avg if centered
+
+    Args:
+        partitions, module, device, algorithm: as for `balance_by_time`; the unit of "greedy" is a
+            million bytes.
+        input: mini-batch of the size to train with; (B, ...) tensors.
+        chunks: number of micro-batches to train with; the largest has ceil(B / chunks) samples.
+        param_scale: tensors in memory per parameter, itself included.
+        memory_limit_bytes: most bytes of a partition, one number for all or one for each; only
+            for "exact".
+    Returns:
+        Number of layers in each partition.
+    Raises:
+        TypeError, ValueError: as for `balance_by_time`.
+    Source: torchgpipe's documentation, section 2.3.4. Its default device is CUDA; its algorithm is
+    "block".
+    """
+    limits = _check_choice(partitions, module, algorithm, memory_limit_bytes)
+    _check_placement(module, input, device)
+    if not 0 <= param_scale < math.inf:
+        raise ValueError(
+            f"param_scale must be at least 0, got {param_scale}; 2 counts parameters and gradients"
+        )
+    sizes = layer_bytes(module, _micro_batch(input, chunks), param_scale=param_scale)
+    millions = [size / 1e6 for size in sizes]
+    return _split(millions, partitions, algorithm, sizes=sizes, limits=limits)
+
+
+def _check_choice(
+    partitions: int,
+    module: nn.Sequential,
+    algorithm: str,
+    memory_limit_bytes: int | Sequence[int] | None,
+) -> list[int]:
+    """Check all that can be checked without a sample; return one limit a partition, if any."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, got a {type(module).__name__}"
+        )
+    if not 1 <= partitions <= len(module):
+        raise ValueError(
+            f"{len(module)} layers cannot fill {partitions} partitions; choose from "
+            f"1 to {len(module)} partitions"
+        )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if memory_limit_bytes is None:
+        return []
+    if algorithm != "exact":
+        raise ValueError(
+            f"memory_limit_bytes needs algorithm 'exact', got {algorithm!r}, which ignores memory"
+        )
+    limits = (
+        list(memory_limit_bytes)
+        if isinstance(memory_limit_bytes, Sequence)
+        else [memory_limit_bytes] * partitions
+    )
+    if len(limits) != partitions or not all(limit > 0 for limit in limits):
+        raise ValueError(
+            f"memory_limit_bytes must be one positive number, or one for each of the "
+            f"{partitions} partitions, got {memory_limit_bytes}"
+        )
+    return limits
+
+
+def _check_placement(
+    module: nn.Sequential, sample: Tensors, device: torch.device | str | None
+) -> None:
+    if not (members(sample) and all(isinstance(tensor, Tensor) for tensor in members(sample))):
+        raise TypeError(
+            f"the sample must be a tensor or a tuple of tensors, got a {type(sample).__name__}"
+        )
+    placed = (*members(sample), *module.parameters(), *module.buffers())
+    devices = {tensor.device for tensor in placed}
+    if len(devices) > 1:
+        raise ValueError(
+            f"module and sample must be on one device, got "
+            f"{', '.join(sorted(map(str, devices)))}; move them"
+        )
+    found = devices.pop()
+    if found.type == "meta":
+        raise ValueError("nothing can be measured on the meta device; move module and sample")
+    if device is None:
+        return
+    wanted = torch.device(device)
+    # A device without an index, such as "cuda", stands for any one of its type.
+    indices = {wanted.index, found.index} - {None}
+    if wanted.type != found.type or len(indices) > 1:
+        raise ValueError(
+            f"module and sample are on {found}, but device is {wanted}; move them there, or "
+            f"leave device out"
+        )
+
+
+def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
+    """Return the largest of the micro-batches that a mini-batch is split into."""
+    if any(tensor.dim() == 0 for tensor in members(batch)):
+        raise ValueError(
+            "a tensor without dimensions cannot be split into micro-batches; its "
+            "first dimension must be the sample"
+        )
+    lengths = {len(tensor) for tensor in members(batch)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the input's tensors must hold equally many samples, got "
+            f"{', '.join(map(str, sorted(lengths)))}"
+        )
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    num_samples = math.ceil(lengths.pop() / chunks)
+    return (
+        tuple(tensor[:num_samples] for tensor in batch)
+        if isinstance(batch, tuple)
+        else batch[:num_samples]
+    )
+
+
+def _split(
+    costs: Sequence[float],
+    partitions: int,
+    algorithm: str,
+    *,
+    sizes: Sequence[float],
+    limits: Sequence[int],
+) -> list[int]:
+    """Split layers by their costs; `limits` are empty where memory is not limited."""
+
+    def fits(part: int, first: int, last: int) -> bool:
+        return total[last] - total[first] <= limits[part]
+
+    total = [0.0, *accumulate(sizes)]
+    boundaries: tuple[int, ...] | None
+    if algorithm == "block":
+        boundaries = block_partition(costs, partitions)
+    elif algorithm == "greedy":
+        boundaries = greedy_partition(costs, partitions)
+    else:
+        boundaries = min_max_partition(costs, partitions, feasible=fits if limits else None)
+    if boundaries is None:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        raise ValueError(
+            f"no split of {len(costs)} layers into {partitions} partitions keeps "
+            f"within memory_limit_bytes {list(limits)}: the layers need "
+            f"{sum(sizes):.0f} bytes together, layer {largest} alone "
+            f"{sizes[largest]:.0f}; raise the limits or use more partitions"
+        )
+    balance = [last - first for first, last in pairwise(boundaries)]
+    if 0 in balance:
+        raise ValueError(
+            f"algorithm 'greedy' leaves partition {balance.index(0)} empty, its "
+            f"balance is {balance}; choose 'exact' or 'block', which fill all"
+        )
+    return balance

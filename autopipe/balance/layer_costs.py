@@ -1,0 +1,227 @@
+"""Measure the seconds and bytes of each layer of an nn.Sequential.
+
+Every layer runs as if it were a partition of its own: the graph is cut at its input, at its
+output and at the skips that it stashes or pops, and is dropped before the next layer runs. So only
+one layer's activations are in memory, and none counts for two layers.
+
+    layer                 0             1             2
+    seconds               F B           F B           F B
+    bytes                 F             F             F
+    hands on, detached       output ->     output ->
+                             skip ---------------->
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.profile import left_as_found, now_s, saved_storages, storages
+from autopipe.skip import SkipKey, Skippable, SkipStore, using
+
+Tensors = Tensor | tuple[Tensor, ...]
+"""What a layer takes and returns."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Hold what a forward made: its output, and the skips it stashed."""
+
+    output: Tensors
+    skips: dict[SkipKey, Tensor | None]
+
+    def tensors(self) -> list[Tensor]:
+        return [*members(self.output), *(skip for skip in self.skips.values() if skip is not None)]
+
+
+_Measure = Callable[[Callable[[], _Made], list[Tensor]], tuple[_Made, float]]
+"""Runs the given forward; the second argument lists the tensors that the layer was handed."""
+
+
+def members(tensors: Tensors) -> tuple[Tensor, ...]:
+    """Return the tensors of an input or output."""
+    return tensors if isinstance(tensors, tuple) else (tensors,)
+
+
+def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -> list[float]:
+    """Time forward and backward of each layer in train mode; the module is left as it was.
+
+    Whole passes repeat until the timeout is over. Where there are several, the first one only
+    warms up: it alone initialises libraries and chooses algorithms.
+
+    Args:
+        module: layers, on one device.
+        sample: input on that device; its gradient is computed if it requires one.
+        timeout_s: no pass begins later; the first one always runs.
+    Returns:
+        Each layer's seconds, summed over the passes.
+    Raises:
+        TypeError: a layer returns something else than a tensor or a tuple of tensors.
+    """
+    device = members(sample)[0].device
+    start_s = time.perf_counter()
+    with left_as_found([module], device):
+        module.train()
+        passes = [_measure_layers(module, sample, partial(_seconds, device))]
+        while time.perf_counter() - start_s < timeout_s:
+            passes.append(_measure_layers(module, sample, partial(_seconds, device)))
+    return [sum(seconds) for seconds in zip(*passes[1:] or passes, strict=True)]
+
+
+def _seconds(
+    device: torch.device, forward: Callable[[], _Made], taken: list[Tensor]
+) -> tuple[_Made, float]:
+    """Time a forward and a backward from all that it made; skips bring gradients of their own."""
+    start_s = now_s(device)
+    made = forward()
+    forward_s = now_s(device) - start_s
+    roots = [tensor for tensor in made.tensors() if tensor.requires_grad]
+    gradients = [torch.ones_like(root) for root in roots]
+    start_s = now_s(device)
+    if roots:
+        torch.autograd.backward(roots, gradients)
+    return made, forward_s + now_s(device) - start_s
+
+
+def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -> list[float]:
+    """Count what training keeps of each layer: activations until their backward, and parameters.
+
+    Activations are the output, stashed skips, and what else the layer's graph holds, without the
+    input. CUDA tells how much a forward allocated. Elsewhere storages are counted, which misses
+    tensors that an autograd.Function keeps without `save_for_backward`.
+
+    Args:
+        module: layers, on one device; left as it was.
+        sample: one micro-batch on that device.
+        param_scale: bytes in training per parameter byte. A parameter that several layers share
+            counts in the first.
+    Returns:
+        Each layer's bytes.
+    Raises:
+        TypeError: a layer returns something else than a tensor or a tuple of tensors.
+    """
+    device = members(sample)[0].device
+    held = [*module.parameters(), *module.buffers()]
+    measure = partial(_allocated, device) if device.type == "cuda" else partial(_kept, held)
+    with left_as_found([module], device):
+        module.train()
+        if device.type == "cuda":
+            # Libraries allocate workspaces at first use and keep them; no layer shall bear them.
+            _measure_layers(module, sample, measure)
+        activations = _measure_layers(module, sample, measure)
+    return [
+        param_scale * parameters + kept
+        for parameters, kept in zip(_parameter_bytes(module), activations, strict=True)
+    ]
+
+
+def _parameter_bytes(module: nn.Sequential) -> list[int]:
+    counted: set[int] = set()
+    sizes = []
+    for layer in module:
+        own = {
+            id(parameter): parameter.nbytes
+            for parameter in layer.parameters()
+            if id(parameter) not in counted
+        }
+        counted.update(own)
+        sizes.append(sum(own.values()))
+    return sizes
+
+
+def _allocated(
+    device: torch.device, forward: Callable[[], _Made], taken: list[Tensor]
+) -> tuple[_Made, float]:
+    before = torch.cuda.memory_allocated(device)
+    made = forward()
+    return made, torch.cuda.memory_allocated(device) - before
+
+
+def _kept(
+    held: Sequence[Tensor], forward: Callable[[], _Made], taken: list[Tensor]
+) -> tuple[_Made, float]:
+    with saved_storages() as saved:
+        made = forward()
+    kept = saved | storages([*made.tensors(), *_leaves(made.tensors())])
+    return made, sum(kept[address] for address in kept.keys() - storages([*held, *taken]).keys())
+
+
+def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Find the tensors that a graph holds because it accumulates their gradients."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        # Only nodes that accumulate a gradient have it.
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        parents = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= parents
+        nodes += parents
+
+
+def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -> list[float]:
+    """Run the layers in order, each cut off from the others, and measure each of them."""
+    hidden = _each(sample, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    waiting: dict[SkipKey, Tensor | None] = {}
+    measured = []
+    for index, layer in enumerate(module):
+        popped = {
+            key: waiting.pop(key)
+            for child in layer.modules()
+            if isinstance(child, Skippable)
+            for key in child.poppable()
+            if key in waiting
+        }
+        made, value = _measure_layer(partial(_forward, index, layer), hidden, popped, measure)
+        hidden, waiting = made.output, waiting | made.skips
+        measured.append(value)
+    return measured
+
+
+def _measure_layer(
+    layer: Callable[[Tensors, SkipStore], _Made],
+    hidden: Tensors,
+    popped: dict[SkipKey, Tensor | None],
+    measure: _Measure,
+) -> tuple[_Made, float]:
+    """Measure a forward; return what it made without its graph, which ends here."""
+    # Copies, because a leaf that needs a gradient forbids layers that work in place.
+    copied = _each(hidden, Tensor.clone)
+    skips = _each_skip(popped, Tensor.clone)
+    taken = [tensor for tensors in (hidden, copied) for tensor in members(tensors)]
+    taken += [skip for part in (popped, skips) for skip in part.values() if skip is not None]
+    made, value = measure(partial(layer, copied, SkipStore(skips)), taken)
+    return _Made(_each(made.output, _cut), _each_skip(made.skips, _cut)), value
+
+
+def _forward(index: int, layer: nn.Module, hidden: Tensors, store: SkipStore) -> _Made:
+    with using(store):
+        output = layer(hidden)
+    if not (members(output) and all(isinstance(tensor, Tensor) for tensor in members(output))):
+        raise TypeError(
+            f"layer {index} ({type(layer).__name__}) returned a "
+            f"{type(output).__name__}; it must return a tensor or a tuple of tensors"
+        )
+    return _Made(output, store.remaining)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(differentiable)
+
+
+def _each(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
+
+
+def _each_skip(
+    skips: dict[SkipKey, Tensor | None], change: Callable[[Tensor], Tensor]
+) -> dict[SkipKey, Tensor | None]:
+    return {key: None if skip is None else change(skip) for key, skip in skips.items()}

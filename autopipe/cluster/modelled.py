@@ -1,0 +1,152 @@
+"""Model a profile for a described cluster, from FLOPs and bytes instead of a stopwatch.
+
+A kernel takes the longer of its arithmetic and its memory traffic, plus a fixed overhead:
+
+    seconds = max(FLOPs / flops_per_s, bytes / memory_bytes_per_s) + kernel_overhead_s
+
+FLOPs and bytes of a kernel grow in proportion to the samples, beside a constant part (weights),
+so that counting two batches gives every other.
+
+Source: the roofline model (Williams, Waterman and Patterson 2009), here kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopipe.cluster.description import Cluster
+from autopipe.cluster.kernels import Kernel, SublayerCount, count_kernels
+from autopipe.profile import Profile, ProfiledSublayer, SublayerCost
+
+BATCH_SIZES = tuple(1 << exponent for exponent in range(11))
+"""Micro-batch sizes of a modelled profile; between them its times are interpolated."""
+# A single sample may take another path: its tensors are contiguous where others' are not.
+_COUNTED = (2, 4)
+_UPDATE_PASSES = 8
+"""The norm reads the gradient; a fused AdamW reads weight, gradient and two moments, and writes
+all but the gradient."""
+_ADAMW_MOMENTS, _ADAMW_STEP_BYTES = 2, 4
+
+
+def modelled_profile(
+    sublayers: Sequence[ProfiledSublayer], sample: Mapping[str, Tensor], cluster: Cluster
+) -> Profile:
+    """Model the costs of a model's sublayers, and of the cluster's links.
+
+    Args:
+        sublayers: bottom first, on the meta device, in the dtype that they train in.
+        sample: tensors of at least one sample; only shapes and dtypes count.
+        cluster: where it would train, by AdamW.
+    Raises:
+        ValueError: the cluster states no FLOP/s for the dtype, or the sublayers cannot be counted
+            without data.
+    """
+    rates = _Rates.of(cluster, _dtype_of(sublayers))
+    small, large = (count_kernels(sublayers, _batch(sample, size)) for size in _COUNTED)
+    costs = tuple(
+        _cost(sublayer, counts, rates)
+        for sublayer, *counts in zip(sublayers, small, large, strict=True)
+    )
+    return Profile(
+        batch_sizes=BATCH_SIZES,
+        sublayers=costs,
+        read_s=cluster.read_s,
+        optimizer_s_per_byte=_UPDATE_PASSES / cluster.memory_bytes_per_s,
+        step_overhead_s=cluster.step_overhead_s,
+        link=cluster.link,
+        node_link=cluster.node_link,
+        all_reduce=cluster.all_reduce_costs(),
+    )
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Hold what a slot does in a second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    overhead_s: float
+
+    @staticmethod
+    def of(cluster: Cluster, dtype: str) -> _Rates:
+        if dtype not in cluster.flops_per_s:
+            raise ValueError(
+                f"the cluster {cluster.name!r} states no flops_per_s.{dtype}, only "
+                f"{', '.join(cluster.flops_per_s)}; add it, or choose another dtype"
+            )
+        return _Rates(
+            cluster.flops_per_s[dtype], cluster.memory_bytes_per_s, cluster.kernel_overhead_s
+        )
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+
+
+def _dtype_of(sublayers: Sequence[ProfiledSublayer]) -> str:
+    """Return the dtype of most parameters, by its name."""
+    sizes: dict[str, int] = {}
+    for sublayer in sublayers:
+        for parameter in sublayer.module.parameters():
+            name = str(parameter.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + parameter.numel()
+    if not sizes:
+        raise ValueError("the sublayers have no parameters; there is nothing to train")
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _batch(sample: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    return {
+        name: torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        for name, tensor in sample.items()
+    }
+
+
+def _cost(
+    sublayer: ProfiledSublayer, counts: Sequence[SublayerCount], rates: _Rates
+) -> SublayerCost:
+    small, large = counts
+    times = {}
+    for kind in ("forward", "input_backward", "backward", "frozen"):
+        pair = (getattr(small, kind), getattr(large, kind))
+        if len(pair[0]) != len(pair[1]):
+            raise ValueError(
+                f"the {kind} of sublayer {sublayer.name!r} starts {len(pair[0])} kernels for "
+                f"{_COUNTED[0]} samples and {len(pair[1])} for {_COUNTED[1]}, so that other "
+                "sizes cannot be told from these; measure it on a machine instead"
+            )
+        times[kind] = tuple(_seconds(*pair, size, rates) for size in BATCH_SIZES)
+    return SublayerCost(
+        name=sublayer.name,
+        layer=sublayer.layer,
+        forward_s=times["forward"],
+        input_backward_s=times["input_backward"],
+        weight_backward_s=tuple(
+            max(0.0, whole - part)
+            for whole, part in zip(times["backward"], times["input_backward"], strict=True)
+        ),
+        frozen_s=times["frozen"],
+        parameter_bytes=large.parameter_bytes,
+        gradient_bytes=large.gradient_bytes,
+        optimizer_bytes=(
+            _ADAMW_MOMENTS * large.gradient_bytes + _ADAMW_STEP_BYTES * large.num_trained
+        ),
+        buffer_bytes=large.buffer_bytes,
+        saved_bytes=large.saved_bytes / _COUNTED[1],
+        output_bytes=large.output_bytes / _COUNTED[1],
+    )
+
+
+def _seconds(small: Sequence[Kernel], large: Sequence[Kernel], size: int, rates: _Rates) -> float:
+    """Return the time of all kernels for any number of samples."""
+    steps = (size - _COUNTED[0]) / (_COUNTED[1] - _COUNTED[0])
+    return sum(
+        rates.seconds(
+            max(0.0, few.flops + steps * (more.flops - few.flops)),
+            max(0.0, few.num_bytes + steps * (more.num_bytes - few.num_bytes)),
+        )
+        for few, more in zip(small, large, strict=True)
+    )

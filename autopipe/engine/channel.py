@@ -1,0 +1,242 @@
+"""Carry tensors from one process to another, in a known order.
+
+A channel is one direction between two ranks. How its messages travel:
+
+    backend   from and to       a wait blocks           limited by      receives posted ahead
+    gloo      host memory       the host                the wait        one
+    NCCL      the GPUs' memory  the stream, not the     a watchdog      none
+                                host, which launches on
+
+Over gloo a message that arrives during a computation is there at its end, and what lives on a GPU
+is copied to host memory to be sent, and back (several processes may share that GPU). Over NCCL a
+receive that is posted early occupies the GPU, and a cudaMalloc that has to synchronise would wait
+for it, perhaps for good. Headers are in host memory in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopipe.engine.watchdog import LinkError, Watchdog
+
+_HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describe a micro-batch's tensor, without its first dimension.
+
+    Args:
+        shape: sizes after the sample dimension.
+        dtype: name in torch, for instance "float32".
+        requires_grad: whether the receiver owes a gradient.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        """Describe a tensor whose first dimension is the sample."""
+        return TensorSpec(
+            tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
+
+    def empty(self, num_samples: int, device: torch.device) -> Tensor:
+        """Return uninitialised memory for a micro-batch."""
+        return torch.empty(
+            (num_samples, *self.shape), dtype=getattr(torch, self.dtype), device=device
+        )
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Name the other end of a channel, for torch and for messages.
+
+    Args:
+        rank: global rank.
+        group: group with a CPU backend, and one for the device where that is a GPU.
+        tag: keeps channels between the same two ranks apart.
+        name: what travels, for error messages.
+        timeout_s: longest wait for one message.
+        watchdog: limits the waits for messages between GPUs; None where none is: all messages are
+            in host memory.
+    """
+
+    rank: int
+    group: dist.ProcessGroup
+    tag: int
+    name: str
+    timeout_s: float
+    watchdog: Watchdog | None = None
+
+    def start(
+        self, transfer: Callable[..., dist.Work | None], message: Tensor
+    ) -> dist.Work | None:
+        """Start to send or to receive a message.
+
+        Raises:
+            LinkError: an earlier wait has lasted too long.
+        """
+        if self.watchdog is not None:
+            self.watchdog.check()
+        return transfer(message, self.rank, group=self.group, tag=self.tag)
+
+    def wait(self, work: dist.Work | None, message: Tensor, what: str) -> None:
+        """Wait for a message: the host, or the current stream where it is on a GPU.
+
+        Raises:
+            LinkError: it took too long, or the other end is gone; the error says who waited.
+        """
+        if work is None:
+            return
+        text = f"rank {dist.get_rank()} waited {what}"
+        try:
+            if message.is_cpu:
+                work.wait(timedelta(seconds=self.timeout_s))
+                return
+            work.wait()
+        except RuntimeError as error:
+            if self.watchdog is not None:
+                self.watchdog.check()  # Its abort may be why.
+            raise LinkError(f"{text} (limit {self.timeout_s:g} s): {error}") from error
+        assert self.watchdog is not None, "a message between GPUs that nobody watches"
+        self.watchdog.watch(text, self.timeout_s)
+
+
+class Sender:
+    """Send micro-batches without blocking; at a step's end `flush` waits until all have left.
+
+    A message's memory stays referenced until it has left or, between GPUs, until the stream that
+    allocated it is to wait for that: what reuses the memory comes later in the same stream.
+
+    Args:
+        peer: the receiver.
+        most_pending: messages that may be under way; a further one first waits for the oldest.
+            K suffices for a schedule that keeps K micro-batches in flight: the receiver has
+            taken the older ones. None bounds nothing.
+    """
+
+    def __init__(self, peer: Peer, *, most_pending: int | None = None) -> None:
+        self._peer = peer
+        self._most_pending = most_pending
+        self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def send_header(self, specs: dict[str, TensorSpec]) -> None:
+        """Send what the step's tensors look like.
+
+        Raises:
+            ValueError: the description does not fit the header.
+        """
+        text = json.dumps(
+            {name: [list(s.shape), s.dtype, s.requires_grad] for name, s in specs.items()}
+        ).encode()
+        if len(text) > _HEADER_BYTES:
+            raise ValueError(
+                f"a batch with {len(specs)} entries needs a header of {len(text)} bytes; "
+                f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names"
+            )
+        self.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8))
+
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor; nobody may change it before `flush`."""
+        if self._most_pending is not None and len(self._pending) >= self._most_pending:
+            self._await_oldest()
+        message = tensor.detach().contiguous()
+        if self._peer.watchdog is None:
+            message = message.cpu()
+        self._pending.append((self._peer.start(dist.isend, message), message))
+
+    def flush(self) -> None:
+        """Wait until everything has been taken over by the receiver.
+
+        Between GPUs the host waits here, once a step, also for what this rank receives: after a
+        wait that was aborted the stream goes on with numbers that nobody may use.
+        """
+        while self._pending:
+            self._await_oldest()
+        if self._peer.watchdog is not None:
+            self._peer.watchdog.settle()
+
+    def _await_oldest(self) -> None:
+        peer = self._peer
+        work, message = self._pending.popleft()
+        peer.wait(work, message, f"for rank {peer.rank} to take its {peer.name}")
+
+
+class Receiver:
+    """Receive micro-batches in a known order, in host memory one receive posted ahead.
+
+    Args:
+        peer: the sender.
+        device: where a micro-batch is brought, if it does not arrive there.
+    """
+
+    def __init__(self, peer: Peer, device: torch.device) -> None:
+        self._peer = peer
+        self.device = device
+        self._order: list[int] = []
+        self._sizes: Sequence[int] = ()
+        self._posted: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        self.spec: TensorSpec | None = None
+        self.waited_s = 0.0
+
+    def begin(
+        self, order: Sequence[int], sizes: Sequence[int], spec: TensorSpec | None = None
+    ) -> None:
+        """Prepare a step.
+
+        Args:
+            order: micro-batches in the order in which they arrive.
+            sizes: samples of every micro-batch.
+            spec: what they look like; None where a header says so.
+        """
+        self._order, self._sizes, self.spec = list(order), sizes, spec
+        self._posted.clear()
+
+    def receive_header(self) -> dict[str, TensorSpec]:
+        """Receive what the step's tensors look like."""
+        text = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._timed_wait(self._peer.start(dist.irecv, text), text)
+        return {
+            name: TensorSpec(tuple(shape), dtype, grad)
+            for name, (shape, dtype, grad) in json.loads(text.numpy().tobytes()).items()
+        }
+
+    def post(self) -> None:
+        """Post the next receive ahead, if its shape is known; between GPUs none is."""
+        if self._peer.watchdog is None:
+            self._post_next()
+
+    def receive(self, micro_batch: int) -> Tensor:
+        """Wait for a micro-batch."""
+        assert self.spec is not None, "a receive before its header"
+        assert micro_batch in self._posted or micro_batch in self._order, "received twice"
+        while micro_batch not in self._posted:
+            self._post_next()
+        work, buffer = self._posted.pop(micro_batch)
+        self.post()
+        self._timed_wait(work, buffer)
+        return buffer.to(self.device)
+
+    def _post_next(self) -> None:
+        if self.spec is not None and self._order:
+            i = self._order.pop(0)
+            place = torch.device("cpu") if self._peer.watchdog is None else self.device
+            buffer = self.spec.empty(self._sizes[i], place)
+            self._posted[i] = (self._peer.start(dist.irecv, buffer), buffer)
+
+    def _timed_wait(self, work: dist.Work | None, message: Tensor) -> None:
+        start = time.perf_counter()
+        self._peer.wait(work, message, f"for the {self._peer.name} of rank {self._peer.rank}")
+        self.waited_s += time.perf_counter() - start

@@ -1,0 +1,338 @@
+"""Run one stage's program: the instructions of a schedule, in order.
+
+Each micro-batch has its own local graph on each stage, and its own backward, so the order is that
+of the program and never autograd's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopipe.engine.forward_pass import Task, running
+from autopipe.engine.graph import Roots, Starts, cut, enter, total_bytes, versions
+from autopipe.engine.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.schedule import Instruction, Op, StageProgram
+from autopipe.trace import Recorder
+
+
+class StageWork(ABC):
+    """Say what a stage computes on a micro-batch; the engine says when."""
+
+    @abstractmethod
+    def first_input(self, micro_batch: int) -> Payload:
+        """Return what the first stage's layers take (asked of the first stage only)."""
+
+    @abstractmethod
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        """Run the stage's layers; each tensor's first dimension is the sample."""
+
+    @abstractmethod
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
+        """Take the last stage's output.
+
+        Returns:
+            the 0-dim value to back-propagate; None where `output_gradients` will give the
+            outputs' gradients, or where no backward follows.
+        """
+
+    def output_gradients(self, micro_batch: int) -> Gradients:
+        """Return the gradients of the last stage's outputs, where `finish` gave no loss."""
+        raise NotImplementedError(f"{type(self).__name__} back-propagates losses only")
+
+    def backward(
+        self,
+        starts: Starts,
+        gradients: Sequence[Tensor] | None,
+        anchors: Gradients,
+        *,
+        retain: bool,
+    ) -> Gradients:
+        """Back-propagate; unless overridden, into the `grad` of every leaf.
+
+        Args:
+            starts: the places in the graph to start from.
+            gradients: one a start; None for a loss.
+            anchors: the leaves that stand for the stage's inputs.
+            retain: whether the graph is needed again.
+        Returns:
+            the gradients of the inputs.
+        """
+        torch.autograd.backward(starts, gradients, retain_graph=retain)
+        return tuple(None if anchor is None else anchor.grad for anchor in anchors)
+
+
+@dataclass
+class StageLinks:
+    """Hold a stage's links; the ends of a pipeline lack one of them."""
+
+    below: LinkBelow | None = None
+    above: LinkAbove | None = None
+
+    def __iter__(self) -> Iterator[LinkBelow | LinkAbove]:
+        return iter([link for link in (self.below, self.above) if link is not None])
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Report what a stage did.
+
+    Args:
+        compute_s: seconds in forwards, recomputations and backwards; on a GPU, of launching them.
+        wait_s: seconds waiting for a neighbour to send or to take.
+        peak_in_flight: most micro-batches whose activations were kept at once.
+    """
+
+    compute_s: float
+    wait_s: float
+    peak_in_flight: int
+
+
+@dataclass
+class _Flight:
+    """Hold, by micro-batch, what a step keeps between a forward and its backward.
+
+    Args:
+        inputs: from their arrival to the forward; checkpointed ones to the backward.
+        anchors: what gets the inputs' gradients, while their graph is alive.
+        outputs: until they are sent.
+        roots: of the graphs that are alive.
+        versions: of a checkpointed micro-batch's inputs, where its outputs need a gradient.
+        gradients: of the outputs, from their arrival to the backward.
+        input_gradients: from the backward until they are sent.
+        peak: most graphs alive at once.
+    """
+
+    inputs: dict[int, Payload] = field(default_factory=dict)
+    anchors: dict[int, Gradients] = field(default_factory=dict)
+    outputs: dict[int, Payload] = field(default_factory=dict)
+    roots: dict[int, Roots] = field(default_factory=dict)
+    versions: dict[int, list[int]] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    input_gradients: dict[int, Gradients] = field(default_factory=dict)
+    peak: int = 0
+
+    def keep(self, i: int, roots: Roots) -> None:
+        """Keep a micro-batch's graph."""
+        self.roots[i] = roots
+        self.peak = max(self.peak, len(self.roots))
+
+
+class StageRun:
+    """Run a stage's program for one step, at once or in portions.
+
+    Args:
+        program: one row of a schedule.
+        work: the stage's computation.
+        links: to the neighbours.
+        sizes: samples of every micro-batch.
+        recorder: notes when each instruction ran; None for nobody.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        work: StageWork,
+        links: StageLinks,
+        sizes: Sequence[int],
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.current: Instruction | None = None
+        self._work, self._links, self._recorder = work, links, recorder
+        self._num_micro_batches = len(sizes)
+        backwards = [ins for ins in program if ins.op is Op.BACKWARD]
+        self._last_backward = backwards[-1] if backwards else None
+        self._checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
+        self._flight = _Flight()
+        self._compute_s = 0.0
+        self._retain = False
+        for link in links:
+            link.begin(program, sizes)
+
+    def run(
+        self,
+        program: StageProgram,
+        *,
+        retain: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> StageReport:
+        """Execute a portion of the program.
+
+        Args:
+            program: the portion.
+            retain: whether its backwards will be asked for once more.
+            before_last_backward: called once, when the gradients of the coming backward complete
+                the step's.
+        Raises:
+            LinkError: a neighbour did not send or take a micro-batch in time.
+            RuntimeError: the input of a checkpointed forward was changed in place.
+        """
+        self._retain, self._compute_s = retain, 0.0
+        waited_s = self._waited_s()
+        for instruction in program:
+            self.current = instruction
+            if instruction == self._last_backward:
+                before_last_backward()
+            if self._recorder is None:
+                self._execute(instruction.op, instruction.micro_batch)
+            else:
+                self._record(self._recorder, instruction)
+        start = time.perf_counter()
+        for link in self._links:
+            link.flush()
+        flush_s = time.perf_counter() - start
+        return StageReport(
+            self._compute_s, self._waited_s() - waited_s + flush_s, self._flight.peak
+        )
+
+    def take_input_gradients(self) -> dict[int, Gradients]:
+        """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
+        gradients, self._flight.input_gradients = self._flight.input_gradients, {}
+        return gradients
+
+    def _record(self, recorder: Recorder, instruction: Instruction) -> None:
+        """Execute an instruction; note when, what it sends, and what is kept then."""
+        op, i, flight = instruction.op, instruction.micro_batch, self._flight
+        sent_bytes = 0
+        if op is Op.SEND_ACTIVATION:
+            sent_bytes = total_bytes(flight.outputs[i].tensors)
+        elif op is Op.SEND_GRADIENT:
+            sent_bytes = total_bytes(flight.input_gradients[i])
+        with recorder.span(instruction, sent_bytes=sent_bytes):
+            self._execute(op, i)
+            recorder.keeps(
+                in_flight=len(flight.roots.keys() | flight.inputs.keys()),
+                graphs=len(flight.roots),
+                inputs=[t for payload in flight.inputs.values() for t in payload.tensors],
+            )
+
+    def _execute(self, op: Op, i: int) -> None:
+        if op is Op.FORWARD:
+            self._prepare_forward(i)
+            self._timed(self._forward, i)
+        elif op is Op.RECOMPUTE:
+            self._timed(self._recompute, i)
+        elif op is Op.BACKWARD:
+            self._timed(self._backward, i)
+        elif op in (Op.RECV_ACTIVATION, Op.SEND_GRADIENT):
+            self._reach_below(op, i, self._links.below)
+        else:
+            self._reach_above(op, i, self._links.above)
+
+    def _timed(self, compute: Callable[[int], None], i: int) -> None:
+        start = time.perf_counter()
+        compute(i)
+        self._compute_s += time.perf_counter() - start
+
+    def _waited_s(self) -> float:
+        return sum(link.waited_s for link in self._links)
+
+    def _reach_below(self, op: Op, i: int, link: LinkBelow | None) -> None:
+        assert link is not None, "the first stage has nobody below"
+        if op is Op.RECV_ACTIVATION:
+            self._flight.inputs[i] = link.receive(i)
+        else:
+            link.send_gradients(i, self._flight.input_gradients.pop(i))
+
+    def _reach_above(self, op: Op, i: int, link: LinkAbove | None) -> None:
+        assert link is not None, "the last stage has nobody above"
+        if op is Op.SEND_ACTIVATION:
+            link.send(i, self._flight.outputs.pop(i))
+        else:
+            self._flight.gradients[i] = link.receive_gradients(i)
+
+    def _prepare_forward(self, i: int) -> None:
+        if self._links.above is not None:
+            self._links.above.reserve(i)
+        if self._links.below is None:
+            self._flight.inputs[i] = self._work.first_input(i)
+        if self._recorder is not None:
+            self._recorder.starts_forward(self._flight.inputs[i].tensors)
+
+    def _forward(self, i: int) -> None:
+        flight, checkpointing = self._flight, i in self._checkpointed
+        before = versions(flight.inputs[i])
+        with running(Task(i, self._num_micro_batches, checkpointing=checkpointing)):
+            # Nobody here holds the inputs, so that a skip can be freed when it has been popped.
+            outputs = self._work.forward(i, self._enter(i, self._take_inputs(i)))
+            if checkpointing:
+                # The graph ends here; only with one do layers go the way they will go again, and
+                # is it known which outputs need a gradient.
+                outputs = cut(outputs)
+                if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
+                    self._flight.versions[i] = before
+            loss = self._pass_on(i, outputs)
+        if self._last_backward is not None and not checkpointing:
+            self._flight.keep(i, Roots.of(outputs, loss))
+
+    def _take_inputs(self, i: int) -> Payload:
+        inputs = self._flight.inputs
+        return inputs[i] if i in self._checkpointed else inputs.pop(i)
+
+    def _enter(self, i: int, inputs: Payload) -> Payload:
+        entered = enter(inputs)
+        self._flight.anchors[i] = entered.anchors
+        return entered.inputs
+
+    def _pass_on(self, i: int, outputs: Payload) -> Tensor | None:
+        """Leave the outputs to be sent, or finish them; return the loss, if that gives one."""
+        if self._links.above is None:
+            return self._work.finish(i, outputs)
+        self._flight.outputs[i] = outputs
+        return None
+
+    def _recompute(self, i: int) -> None:
+        flight = self._flight
+        if i not in flight.versions:
+            return
+        inputs = flight.inputs[i]
+        if versions(inputs) != flight.versions[i]:
+            raise RuntimeError(
+                f"micro-batch {i}: the input of a checkpointed partition was changed in place, so "
+                "its forward cannot be repeated; let the partition's first layers work out of "
+                "place, leave the input alone until the backward, or use checkpoint='never'"
+            )
+        with running(Task(i, self._num_micro_batches, recomputing=True)), torch.enable_grad():
+            outputs = self._work.forward(i, self._enter(i, inputs))
+            loss = None if self._links.above is not None else self._work.finish(i, outputs)
+        flight.keep(i, Roots.of(outputs, loss))
+
+    def _backward(self, i: int) -> None:
+        flight, gradients = self._flight, self._flight.gradients.pop(i, None)
+        again = self._retain and i not in self._checkpointed
+        roots = flight.roots.get(i) if again else flight.roots.pop(i, None)
+        anchors = flight.anchors[i] if again else flight.anchors.pop(i)
+        if not self._retain:
+            flight.inputs.pop(i, None)
+        flight.input_gradients[i] = (None,) * len(anchors)
+        if roots is None:
+            return
+        starts: Starts = roots.starts
+        values = None
+        if roots.positions is not None:
+            if self._links.above is None:
+                gradients = self._work.output_gradients(i)
+            assert gradients is not None, "a backward before its gradient"
+            starts, values = roots.with_gradients(gradients)
+        if starts:
+            flight.input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
+
+
+def run_program(
+    program: StageProgram,
+    work: StageWork,
+    links: StageLinks,
+    sizes: Sequence[int],
+    *,
+    before_last_backward: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
+) -> StageReport:
+    """Execute a stage's program for one step; see `StageRun`."""
+    run = StageRun(program, work, links, sizes, recorder=recorder)
+    return run.run(program, before_last_backward=before_last_backward)

@@ -1,0 +1,229 @@
+"""Let BatchNorm track mini-batches although it sees micro-batches, each once or twice.
+
+With M = 3 micro-batches a plain BatchNorm updates its running statistics three times, and again
+wherever a forward is repeated for its backward (r). A deferred one gathers, and updates once:
+
+    forward     0        1        2                    r1        r0
+    plain       update   update   update               update    update
+    deferred    gather   gather   gather and update    -         -
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopipe.engine import Task, current_task
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Describe the values of each channel.
+
+    Args:
+        count: values a channel.
+        mean: (C,) their mean, in float32 or float64.
+        squares: (C,) sum of their squared deviations from the mean, in the same dtype.
+    """
+
+    count: int
+    mean: Tensor
+    squares: Tensor
+
+    def merged(self, other: Moments) -> Moments:
+        """Return the moments of both sets of values together.
+
+        Source: Chan, Golub and LeVeque, 1979. It subtracts means, never sums of squares, and so
+        stays exact where the mean is large beside the deviation.
+        """
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        mean = self.mean + delta * (other.count / count)
+        between = delta.square() * (self.count * other.count / count)
+        return Moments(count, mean, self.squares + other.squares + between)
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Normalise each micro-batch by itself, but track the statistics of whole mini-batches.
+
+    After the last micro-batch of a mini-batch, running_mean, running_var and num_batches_tracked
+    are those of a plain BatchNorm that saw the mini-batch at once. The output is not: in training
+    each micro-batch is normalised by its own mean and variance, since the others' are not known
+    yet. So torch refuses a micro-batch of one value a channel.
+
+    Outside of a pipeline, in evaluation and with `track_running_stats` off it is a plain one.
+    Made by `convert_deferred_batch_norm`.
+
+    Source: torchgpipe's manual, 2.1.3. Ours also commits mini-batches of fewer micro-batches than
+    asked for, and takes the statistics from the normalisation itself instead of a second pass.
+    """
+
+    # Moments gathered so far: one entry for each call of this layer within a forward.
+    _gathered: tuple[Moments, ...] = ()
+    _task: Task | None = None
+    _num_calls: int = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a micro-batch (B, C, ...), and gather its statistics unless it is repeated."""
+        task = current_task()
+        running_mean = self.running_mean
+        if (
+            task is None
+            or running_mean is None
+            or not (self.training and self.track_running_stats)
+        ):
+            return super().forward(input)
+        self._check_input_dim(input)
+        # With momentum 1 the kernel leaves the micro-batch's own statistics in these.
+        mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
+        output = F.batch_norm(
+            input,
+            mean,
+            variance,
+            self.weight,
+            self.bias,
+            training=True,
+            momentum=1.0,
+            eps=self.eps,
+        )
+        if not task.recomputing:
+            with torch.no_grad():
+                if mean.dtype in (torch.float16, torch.bfloat16):
+                    others = [dim for dim in range(input.dim()) if dim != 1]
+                    variance, mean = torch.var_mean(input.float(), others)
+                count = input.numel() // input.shape[1]
+                self._gather(task, Moments(count, mean, variance * (count - 1)))
+        return output
+
+    def _gather(self, task: Task, moments: Moments) -> None:
+        if task is not self._task:
+            # A mini-batch that broke off never came to its last micro-batch.
+            if self._task is None or task.micro_batch <= self._task.micro_batch:
+                self._gathered = ()
+            self._task, self._num_calls = task, 0
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        if call < len(self._gathered):
+            moments = self._gathered[call].merged(moments)
+        if task.micro_batch == task.num_micro_batches - 1:
+            self._commit(moments)
+        self._gathered = (*self._gathered[:call], moments, *self._gathered[call + 1 :])
+
+    def _commit(self, moments: Moments) -> None:
+        """Update the running statistics as a plain BatchNorm does after a whole mini-batch."""
+        running_mean, running_var = self.running_mean, self.running_var
+        assert running_mean is not None and running_var is not None
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        variance = moments.squares / (moments.count - 1)
+        for running, new in ((running_mean, moments.mean), (running_var, variance)):
+            running.copy_(new * factor + running.to(new.dtype) * (1.0 - factor))
+
+
+class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
+    """Defer nn.BatchNorm1d; see DeferredBatchNorm."""
+
+
+class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
+    """Defer nn.BatchNorm2d; see DeferredBatchNorm."""
+
+
+class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
+    """Defer nn.BatchNorm3d; see DeferredBatchNorm."""
+
+
+_PLAIN: dict[type[_BatchNorm], type[_BatchNorm]] = {
+    DeferredBatchNorm1d: nn.BatchNorm1d,
+    DeferredBatchNorm2d: nn.BatchNorm2d,
+    DeferredBatchNorm3d: nn.BatchNorm3d,
+}
+_DEFERRED = {plain: deferred for deferred, plain in _PLAIN.items()}
+_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+
+
+def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+    """Make every BatchNorm in a module track mini-batches; in place.
+
+    The objects stay and change class, as torch's lazy modules do: names, parameters, buffers,
+    hooks and flags are theirs still, and each remains an nn.BatchNorm1d, 2d or 3d.
+
+    Layers without running statistics are left alone. So are nn.SyncBatchNorm and subclasses whose
+    forward is unknown here; a warning names them, as they go on tracking micro-batches.
+
+    Args:
+        module: a model, or a BatchNorm itself.
+    Returns:
+        The module that was given.
+    Raises:
+        ValueError: a lazy BatchNorm does not know its width yet; nothing is converted.
+    """
+    children = list(module.named_modules())
+    for name, child in children:
+        if isinstance(child, _LAZY):
+            raise ValueError(
+                f"{name or 'the module'} is a {type(child).__name__} that has not seen an input; "
+                f"run a forward before it is converted"
+            )
+    for name, child in children:
+        if not isinstance(child, _BatchNorm) or not child.track_running_stats:
+            continue
+        if type(child) in _DEFERRED:
+            child.__class__ = _DEFERRED[type(child)]
+        elif not isinstance(child, DeferredBatchNorm):
+            warnings.warn(
+                f"{name or 'the module'} is a {type(child).__name__}, which cannot be deferred: "
+                f"its running statistics follow micro-batches instead of mini-batches",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return module
+
+
+def restore_batch_norm(module: nn.Module) -> nn.Module:
+    """Make every deferred BatchNorm in a module a plain one again; in place.
+
+    Returns:
+        The module that was given; what it gathered of an unfinished mini-batch is dropped.
+    """
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
+            for name in ("_gathered", "_task", "_num_calls"):
+                vars(child).pop(name, None)
+            child.__class__ = _PLAIN[type(child)]
+    return module
+
+
+@contextmanager
+def running_statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Keep a repeated forward from updating running statistics a second time.
+
+    Training-mode BatchNorms normalise by the batch with or without `track_running_stats`, so it is
+    switched off inside; the output stays the same to the bit. Deferred ones need no help.
+
+    Args:
+        module: what is repeated; a BatchNorm in evaluation mode is left alone.
+    """
+    tracking = [
+        child
+        for child in module.modules()
+        if isinstance(child, _BatchNorm)
+        and not isinstance(child, DeferredBatchNorm)
+        and child.training
+        and child.track_running_stats
+    ]
+    for child in tracking:
+        child.track_running_stats = False
+    try:
+        yield
+    finally:
+        for child in tracking:
+            child.track_running_stats = True

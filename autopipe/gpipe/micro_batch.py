@@ -1,0 +1,137 @@
+"""Split a mini-batch into micro-batches, and put their outputs together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.engine import Gradients, Payload
+
+Batch = Tensor | tuple[Tensor, ...]
+"""What a GPipe takes and gives: a tensor or a tuple of tensors, first dimension the sample."""
+
+
+def as_payload(value: Any, *, what: str) -> Payload:
+    """Check that something is a tensor or a tuple of tensors, and wrap it.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, Tensor):
+        return Payload((value,))
+    if not isinstance(value, tuple):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}; a pipeline can only carry a Tensor "
+            "or a tuple of Tensors"
+        )
+    for position, member in enumerate(value):
+        if not isinstance(member, Tensor):
+            raise TypeError(
+                f"{what} is a tuple whose entry {position} is a "
+                f"{type(member).__name__}; a pipeline can only carry a Tensor or a "
+                "tuple of Tensors"
+            )
+    return Payload(value, is_bare=False)
+
+
+def as_batch(payload: Payload) -> Any:
+    """Undo `as_payload`."""
+    return payload.tensors[0] if payload.is_bare else payload.tensors
+
+
+def split_sizes(tensors: Sequence[Tensor], chunks: int) -> tuple[int, ...]:
+    """Return the samples of every micro-batch: as many as asked for, unless samples are fewer.
+
+    Raises:
+        ValueError: there is nothing to split, or tensors of unlike length.
+    """
+    if not tensors:
+        raise ValueError("the input is an empty tuple; give at least one tensor")
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise ValueError(
+            "the input holds a 0-dim tensor; a mini-batch is split along the first "
+            "dimension, so every tensor needs one"
+        )
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the input's tensors have {lengths} samples; they must have equally many"
+        )
+    parts = max(1, min(chunks, lengths[0]))
+    return tuple(lengths[0] // parts + (i < lengths[0] % parts) for i in range(parts))
+
+
+def scatter(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Split tensors into micro-batches, which share their memory."""
+    if len(sizes) == 1:
+        return [tuple(tensor.detach() for tensor in tensors)]
+    pieces = [tensor.detach().split(list(sizes)) for tensor in tensors]
+    return list(zip(*pieces, strict=True))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Hold a mini-batch's outputs.
+
+    Args:
+        payload: the outputs, without a graph.
+        lengths: of each tensor, how much of its first dimension each micro-batch gave.
+        need_gradient: of each tensor, whether it depends on anything that needs a gradient.
+    """
+
+    payload: Payload
+    lengths: tuple[tuple[int, ...], ...]
+    need_gradient: tuple[bool, ...]
+
+
+def gather(outputs: Sequence[Payload]) -> Gathered:
+    """Concatenate the micro-batches' outputs.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if len({(payload.is_bare, len(payload.tensors)) for payload in outputs}) > 1:
+        raise ValueError(
+            "the last layer returned another number of tensors for some micro-batches than for "
+            "others"
+        )
+    columns = [
+        [t for t in column if t is not None]
+        for column in zip(*(payload.tensors for payload in outputs), strict=True)
+    ]
+    if len(outputs) > 1 and any(tensor.ndim == 0 for column in columns for tensor in column):
+        raise ValueError(
+            f"the last layer returned a 0-dim tensor for each of {len(outputs)} micro-batches; a "
+            "pipeline's outputs are put together along the first dimension: return one value a "
+            "sample, or compute the loss outside"
+        )
+    with torch.no_grad():
+        tensors = tuple(
+            torch.cat(column) if len(column) > 1 else column[0].detach() for column in columns
+        )
+    return Gathered(
+        Payload(tensors, outputs[0].is_bare),
+        tuple(tuple(len(t) if t.ndim else 1 for t in column) for column in columns),
+        tuple(any(tensor.requires_grad for tensor in column) for column in columns),
+    )
+
+
+def split_gradients(gradients: Gradients, lengths: Sequence[Sequence[int]]) -> list[Gradients]:
+    """Part the gradients of gathered outputs by micro-batch.
+
+    Args:
+        gradients: of each gathered tensor; None for none.
+        lengths: as `Gathered` has them.
+    """
+    num_micro_batches = len(lengths[0])
+    if num_micro_batches == 1:
+        return [gradients]
+    columns = [
+        [None] * num_micro_batches if gradient is None else list(gradient.split(list(length)))
+        for gradient, length in zip(gradients, lengths, strict=True)
+    ]
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,302 @@
+"""Take one mini-batch through the partitions of a GPipe module, and its gradients back.
+
+One autograd function stands for the whole pipeline: the caller's graph holds it as one node, and
+the node's backward runs the schedule's backwards. It takes the parameters as inputs and returns
+their gradients, so that autograd delivers each once: to `grad`, hooks, `torch.autograd.grad` and
+DistributedDataParallel alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.engine import Gradients, Payload, StageLinks, StageRun
+from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
+from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
+from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
+from autopipe.skip import SkipEdge
+from autopipe.threads import (
+    CallerSettings,
+    Crossing,
+    Randomness,
+    SkipCrossing,
+    ThreadLinkAbove,
+    ThreadLinkBelow,
+    may_draw,
+    run_together,
+)
+from autopipe.trace import Recorder, Trace
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold how a module is partitioned.
+
+    Args:
+        partitions: one a stage.
+        skip_edges: which partition stashes what for which.
+    """
+
+    partitions: tuple[Partition, ...]
+    skip_edges: tuple[SkipEdge, ...]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Return each partition's device."""
+        return [partition.device for partition in self.partitions]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that need a gradient, each once."""
+        return list(dict.fromkeys(p for part in self.partitions for p in part.parameters))
+
+
+class PipelineRun:
+    """Hold one mini-batch's way: its forward, and the backwards that may follow.
+
+    Args:
+        layout: the partitions.
+        schedule: one program a partition.
+        ends: the micro-batches that go in, and what comes out.
+        sizes: samples of every micro-batch.
+        trace: takes down when what ran; None for nothing.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        ends: Ends,
+        sizes: Sequence[int],
+        *,
+        trace: Trace | None = None,
+    ) -> None:
+        self._layout, self._schedule, self._ends = layout, schedule, ends
+        at_once = min(len(sizes), len(schedule))
+        self.parameters = layout.parameters()
+        self.gives_bare_tensor = True
+        self._lengths: tuple[tuple[int, ...], ...] = ()
+        self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
+        self._settings = CallerSettings.capture(layout.devices, at_once=at_once)
+        self._recorders: list[Recorder | None] = [
+            None if trace is None else trace.recorder(stage, device=device)
+            for stage, device in enumerate(layout.devices)
+        ]
+        self._crossings: list[Crossing] = []
+        self._failed = False
+        links = self._connect()
+        randomness = self._randomness(len(sizes), concurrent=at_once > 1)
+        self._works = [
+            PartitionWork(partition, ends, self._settings, draws)
+            for partition, draws in zip(layout.partitions, randomness, strict=True)
+        ]
+        self._stages = [
+            StageRun(program, work, link, sizes, recorder=recorder)
+            for program, work, link, recorder in zip(
+                schedule, self._works, links, self._recorders, strict=True
+            )
+        ]
+
+    def forward(self) -> Gathered:
+        """Run the forwards; return the gathered outputs, without a graph."""
+        programs = [split_at_first_backward(program)[0] for program in self._schedule]
+        self._run(programs, grad_enabled=self.keeps_graph)
+        outputs, self._ends.outputs = self._ends.outputs, {}
+        gathered = gather([outputs[i] for i in range(len(outputs))])
+        self._lengths = gathered.lengths
+        self.gives_bare_tensor = gathered.payload.is_bare
+        return gathered
+
+    def backward(self, gradients: Gradients, *, retain: bool) -> None:
+        """Run the backwards for the gradients of the gathered outputs."""
+        self._ends.output_gradients = split_gradients(gradients, self._lengths)
+        programs = [split_at_first_backward(program)[1] for program in self._schedule]
+        with hooks_held(self.parameters):
+            self._run(programs, grad_enabled=True, retain=retain)
+        self._ends.output_gradients = []
+
+    def step(self) -> None:
+        """Run the whole schedule, with the loss inside the pipeline."""
+        with hooks_held(self.parameters):
+            self._run(list(self._schedule), grad_enabled=True)
+
+    def on_its_streams(self) -> AbstractContextManager[None]:
+        """Work on the streams that the partitions worked on."""
+        return self._settings.applied(self._layout.devices[-1], grad_enabled=False)
+
+    def join_streams(self) -> None:
+        """Let whoever uses the gradients on other streams wait for them."""
+        self._settings.join_streams()
+
+    def take_parameter_gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of the last backward; a parameter of several partitions has one."""
+        totals: dict[Tensor, Tensor] = {}
+        for work in self._works:
+            for parameter, gradient in work.take_gradients().items():
+                before = totals.get(parameter)
+                totals[parameter] = gradient if before is None else before + gradient
+        return totals
+
+    def take_input_gradients(self) -> list[Tensor | None]:
+        """Return the gradient of each tensor of the mini-batch; None where it is owed none."""
+        by_micro_batch = self._stages[0].take_input_gradients()
+        columns = list(zip(*(by_micro_batch[i] for i in range(len(by_micro_batch))), strict=True))
+        return [self._put_together(n, column) for n, column in enumerate(columns)]
+
+    def _put_together(self, n: int, column: Sequence[Tensor | None]) -> Tensor | None:
+        leaves = [leaf for piece in self._ends.inputs if (leaf := piece.tensors[n]) is not None]
+        if all(gradient is None for gradient in column):
+            return None
+        pieces = [
+            torch.zeros_like(leaf) if piece is None else piece
+            for leaf, piece in zip(leaves, column, strict=True)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _run(
+        self, programs: Sequence[StageProgram], *, grad_enabled: bool, retain: bool = False
+    ) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "a backward through this output of a GPipe module failed; run its forward again"
+            )
+        self._failed = True
+
+        def run_stage(stage: int) -> None:
+            device = self._layout.devices[stage]
+            with self._settings.applied(device, grad_enabled=grad_enabled):
+                self._stages[stage].run(programs[stage], retain=retain)
+
+        run_together(
+            [partial(run_stage, stage) for stage in range(len(programs))],
+            num_threads=self._settings.num_threads,
+            stop=self._stop,
+            order=self._failed_at,
+        )
+        self._failed = False
+
+    def _stop(self) -> None:
+        for crossing in self._crossings:
+            crossing.stop()
+
+    def _failed_at(self, stage: int) -> int:
+        """Return how early GPipe's schedule has a stage's present instruction, in ticks."""
+        instruction = self._stages[stage].current
+        if instruction is None:
+            return 0
+        num_stages, num_micro_batches = len(self._stages), len(self._ends.inputs)
+        if instruction.op in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION):
+            return stage + instruction.micro_batch
+        ticks_before = num_stages + num_micro_batches
+        return ticks_before + num_stages - stage + num_micro_batches - instruction.micro_batch
+
+    def _connect(self) -> list[StageLinks]:
+        devices = self._layout.devices
+        hidden = [self._crossing(stage, stage + 1) for stage in range(len(devices) - 1)]
+        skips = [
+            SkipCrossing(self._crossing(edge.source, edge.target), len(edge.keys))
+            for edge in self._layout.skip_edges
+        ]
+        self._crossings = [*hidden, *(skip.crossing for skip in skips)]
+        pairs = list(zip(self._layout.skip_edges, skips, strict=True))
+        links = []
+        for stage in range(len(devices)):
+            below = above = None
+            if stage > 0:
+                arriving = [skip for edge, skip in pairs if edge.target == stage]
+                below = ThreadLinkBelow(hidden[stage - 1], arriving)
+            if stage < len(devices) - 1:
+                leaving = [skip for edge, skip in pairs if edge.source == stage]
+                above = ThreadLinkAbove(hidden[stage], leaving)
+            links.append(StageLinks(below, above))
+        return links
+
+    def _crossing(self, below: int, above: int) -> Crossing:
+        devices, recorders = self._layout.devices, self._recorders
+        return Crossing(
+            devices[below], devices[above], recorders=(recorders[below], recorders[above])
+        )
+
+    def _randomness(self, num_micro_batches: int, *, concurrent: bool) -> list[Randomness]:
+        draws = [may_draw(partition.module) for partition in self._layout.partitions]
+        seeds: list[int | None] = [None] * len(draws)
+        if concurrent and any(draws):
+            base = int(torch.randint(2**62, (), device="cpu"))
+            seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
+        return [
+            Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
+            for partition, seed, drawn in zip(self._layout.partitions, seeds, draws, strict=True)
+        ]
+
+
+class _Forward(torch.autograd.Function):
+    """Stand for a pipeline's forward in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: PipelineRun, *tensors: Tensor) -> Any:
+        outputs = run.forward()
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        # Nothing to save but the right to go backward once; asked for again, torch refuses.
+        ctx.save_for_backward(torch.empty(0))
+        pairs = zip(outputs.payload.tensors, outputs.need_gradient, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
+        return outputs.payload.tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        _ = ctx.saved_tensors  # Refuses a second time; not an assert, which -O would drop.
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        with torch.no_grad():
+            ctx.run.backward(gradients, retain=retain)
+            with ctx.run.on_its_streams():
+                of_inputs = ctx.run.take_input_gradients()
+                of_parameters = ctx.run.take_parameter_gradients()
+        ctx.run.join_streams()
+        found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
+        return (None, *(_differentiable_once(found) if torch.is_grad_enabled() else found))
+
+
+class _Refusal(torch.autograd.Function):
+    """Refuse to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "a gradient that came through a GPipe module cannot be differentiated "
+            "again: its partitions' graphs are not part of the caller's; use the "
+            "plain module for a gradient penalty or a Hessian"
+        )
+
+
+def _differentiable_once(gradients: Gradients) -> Gradients:
+    """Return the gradients as they are to be used with create_graph=True."""
+    tensors = iter(
+        _Refusal.apply(*(g.detach().requires_grad_() for g in gradients if g is not None))
+    )
+    return tuple(None if gradient is None else next(tensors) for gradient in gradients)
+
+
+def run_forward(run: PipelineRun, inputs: Sequence[Tensor]) -> Payload:
+    """Run a forward that the caller can go backward through, if anything needs a gradient."""
+    if not run.keeps_graph:
+        return run.forward().payload
+    tensors = _Forward.apply(run, *inputs, *run.parameters)
+    return Payload(tensors, run.gives_bare_tensor)
+
+
+def deliver(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Hand (tensor, gradient) pairs to autograd, as a backward that ends at the tensors would."""
+    torch.autograd.backward(
+        [tensor for tensor, _ in gradients], [gradient for _, gradient in gradients]
+    )

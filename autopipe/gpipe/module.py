@@ -1,0 +1,301 @@
+"""Wrap a sequential module so that it runs as a pipeline of micro-batches.
+
+model = nn.Sequential(a, b, c, d)
+model = GPipe(model, balance=[1, 1, 1, 1], chunks=8)
+loss = loss_fn(model(input), target)
+loss.backward()
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.engine import Payload
+from autopipe.gpipe.batch_norm import convert_deferred_batch_norm
+from autopipe.gpipe.micro_batch import Batch, as_batch, as_payload, scatter, split_sizes
+from autopipe.gpipe.mini_batch import Layout, PipelineRun, deliver, run_forward
+from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, trained_tensors
+from autopipe.gpipe.partitions import check_balance, check_module, check_sharing, choose_devices
+from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
+from autopipe.gpipe.step_loss import StepLoss
+from autopipe.schedule import SCHEDULES, forward_only
+from autopipe.skip import skip_edges, verify_skippables
+from autopipe.trace import Trace
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class GPipe(nn.Module):
+    """Run a sequential module as a pipeline of micro-batches over its partitions.
+
+    Input, output and what passes between layers are a Tensor or a tuple of Tensors whose first
+    dimension is the sample. The input must be on `devices[0]`; the output is on `devices[-1]`.
+    Layers are those of the given module, not copies; a nested Sequential is one layer (see
+    `flatten_sequential`). `chunks=1, checkpoint='never'` is plain model parallelism.
+
+    On CPU devices each partition has a thread of its own, forward and backward, and partitions
+    that work at the same time share the caller's intra-op threads (`torch.set_num_threads`)
+    evenly, at least one each. Several partitions may be on one device.
+
+    Checkpointing keeps of a micro-batch's forward only the partition's input, and repeats the
+    forward before the backward, which costs about a quarter more time. The repetition draws the
+    same random numbers from torch; those of Python's `random` and of NumPy are not managed.
+    Layers can ask `is_checkpointing()` and `is_recomputing()`. Outside of training mode nothing
+    is checkpointed.
+
+    Args:
+        module: the layers.
+        balance: layers of each partition; `autopipe.balance.balance` finds it.
+        devices: of the partitions, surplus ones unused; by default all CUDA devices, and one CPU
+            slot a partition on a machine without CUDA.
+        chunks: micro-batches that a mini-batch is split into; fewer where it has fewer samples.
+        checkpoint: which micro-batches to checkpoint: 'always', 'except_last' or 'never'.
+        deferred_batch_norm: whether BatchNorm layers update their running statistics once a
+            mini-batch, as they would without micro-batches; they are converted in place.
+        schedule: how `step` orders its work: 'gpipe' or '1f1b'.
+    Attributes:
+        balance, devices, chunks, checkpoint: as given, `devices` without surplus ones.
+        partitions: a ModuleList of the partitions, each an nn.Sequential.
+    Raises:
+        TypeError: the module is not an nn.Sequential, or its skips do not pair up.
+        ValueError: wrong balance, chunks, checkpoint, schedule or devices; a layer used twice; a
+            parameter that would have to be on two devices.
+        IndexError: fewer devices than partitions.
+    Source: torchgpipe (Kim et al. 2020), whose documented interface this is. Ours runs on the
+    engine of this package, and adds `schedule` and `step`.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str
+
+    def __init__(  # noqa: PLR0913 - the documented interface
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[int | str | torch.device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        schedule: str = "gpipe",
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        self.balance = check_balance(module, balance)
+        if int(chunks) != chunks or chunks < 1:
+            raise ValueError(f"number of chunks must be a positive integer, not {chunks}")
+        if str(checkpoint) not in CHECKPOINT_MODES:
+            raise ValueError(
+                "checkpoint is not one of 'always', 'except_last', or 'never': "
+                f"{str(checkpoint)!r}"
+            )
+        self.chunks, self.checkpoint = int(chunks), str(checkpoint)
+        self.schedule = _checked_schedule(schedule)
+        self.devices = choose_devices(devices, num_partitions=len(self.balance))
+        verify_skippables(module)
+        if any(isinstance(layer, GPipe) for layer in module.modules()) and any(
+            device.type == "cuda" for device in self.devices
+        ):
+            # Each would wait for the device's random generator, which the other holds.
+            raise ValueError("a GPipe inside a GPipe runs on CPU partitions only")
+        check_sharing(module, self.balance, self.devices)
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(module)
+        self.partitions = nn.ModuleList(
+            partition.to(device)
+            for partition, device in zip(_split(module, self.balance), self.devices, strict=True)
+        )
+        self._skip_edges = skip_edges(self._partition_list())
+        self._trace: Trace | None = None
+        self.register_state_dict_post_hook(name_as_wrapped)
+        self.register_load_state_dict_pre_hook(name_as_partitioned)
+
+    def forward(self, input: Batch) -> Batch:
+        """Run the module on a mini-batch.
+
+        Args:
+            input: a tensor or a tuple of tensors, the sample the first dimension of each.
+        Returns:
+            the output, as the wrapped module would give it.
+        Raises:
+            TypeError: the input, or what a partition returns, is neither.
+            ValueError: the input's tensors have no or unequal first dimensions.
+        """
+        payload = as_payload(input, what="the input")
+        if not self.partitions:
+            return input
+        tensors = self._check_input(payload)
+        sizes = split_sizes(tensors, self.chunks)
+        layout = self._layout()
+        keeps_graph = torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in tensors) or bool(layout.parameters())
+        )
+        if keeps_graph:
+            schedule = SCHEDULES["gpipe"](
+                len(self.balance), len(sizes), recomputed=self._checkpointed(len(sizes))
+            )
+        else:
+            schedule = forward_only(len(self.balance), len(sizes))
+        ends = Ends(_leaves(payload, sizes, with_gradients=keeps_graph))
+        run = PipelineRun(layout, schedule, ends, sizes, trace=self._trace)
+        return as_batch(run_forward(run, tensors))
+
+    def step(
+        self, input: Batch, target: Any, loss_fn: LossFunction, *, schedule: str | None = None
+    ) -> Tensor:
+        """Run forward, loss and backward of a mini-batch, with the loss inside the pipeline.
+
+        Gradients are added to the parameters' `grad`, and to what the input came from, as by
+        `loss.backward()`.
+
+        Args:
+            input: as for `forward`.
+            target: on `devices[-1]`: a tensor or a tuple of tensors, split like the input.
+            loss_fn: (output, target) -> 0-dim mean over the samples; or (sum, count), for means
+                over something else than samples. Called once a micro-batch.
+            schedule: 'gpipe' or '1f1b', instead of the module's.
+        Returns:
+            the mean loss, detached, on `devices[-1]`.
+        Raises:
+            TypeError, ValueError: as `forward`; or the target does not fit the input.
+        """
+        name = self.schedule if schedule is None else _checked_schedule(schedule)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("step trains, and inference mode keeps no graph; call the module")
+        payload = as_payload(input, what="the input")
+        if not self.partitions:
+            raise ValueError("a module without layers has nothing to train")
+        tensors = self._check_input(payload)
+        sizes = split_sizes(tensors, self.chunks)
+        loss = StepLoss(loss_fn, target, sizes)
+        program = SCHEDULES[name](
+            len(self.balance), len(sizes), recomputed=self._checkpointed(len(sizes))
+        )
+        ends = Ends(_leaves(payload, sizes, with_gradients=True), loss=loss)
+        run = PipelineRun(self._layout(), program, ends, sizes, trace=self._trace)
+        with torch.enable_grad():
+            run.step()
+        found = [
+            *zip(tensors, run.take_input_gradients(), strict=True),
+            *run.take_parameter_gradients().items(),
+        ]
+        deliver(
+            [
+                (tensor, loss.scaled(gradient))
+                for tensor, gradient in found
+                if gradient is not None and tensor.requires_grad
+            ]
+        )
+        return loss.mean()
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Take down what runs when, in the forwards, backwards and steps of the block."""
+        self._trace, before = Trace(), self._trace
+        try:
+            yield self._trace
+        finally:
+            self._trace = before
+
+    def __len__(self) -> int:
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._partition_list():
+            yield from partition
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refuse: each partition has its device."""
+        raise TypeError(_MOVED)
+
+    def cpu(self) -> NoReturn:
+        """Refuse: each partition has its device."""
+        raise TypeError(_MOVED)
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the parameters' dtype; their devices stay what they are.
+
+        Raises:
+            TypeError: a device, or a tensor whose device is meant, is given.
+        """
+        moves = bool(args) and not isinstance(args[0], (torch.dtype, type(None)))
+        if moves or kwargs.get("device") is not None or "tensor" in kwargs:
+            raise TypeError(_MOVED)
+        return super().to(*args, **kwargs)
+
+    def _check_input(self, payload: Payload) -> list[Tensor]:
+        tensors = [tensor for tensor in payload.tensors if tensor is not None]
+        wrong = {str(tensor.device) for tensor in tensors if tensor.device != self.devices[0]}
+        if wrong:
+            raise ValueError(
+                f"the input is on {', '.join(sorted(wrong))}, the first partition on "
+                f"{self.devices[0]}; move the input to devices[0]"
+            )
+        return tensors
+
+    def _checkpointed(self, num_micro_batches: int) -> range:
+        """Return the micro-batches to checkpoint."""
+        if not self.training or self.checkpoint == "never":
+            return range(0)
+        return range(num_micro_batches - (self.checkpoint == "except_last"))
+
+    def _partition_list(self) -> list[nn.Sequential]:
+        return [part for part in self.partitions if isinstance(part, nn.Sequential)]
+
+    def _layout(self) -> Layout:
+        edges = self._skip_edges
+        partitions = [
+            Partition(
+                module,
+                device,
+                trained_tensors(module),
+                arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
+                leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
+            )
+            for j, (module, device) in enumerate(
+                zip(self._partition_list(), self.devices, strict=True)
+            )
+        ]
+        return Layout(tuple(partitions), edges)
+
+
+_MOVED = (
+    "a GPipe module cannot be moved: each of its partitions has its own device; name other "
+    "ones with GPipe(..., devices=...)"
+)
+
+
+def _checked_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule is not one of {', '.join(map(repr, SCHEDULES))}: {name!r}")
+    return name
+
+
+def _split(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    children = iter(module.named_children())
+    return [
+        nn.Sequential(OrderedDict(next(children) for _ in range(length))) for length in balance
+    ]
+
+
+def _leaves(payload: Payload, sizes: Sequence[int], *, with_gradients: bool) -> list[Payload]:
+    """Split the input into leaves that need gradients where the input does."""
+    tensors = [tensor for tensor in payload.tensors if tensor is not None]
+    pieces = [Payload(piece, payload.is_bare) for piece in scatter(tensors, sizes)]
+    if with_gradients:
+        for piece in pieces:
+            for leaf, tensor in zip(piece.tensors, tensors, strict=True):
+                assert leaf is not None
+                leaf.requires_grad_(tensor.requires_grad)
+    return pieces

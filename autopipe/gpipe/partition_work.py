@@ -1,0 +1,193 @@
+"""Say what one partition of a GPipe module computes on a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.engine import Gradients, Payload, StageWork, Starts, current_task, cut
+from autopipe.gpipe.batch_norm import running_statistics_kept
+from autopipe.gpipe.micro_batch import as_batch, as_payload
+from autopipe.skip import SkipKey, SkipStore, using
+from autopipe.threads import CallerSettings, Randomness
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Describe one partition.
+
+    Args:
+        module: its layers.
+        device: where they are.
+        parameters: what `trained_tensors` finds in the layers.
+        arriving, leaving: skips that it pops and that were stashed below, and that it stashes and
+            that are popped above, in the order of the links.
+    """
+
+    module: nn.Sequential
+    device: torch.device
+    parameters: tuple[Tensor, ...]
+    arriving: tuple[SkipKey, ...]
+    leaving: tuple[SkipKey, ...]
+
+
+def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
+    """Return the parameters that need a gradient, and such leaves as layers hold besides.
+
+    Autograd gives a leaf that is a layer's plain attribute its gradient, too. What is no leaf may
+    be left there by an earlier forward, with a graph that is none of ours.
+    """
+    attributes = [value for layer in module.modules() for value in vars(layer).values()]
+    held = [value for value in attributes if isinstance(value, Tensor) and value.is_leaf]
+    found = dict.fromkeys([*module.parameters(), *held])
+    return tuple(tensor for tensor in found if tensor.requires_grad)
+
+
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+@dataclass
+class Ends:
+    """Hold what enters the first partition and leaves the last one, by micro-batch.
+
+    Args:
+        inputs: leaves.
+        outputs: without their graphs.
+        output_gradients: what the outputs are owed, once that is known.
+        loss: computes the value to back-propagate in the pipeline; None where the caller does.
+    """
+
+    inputs: list[Payload]
+    outputs: dict[int, Payload] = field(default_factory=dict)
+    output_gradients: list[Gradients] = field(default_factory=list)
+    loss: Callable[[int, Payload], Tensor] | None = None
+
+
+class PartitionWork(StageWork):
+    """Run a partition's layers on the micro-batches of one mini-batch.
+
+    Args:
+        partition: what to run.
+        ends: of the whole pipeline.
+        settings: of the caller.
+        randomness: of this partition and mini-batch.
+    """
+
+    def __init__(
+        self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
+    ) -> None:
+        self.gradients: dict[Tensor, Tensor] = {}
+        self._partition, self._ends = partition, ends
+        self._settings, self._randomness = settings, randomness
+        # A sum of ours may be added to in place; a gradient autograd gave may be shared.
+        self._summed: set[Tensor] = set()
+
+    def first_input(self, micro_batch: int) -> Payload:
+        return self._ends.inputs[micro_batch]
+
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        partition = self._partition
+        first_skip = len(inputs.tensors) - len(partition.arriving)
+        store = SkipStore(dict(zip(partition.arriving, inputs.tensors[first_skip:], strict=True)))
+        hidden = as_batch(replace(inputs, tensors=inputs.tensors[:first_skip]))
+        # A tensor that only this frame held would live as long as the partition's forward.
+        del inputs
+        with using(store), self._settings.autocast(), self._draws(micro_batch):
+            value = partition.module(hidden)
+        outputs = as_payload(value, what="a partition's output")
+        skips = tuple(store.pop(key) for key in partition.leaving)
+        return Payload(outputs.tensors + skips, outputs.is_bare)
+
+    @contextmanager
+    def _draws(self, micro_batch: int) -> Iterator[None]:
+        task = current_task()
+        assert task is not None
+        if task.recomputing:
+            with (
+                running_statistics_kept(self._partition.module),
+                self._randomness.of_recomputation(micro_batch),
+            ):
+                yield
+        else:
+            with self._randomness.of_forward(micro_batch, repeated=task.checkpointing):
+                yield
+
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
+        task = current_task()
+        assert task is not None
+        if self._ends.loss is not None:
+            if task.checkpointing and any(
+                t is not None and t.requires_grad for t in outputs.tensors
+            ):
+                return None  # The repetition computes it.
+            with self._settings.autocast():
+                return self._ends.loss(micro_batch, outputs)
+        if not task.recomputing:
+            self._ends.outputs[micro_batch] = cut(outputs)
+        return None
+
+    def output_gradients(self, micro_batch: int) -> Gradients:
+        return self._ends.output_gradients[micro_batch]
+
+    def backward(
+        self,
+        starts: Starts,
+        gradients: Sequence[Tensor] | None,
+        anchors: Gradients,
+        *,
+        retain: bool,
+    ) -> Gradients:
+        """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
+        leaves = [anchor for anchor in anchors if anchor is not None]
+        found = torch.autograd.grad(
+            starts,
+            [*leaves, *self._partition.parameters],
+            gradients,
+            retain_graph=retain,
+            allow_unused=True,
+        )
+        for parameter, gradient in zip(
+            self._partition.parameters, found[len(leaves) :], strict=True
+        ):
+            if gradient is not None:
+                self._add(parameter, gradient)
+        of_leaves = iter(found)
+        return tuple(None if anchor is None else next(of_leaves) for anchor in anchors)
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        total = self.gradients.get(parameter)
+        if total is None:
+            self.gradients[parameter] = gradient
+        elif parameter in self._summed:
+            total += gradient
+        else:
+            self.gradients[parameter] = total + gradient
+            self._summed.add(parameter)
+
+    def take_gradients(self) -> dict[Tensor, Tensor]:
+        """Return the sums over all micro-batches, and start over."""
+        gradients, self.gradients = self.gradients, {}
+        self._summed.clear()
+        return gradients
+
+
+@contextmanager
+def hooks_held(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the parameters' hooks from seeing the parts of a gradient.
+
+    They fire once, when autograd receives the whole.
+    """
+    # torch calls whatever this dictionary holds, and has no other way to leave a hook out.
+    held = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in held:
+            hooks.update(content)

@@ -1,0 +1,128 @@
+"""Refuse what a GPipe module cannot run, before anything is moved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+_ADVICE = "autopipe.balance.balance finds one: balance_by_time(num_partitions, module, sample)"
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise unless the module is a Sequential without a layer used twice."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
+        )
+    if len(list(module.named_children())) != len(module):
+        raise ValueError(
+            "module with duplicate children is not supported: a layer can be in one "
+            "place of one partition only; use copies, or one layer that calls it "
+            "twice"
+        )
+
+
+def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
+    """Return the layers of each partition, checked against the module's."""
+    if balance is None:
+        raise ValueError(f"balance is required: the number of layers of each partition; {_ADVICE}")
+    counts = list(balance)
+    if any(int(count) != count or count < 1 for count in counts):
+        raise ValueError(f"all balance numbers must be positive integers, got {counts}; {_ADVICE}")
+    if sum(counts) != len(module):
+        raise ValueError(
+            f"module and sum of balance have different lengths (module: "
+            f"{len(module)}, sum of balance: {sum(counts)}); {_ADVICE}"
+        )
+    return [int(count) for count in counts]
+
+
+def choose_devices(
+    devices: Iterable[int | str | torch.device] | None, *, num_partitions: int
+) -> list[torch.device]:
+    """Return one device a partition.
+
+    Args:
+        devices: as the user named them; None for all CUDA devices or, where there are none, one
+            CPU slot a partition.
+        num_partitions: how many are needed.
+    """
+    if devices is None:
+        names: list[int | str | torch.device] = (
+            [*range(torch.cuda.device_count())]
+            if torch.cuda.is_available()
+            else ["cpu"] * num_partitions
+        )
+    elif isinstance(devices, (str, torch.device)):
+        raise TypeError(
+            f"devices is one device, {devices!r}; name one a partition: "
+            f"[{str(devices)!r}] * {num_partitions}"
+        )
+    else:
+        names = list(devices)
+    if len(names) < num_partitions:
+        raise IndexError(
+            "too few devices to hold given partitions (devices: "
+            f"{len(names)}, partitions: {num_partitions}); a device may be named "
+            "several times"
+        )
+    return [_device(name) for name in names[:num_partitions]]
+
+
+def _device(name: int | str | torch.device) -> torch.device:
+    device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")  # An index means nothing, and tensors do not carry it.
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device} does not exist: this machine has "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index)
+
+
+def check_sharing(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> None:
+    """Raise if a parameter would have to be on two devices."""
+    layers = iter(module.named_children())
+    owner: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    for length, device in zip(balance, devices, strict=True):
+        for _ in range(length):
+            name, layer = next(layers)
+            for parameter in layer.parameters():
+                first, place = owner.setdefault(parameter, (name, device))
+                if place != device:
+                    raise ValueError(
+                        "module with duplicate parameters in distinct children is not supported "
+                        f"across devices: layers {first!r} on {place} and {name!r} on {device} "
+                        "share one; balance them into one partition, or untie them"
+                    )
+
+
+def flatten_sequential(module: nn.Sequential) -> nn.Sequential:
+    """Return a Sequential of all layers of nested ones, the very same objects.
+
+    A layer's name is its own behind its parents', joined by underscores: `parent_child`.
+    """
+
+    def flat(sequential: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in sequential.named_children():
+            if isinstance(child, nn.Sequential):
+                yield from ((f"{name}_{inner}", layer) for inner, layer in flat(child))
+            else:
+                yield name, child
+
+    layers = list(flat(module))
+    if len({name for name, _ in layers}) < len(layers):
+        raise ValueError(
+            "flattening gives two layers one name; rename a layer so that no name "
+            "is another's parent and child joined by an underscore"
+        )
+    return nn.Sequential(OrderedDict(layers))

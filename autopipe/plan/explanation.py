@@ -1,0 +1,136 @@
+"""Explain a plan: where its step's time goes, what each stage does, and what else was possible.
+
+A step's time is the sum of its parts. Each is what the step would save if the part cost nothing,
+but compute and bubble, which share the rest: compute is what a stage works on average, bubble what
+it waits for others' work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autopipe.plan.search import PipelinePlan, PlanRequest, predict, simulate_plan
+from autopipe.plan.simulation import Simulation
+from autopipe.profile import LinkCost, Profile
+from autopipe.trace import Span
+
+_NO_LINK = LinkCost(0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Hold the parts of a step, in seconds."""
+
+    compute_s: float
+    bubble_s: float
+    transfer_s: float
+    all_reduce_s: float
+    update_s: float
+    overhead_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Return their sum."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class ExplainedPlan:
+    """Hold a plan with its step's parts and its simulated schedule.
+
+    Args:
+        plan: what is explained.
+        parts: of its step.
+        simulation: of its schedule; sums of gradients and update come after it.
+    """
+
+    plan: PipelinePlan
+    parts: StepParts
+    simulation: Simulation
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON, without the timeline."""
+        return {
+            **self.plan.to_json(),
+            **asdict(self.parts),
+            "busy_s": self.simulation.busy_s,
+            "idle_s": self.simulation.idle_s,
+        }
+
+    def spans(self) -> list[Span]:
+        """Return the schedule as spans, to be drawn; what is kept are all of a stage's bytes."""
+        return [
+            Span(
+                event.stage,
+                event.op,
+                event.micro_batch,
+                event.start_s,
+                event.end_s,
+                kept_bytes=self.plan.peak_bytes[event.stage],
+                peak_bytes=self.plan.peak_bytes[event.stage],
+            )
+            for event in self.simulation.timeline
+        ]
+
+
+def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> ExplainedPlan:
+    """Divide a plan's step into its parts."""
+    unsummed = replace(
+        profile,
+        all_reduce=tuple(
+            replace(cost, seconds=(0.0,) * len(cost.seconds)) for cost in profile.all_reduce
+        ),
+    )
+    simulation = simulate_plan(profile, request, plan)
+    unlinked = simulate_plan(
+        replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan
+    )
+    compute_s = sum(unlinked.busy_s) / plan.length
+    parts = StepParts(
+        compute_s=compute_s,
+        bubble_s=unlinked.step_s - compute_s,
+        transfer_s=simulation.step_s - unlinked.step_s,
+        all_reduce_s=_saved_s(unsummed, request, plan),
+        update_s=_saved_s(replace(profile, optimizer_s_per_byte=0.0), request, plan),
+        overhead_s=_saved_s(replace(profile, step_overhead_s=0.0), request, plan),
+    )
+    return ExplainedPlan(plan, parts, simulation)
+
+
+def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
+    """Return how much shorter the plan's step is on a cheaper profile."""
+    step_s = predict(
+        cheaper,
+        request,
+        boundaries=plan.boundaries,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+    ).predicted_step_s
+    return plan.predicted_step_s - step_s
+
+
+def runners_up(
+    plans: Sequence[PipelinePlan], chosen: PipelinePlan | None, *, most: int = 3
+) -> list[PipelinePlan]:
+    """Select the fastest of each other length, and the few next fastest of all.
+
+    Args:
+        plans: all that fit, fastest first.
+        chosen: left out, as is what differs from it, or from a faster one, by its schedule alone.
+        most: how many of the next fastest.
+    """
+    by_shape = {(plan.length, plan.num_micro_batches): plan for plan in reversed(plans)}
+    if chosen is not None:
+        by_shape.pop((chosen.length, chosen.num_micro_batches), None)
+    different = sorted(by_shape.values(), key=_rank)
+    fastest = {plan.length: plan for plan in reversed(different)}
+    best = [plan for plan in fastest.values() if chosen is None or plan.length != chosen.length]
+    others = [plan for plan in different if plan not in best][:most]
+    return sorted(best + others, key=_rank)
+
+
+def _rank(plan: PipelinePlan) -> tuple[float, int, int]:
+    """Order by time; times that differ by rounding count as equal."""
+    return float(f"{plan.predicted_step_s:.9g}"), plan.length, plan.num_micro_batches

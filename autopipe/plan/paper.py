@@ -1,0 +1,249 @@
+"""Choose a pipeline by the published rules, to stand beside ours in every comparison.
+
+Legend: K stages, M micro-batches, T the number of freeze decisions so far. K starts at the longest
+pipeline and halves while the largest partition stays within the largest at T = 0; sizes are
+parameter counts. M is the best of a table of throughputs that is made once for each K.
+
+Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
+our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
+the frozen parameters, which the printed algorithm never adds up, at lambda = 1/6 each on partition
+0; at least one sublayer a stage, where the greedy balance may leave stages empty; another M where
+the table's best does not fit the memory; and a table with layers frozen, their output at hand,
+where a length does not fit the memory without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from autopipe.partition import greedy_partition
+from autopipe.plan.search import PipelinePlan, PlanRequest, predict
+from autopipe.plan.throughput import Table, best_first
+from autopipe.profile import Profile
+
+FROZEN_COST = 1 / 6
+"""What a frozen parameter weighs beside an active one (the paper's lambda)."""
+
+_BYTES_PER_MILLION = 4e6
+"""The rules depend on the unit: they count parameters in millions, of the published float32."""
+
+
+def paper_plan(
+    profile: Profile,
+    request: PlanRequest,
+    *,
+    frozen_cost: float = FROZEN_COST,
+) -> PipelinePlan:
+    """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
+
+    It is a pure function: what held at T = 0 is worked out anew with nothing frozen.
+
+    Args:
+        profile, request: as for `plan_pipeline`.
+        frozen_cost: lambda. The printed algorithm amounts to 0, and so do the published K.
+    Raises:
+        ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.
+    """
+    length = paper_length(profile, request, frozen_cost=frozen_cost)
+    boundaries = paper_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
+    table = throughput_table(profile, request, length)
+    limit, needed = request.memory_limit_bytes, []
+    for count in best_first(table):
+        plan = predict(
+            profile,
+            request,
+            boundaries=boundaries,
+            num_micro_batches=count,
+            schedule="gpipe",
+        )
+        if limit is None or max(plan.peak_bytes) <= limit:
+            return plan
+        needed.append(max(plan.peak_bytes))
+    raise ValueError(
+        f"the published rules give {length} stages, which need {min(needed)} bytes with the best "
+        f"M of {sorted(table)}, above memory_limit_bytes = {limit}; they count parameters, not "
+        f'bytes: choose plan="fastest" or raise the limit'
+    )
+
+
+def trial_plans(
+    profile: Profile, request: PlanRequest, length: int
+) -> tuple[PipelinePlan, ...]:
+    """Return the pipelines of a length that the throughput table compares: GPipe, M = K .. 6 K.
+
+    Nothing is frozen in them or, where that does not fit the memory, as little as all of them fit
+    with; if they never do, as much as possible, and those are left out that still do not fit. A
+    replica with fewer than K samples has one M, their number; one with fewer than an M that was
+    asked for has none.
+
+    Raises:
+        ValueError: the batch or the sublayers do not allow the length.
+    """
+    num_samples, limit = request.samples_of(length), request.memory_limit_bytes
+    wanted = request.micro_batches or range(length, 6 * length + 1, length)
+    counts = [count for count in wanted if count <= num_samples]
+    if not counts and request.micro_batches is None:
+        counts = [num_samples]
+    fitting: list[PipelinePlan] = []
+    for num_frozen in range(max(cost.layer for cost in profile.sublayers) + 1):
+        if num_frozen and length > len(_sizes(profile, num_frozen)[0]):
+            break
+        boundaries = paper_split(profile, num_frozen, length)
+        asked = replace(
+            request,
+            num_frozen=num_frozen,
+            prefix_cached_s=0.0 if num_frozen else None,
+            lengths=None,
+            micro_batches=None,
+        )
+        plans = [
+            predict(
+                profile,
+                asked,
+                boundaries=boundaries,
+                num_micro_batches=count,
+                schedule="gpipe",
+            )
+            for count in counts
+        ]
+        fitting = [plan for plan in plans if limit is None or max(plan.peak_bytes) <= limit]
+        if len(fitting) == len(plans):
+            break
+    return tuple(fitting)
+
+
+def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Table:
+    """Return samples a second by M, simulated, for M in K, 2 K, .., 6 K, with nothing frozen.
+
+    The paper measures the table before training, once for each K. This is for where there is
+    nothing to measure on: it runs the GPipe schedule against the measured or modelled costs.
+
+    Raises:
+        ValueError: the batch or the sublayers do not allow the length.
+    """
+    anywhere = replace(request, memory_limit_bytes=None)
+    return {
+        plan.num_micro_batches: request.global_batch / plan.predicted_step_s
+        for plan in trial_plans(profile, anywhere, length)
+    }
+
+
+def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:
+    """Return the simulated table of every length that the rules may come to, longest first.
+
+    Raises:
+        ValueError: see `paper_lengths`.
+    """
+    lengths = paper_lengths(profile, request)
+    return {length: throughput_table(profile, request, length) for length in lengths}
+
+
+def paper_lengths(profile: Profile, request: PlanRequest) -> tuple[int, ...]:
+    """Return every length that the rules may come to, longest first.
+
+    Raises:
+        ValueError: the request excludes GPipe, or no length is possible.
+    """
+    if "gpipe" not in request.schedules:
+        raise ValueError(
+            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
+            f"the schedule open"
+        )
+    return tuple(_halvings(_start(profile, request), request))
+
+
+def paper_length(
+    profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
+) -> int:
+    """Halve K from its start while the largest partition stays within the largest at T = 0.
+
+    Raises:
+        ValueError: the request excludes GPipe, or no length is possible.
+    """
+    lengths = paper_lengths(profile, request)
+    num_active = len(_sizes(profile, request.num_frozen)[0])
+    at_first = _largest(profile, 0, lengths[0], frozen_cost)
+    found: list[int] = []
+    for length in lengths:
+        largest = _largest(profile, request.num_frozen, length, frozen_cost)
+        if found and found[-1] <= num_active and largest > at_first:
+            break
+        found.append(length)
+    if found[-1] > num_active:
+        raise ValueError(
+            f"{num_active} active sublayers cannot fill any of {found} stages; allow shorter "
+            f"pipelines"
+        )
+    return found[-1]
+
+
+def paper_split(
+    profile: Profile, num_frozen: int, length: int, *, frozen_cost: float = FROZEN_COST
+) -> tuple[int, ...]:
+    """Balance the active sublayers greedily by their parameters; return K + 1 boundaries.
+
+    Raises:
+        ValueError: there are fewer active sublayers than stages.
+    """
+    sizes, frozen = _sizes(profile, num_frozen)
+    if not 1 <= length <= len(sizes):
+        raise ValueError(
+            f"{len(sizes)} active sublayers cannot fill {length} stages; choose from 1 to "
+            f"{len(sizes)} stages"
+        )
+    cuts = list(greedy_partition(sizes, length, first_extra=frozen_cost * frozen))
+    # Each empty stage takes its neighbour's nearest sublayer; other cuts stay as they are.
+    for stage in range(1, length):
+        cuts[stage] = max(cuts[stage], cuts[stage - 1] + 1)
+    for stage in range(length - 1, 0, -1):
+        cuts[stage] = min(cuts[stage], cuts[stage + 1] - 1)
+    first_active = len(profile.sublayers) - len(sizes)
+    return tuple(first_active + cut for cut in cuts)
+
+
+def _start(profile: Profile, request: PlanRequest) -> int:
+    """Return K at T = 0: the longest pipeline within a node."""
+    lengths = [
+        length
+        for length in request.length_choices()[0]
+        if length <= min(request.slots_per_node, len(profile.sublayers))
+        and request.replicas_of(length) <= request.global_batch
+    ]
+    if not lengths:
+        raise ValueError(
+            f"a published pipeline stays within the {request.slots_per_node} slots of a node, has "
+            f"a sublayer a stage and a sample a replica; lengths = {request.lengths} allow none"
+        )
+    return max(lengths)
+
+
+def _halvings(length: int, request: PlanRequest) -> Iterator[int]:
+    """Yield a length, its half and so on, as far as the cluster and the batch allow."""
+    allowed = request.length_choices()[0]
+    while length in allowed and request.replicas_of(length) <= request.global_batch:
+        yield length
+        if length % 2:
+            return
+        length //= 2
+
+
+def _sizes(profile: Profile, num_frozen: int) -> tuple[list[float], float]:
+    """Return the active sublayers' sizes and the size of the frozen ones together."""
+    sizes = [cost.parameter_bytes / _BYTES_PER_MILLION for cost in profile.sublayers]
+    first_active = sum(cost.layer < num_frozen for cost in profile.sublayers)
+    return sizes[first_active:], sum(sizes[:first_active])
+
+
+def _largest(profile: Profile, num_frozen: int, length: int, frozen_cost: float) -> float:
+    """Return the largest partition as published, empty ones allowed; frozen ones add to the first.
+
+    It is told apart by what the rules balance, not by what is trained in the end.
+    """
+    sizes, frozen = _sizes(profile, num_frozen)
+    extra = frozen_cost * frozen
+    parts = [
+        sum(sizes[a:b]) for a, b in pairwise(greedy_partition(sizes, length, first_extra=extra))
+    ]
+    return max(parts[0] + extra, *parts)

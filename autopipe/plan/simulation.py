@@ -1,0 +1,197 @@
+"""Predict a step by executing its very schedule against known times.
+
+A stage does not wait for what it sends; a link carries one message at a time in each direction,
+in the order in which they were sent. 1F1B on 2 stages with 2 micro-batches, a forward and a
+message of 1 s, a backward of 2 s; one column a second, `a` an activation and `g` a gradient under
+way:
+
+    stage 0  F0 F1 .. .. .. .. B0 B0 .. B1 B1
+    link     .. a0 a1 .. .. g0 .. .. g1 .. ..
+    stage 1  .. .. F0 B0 B0 F1 B1 B1 .. .. ..
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopipe.schedule import Instruction, Op, Schedule, peak_in_flight
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """State the seconds of every piece of a step.
+
+    Args:
+        forward_s: one row a stage, one entry a micro-batch.
+        backward_s: likewise.
+        transfer_s: one row a boundary (of stages j and j + 1), one entry a micro-batch; holds for
+            its activation and for its gradient.
+        lead_s: each stage's work before its first instruction; empty for none.
+        handling_s: a stage's own time to hand over a message or to take one that has arrived,
+            one a boundary; empty for none.
+    """
+
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+    transfer_s: tuple[tuple[float, ...], ...]
+    lead_s: tuple[float, ...] = ()
+    handling_s: tuple[float, ...] = ()
+
+    def scaled(self, factor: float) -> StageTimes:
+        """Return times of stages that compute faster, or slower."""
+        forward_s, backward_s = (
+            tuple(tuple(factor * seconds for seconds in row) for row in rows)
+            for rows in (self.forward_s, self.backward_s))
+        return replace(self, forward_s=forward_s, backward_s=backward_s)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Say when a stage computed what, in seconds from the step's start."""
+
+    stage: int
+    op: Op
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Hold a simulated step; the tuples have one entry a stage.
+
+    Args:
+        step_s: from the start to the end of the last stage.
+        busy_s: leading work, forwards, recomputations, backwards and handling messages.
+        idle_s: the rest of the step.
+        peak_in_flight: most micro-batches whose forward is done and whose backward is not.
+        timeline: every forward, recomputation and backward, each stage's in its order.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    idle_s: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    timeline: tuple[Event, ...]
+
+    @property
+    def company(self) -> float:
+        """Return how many stages compute, itself included, while a stage does; the mean."""
+        changes = sorted([(event.start_s, 1) for event in self.timeline]
+                         + [(event.end_s, -1) for event in self.timeline])
+        number, work_s, company_s = 0, 0.0, 0.0
+        for (start_s, change), (end_s, _) in pairwise(changes):
+            number += change
+            work_s += number * (end_s - start_s)
+            company_s += number ** 2 * (end_s - start_s)
+        return company_s / work_s if work_s else 1.0
+
+
+def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
+    """Execute a schedule on a clock.
+
+    Raises:
+        ValueError: the times are not those of the schedule's stages; or its stages wait for each
+            other, expect another order of messages, or leave messages unread.
+    """
+    clock = _Clock(times, len(schedule))
+    position = [0] * len(schedule)
+    progress = True
+    while progress:
+        progress = False
+        for stage, program in enumerate(schedule):
+            while (position[stage] < len(program)
+                   and clock.execute(stage, program[position[stage]])):
+                position[stage] += 1
+                progress = True
+    stuck = [f"stage {stage} waits for {program[done].op.value} {program[done].micro_batch}"
+             for stage, (program, done) in enumerate(zip(schedule, position, strict=True))
+             if done < len(program)] + clock.unread()
+    if stuck:
+        raise ValueError(f"the schedule cannot be executed: {', '.join(stuck)}; pair every send "
+                         f"with one receive, in one order")
+    step_s = max(clock.now_s)
+    return Simulation(step_s, tuple(clock.busy_s), tuple(step_s - busy for busy in clock.busy_s),
+                      tuple(peak_in_flight(program) for program in schedule), tuple(clock.events))
+
+
+class _Link:
+    """Carry one kind of message to one stage, one at a time and in order."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.messages: deque[tuple[int, float]] = deque()
+
+    def send(self, micro_batch: int, leaves_s: float, transfer_s: float) -> None:
+        """Take a message over when the link is free; note when it arrives."""
+        self.free_s = max(self.free_s, leaves_s) + transfer_s
+        self.messages.append((micro_batch, self.free_s))
+
+
+class _Clock:
+    """Hold the stages' clocks and the links between them."""
+
+    def __init__(self, times: StageTimes, num_stages: int) -> None:
+        lead_s = times.lead_s or (0.0,) * num_stages
+        shape = tuple(map(len, (times.forward_s, times.backward_s, times.transfer_s, lead_s)))
+        if shape != (num_stages, num_stages, num_stages - 1, num_stages):
+            raise ValueError(
+                f"(forward, backward, transfer, lead) times have {shape} rows; a schedule of "
+                f"{num_stages} stages needs one a stage, and one a boundary for transfers")
+        self._times = times
+        self._handling_s = times.handling_s or (0.0,) * (num_stages - 1)
+        if len(self._handling_s) != num_stages - 1:
+            raise ValueError(f"{len(self._handling_s)} times to handle a message for "
+                             f"{num_stages - 1} boundaries")
+        self.now_s, self.busy_s = list(lead_s), list(lead_s)
+        self.events: list[Event] = []
+        # Boundary j's activations go to stage j + 1, its gradients to stage j.
+        self._activations = [_Link() for _ in times.transfer_s]
+        self._gradients = [_Link() for _ in times.transfer_s]
+
+    def execute(self, stage: int, instruction: Instruction) -> bool:
+        """Carry out one instruction; return False where its message has not been sent yet."""
+        op, i = instruction.op, instruction.micro_batch
+        if op in (Op.FORWARD, Op.RECOMPUTE):
+            self._compute(stage, instruction, self._times.forward_s[stage][i])
+        elif op is Op.BACKWARD:
+            self._compute(stage, instruction, self._times.backward_s[stage][i])
+        elif op is Op.SEND_ACTIVATION:
+            self._spend(stage, self._handling_s[stage])
+            self._activations[stage].send(i, self.now_s[stage], self._times.transfer_s[stage][i])
+        elif op is Op.SEND_GRADIENT:
+            below = stage - 1
+            self._spend(stage, self._handling_s[below])
+            self._gradients[below].send(i, self.now_s[stage], self._times.transfer_s[below][i])
+        elif op is Op.RECV_ACTIVATION:
+            return self._receive(stage, i, self._activations[stage - 1], boundary=stage - 1)
+        else:
+            return self._receive(stage, i, self._gradients[stage], boundary=stage)
+        return True
+
+    def _compute(self, stage: int, instruction: Instruction, seconds: float) -> None:
+        start_s = self.now_s[stage]
+        self._spend(stage, seconds)
+        self.events.append(Event(stage, instruction.op, instruction.micro_batch,
+                                 start_s, self.now_s[stage]))
+
+    def _spend(self, stage: int, seconds: float) -> None:
+        self.now_s[stage] += seconds
+        self.busy_s[stage] += seconds
+
+    def _receive(self, stage: int, micro_batch: int, link: _Link, *, boundary: int) -> bool:
+        if not link.messages or link.messages[0][0] != micro_batch:
+            return False
+        _, arrives_s = link.messages.popleft()
+        self.now_s[stage] = max(self.now_s[stage], arrives_s)
+        self._spend(stage, self._handling_s[boundary])
+        return True
+
+    def unread(self) -> list[str]:
+        """Name the messages that were sent and that no stage received."""
+        kinds = {"activation": self._activations, "gradient": self._gradients}
+        return [f"{kind} {i} over boundary {boundary} is never received"
+                for kind, links in kinds.items() for boundary, link in enumerate(links)
+                for i, _ in link.messages]

@@ -1,0 +1,42 @@
+"""Measure what sublayers and links cost: times, bytes, activations."""
+
+from autopipe.profile.chain import (
+    ProfiledSublayer,
+    chain_bytes,
+    chain_seconds,
+    left_as_found,
+    now_s,
+    saved_storages,
+    storages,
+)
+from autopipe.profile.network import AllReduceCost, LinkCost
+from autopipe.profile.profile import (
+    MeasuredChain,
+    Profile,
+    SublayerCost,
+    join_chains,
+    join_sizes,
+    merge,
+    profile_sublayers,
+    time_rounds,
+)
+
+__all__ = [
+    "AllReduceCost",
+    "LinkCost",
+    "MeasuredChain",
+    "Profile",
+    "ProfiledSublayer",
+    "SublayerCost",
+    "chain_bytes",
+    "chain_seconds",
+    "join_chains",
+    "join_sizes",
+    "left_as_found",
+    "merge",
+    "now_s",
+    "profile_sublayers",
+    "saved_storages",
+    "storages",
+    "time_rounds",
+]

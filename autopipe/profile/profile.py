@@ -1,0 +1,297 @@
+"""Measure what every sublayer costs, in seconds and bytes, at a few micro-batch sizes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from operator import add, mul, sub
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.profile.chain import (
+    ProfiledSublayer,
+    input_backward_shares,
+    left_as_found,
+    measure_bytes,
+    time_chain,
+)
+from autopipe.profile.network import AllReduceCost, LinkCost
+
+
+@dataclass(frozen=True)
+class SublayerCost:
+    """State a sublayer's cost; times have one entry per `Profile.batch_sizes`.
+
+    Args:
+        name: unique name.
+        layer: the layer that it freezes with; the number of layers for the head.
+        forward_s: forward in train mode with gradients recorded.
+        input_backward_s: the part of the backward that the input's gradient takes.
+        weight_backward_s: the rest, for the parameters' gradients, added to existing ones.
+        frozen_s: forward in eval mode without gradients.
+        parameter_bytes, buffer_bytes: a tensor that several sublayers share counts in the first.
+        gradient_bytes, optimizer_bytes: of its trainable parameters.
+        saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
+        output_bytes: a sample's output.
+    """
+
+    name: str
+    layer: int
+    forward_s: tuple[float, ...]
+    input_backward_s: tuple[float, ...]
+    weight_backward_s: tuple[float, ...]
+    frozen_s: tuple[float, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    saved_bytes: float
+    output_bytes: float
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Return the seconds of the whole backward."""
+        return tuple(map(add, self.input_backward_s, self.weight_backward_s))
+
+    def lengthened(self, factors: Sequence[float]) -> SublayerCost:
+        """Return a cost with longer times, by a factor for every size."""
+        times: dict[str, Any] = {name: tuple(map(mul, factors, getattr(self, name)))
+                                 for name in _TIMES}
+        return replace(self, **times)
+
+
+_TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """State what a training step is made of.
+
+    Args:
+        batch_sizes: measured micro-batch sizes, ascending.
+        sublayers: bottom first.
+        read_s: reading a sample of the dataset, beside what a micro-batch costs at any size.
+        optimizer_s_per_byte: optimizer step, seconds per byte of trained parameters.
+        step_overhead_s: a step's time outside of all else here.
+        link: a message between neighbouring stages on one node.
+        node_link: a message between neighbouring stages on two nodes.
+        all_reduce: sums over replicas, one entry for each number of them.
+        fetch_s: fetching a micro-batch's samples, whatever their number.
+        cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
+        alone_share: what computing takes while the other slots are idle, as a share of what the
+            times here say, which are those of slots that all compute and wait for the slowest.
+    Raises:
+        ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
+    """
+
+    batch_sizes: tuple[int, ...]
+    sublayers: tuple[SublayerCost, ...]
+    read_s: float
+    optimizer_s_per_byte: float
+    step_overhead_s: float
+    link: LinkCost
+    node_link: LinkCost
+    all_reduce: tuple[AllReduceCost, ...] = ()
+    fetch_s: float = 0.0
+    cached_fetch_s: float = 0.0
+    alone_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        sizes = self.batch_sizes
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
+        for cost in self.sublayers:
+            if {len(getattr(cost, name)) for name in _TIMES} != {len(sizes)}:
+                raise ValueError(f"sublayer {cost.name!r} lacks times, or has too many; give one "
+                                 f"of each kind for every micro-batch size of {sizes}")
+
+    def forward_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a sublayer's forward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].forward_s, batch)
+
+    def backward_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a sublayer's backward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].backward_s, batch)
+
+    def frozen_s(self, index: int, batch: int) -> float:
+        """Return the seconds of a frozen sublayer's forward on a micro-batch."""
+        return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
+
+    def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
+        """Return the seconds of a sum over replicas.
+
+        A number that was not measured, as spares leave it, costs what the next larger one does.
+
+        Raises:
+            ValueError: no sum over so many replicas was measured.
+        """
+        if num_replicas == 1:
+            return 0.0
+        measured = {cost.num_replicas: cost for cost in self.all_reduce}
+        nearest = min((n for n in measured if n >= num_replicas), default=None)
+        if nearest is None:
+            raise ValueError(f"the profile has sums over {list(measured)} replicas, none over "
+                             f"{num_replicas}; profile the cluster that is planned for")
+        return measured[nearest].at(num_bytes)
+
+    def lengthened(self, factors: Sequence[float]) -> Profile:
+        """Return a profile whose computing takes longer, by a factor for every size."""
+        return replace(
+            self, sublayers=tuple(cost.lengthened(factors) for cost in self.sublayers),
+            optimizer_s_per_byte=statistics.mean(factors) * self.optimizer_s_per_byte)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Profile:
+        """Rebuild a profile from `to_json`."""
+        sublayers = tuple(SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in _TIMES}})
+                          for cost in values["sublayers"])
+        sums = tuple(AllReduceCost(cost["num_replicas"], tuple(cost["num_bytes"]),
+                                   tuple(cost["seconds"])) for cost in values["all_reduce"])
+        return Profile(**{**values, "batch_sizes": tuple(values["batch_sizes"]),
+                          "sublayers": sublayers, "link": LinkCost(**values["link"]),
+                          "node_link": LinkCost(**values["node_link"]), "all_reduce": sums})
+
+
+def merge(profiles: Sequence[Profile]) -> Profile:
+    """Combine the ranks' profiles of one model: the median of every measurement.
+
+    Raises:
+        ValueError: no profile is given, or they describe different models or sizes.
+    """
+    if not profiles:
+        raise ValueError("merge needs the profile of at least one rank, got none")
+    return Profile.from_json(_median([profile.to_json() for profile in profiles]))
+
+
+def _median(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if isinstance(first, dict):
+        return {key: _median([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple) and len({len(value) for value in values}) == 1:
+        return tuple(_median(entries) for entries in zip(*values, strict=True))
+    if any(isinstance(value, float) for value in values):
+        return statistics.median(values)
+    raise ValueError(f"the ranks' profiles differ in more than measurements, for instance "
+                     f"{values}; profile one model at the same sizes on all")
+
+
+def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
+    """Interpolate; outside follow the outer segment, or the origin where one size was measured.
+
+    Outside, noise must not make more samples cheaper, or fewer cheaper than in proportion.
+    """
+    if len(sizes) == 1:
+        return seconds[0] * batch / sizes[0]
+    right = next((n for n in range(1, len(sizes)) if batch <= sizes[n]), len(sizes) - 1)
+    (x0, x1), (y0, y1) = sizes[right - 1:right + 1], seconds[right - 1:right + 1]
+    value = y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
+    if batch < x0:
+        return min(max(value, y0 * batch / x0), y0)
+    return max(value, y1) if batch > x1 else value
+
+
+@dataclass(frozen=True)
+class MeasuredChain:
+    """Hold what measuring a chain of sublayers gave.
+
+    Args:
+        costs: bottom first; times are the medians of the rounds.
+        rounds_s: the seconds of all sublayers' forward, backward and frozen forward; a row a
+            batch, an entry a round.
+    """
+
+    costs: tuple[SublayerCost, ...]
+    rounds_s: tuple[tuple[float, ...], ...]
+
+    def median_s(self) -> tuple[float, ...]:
+        """Return the sums of the sublayers' medians, an entry a batch."""
+        return tuple(sum(cost.forward_s[size] + cost.backward_s[size] + cost.frozen_s[size]
+                         for cost in self.costs) for size in range(len(self.rounds_s)))
+
+
+def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
+                      batches: Sequence[Mapping[str, Tensor]], *,
+                      repeats: int = 3) -> MeasuredChain:
+    """Measure every sublayer on its real input; the modules are left as they were.
+
+    Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
+    before anything is frozen: a frozen parameter has no backward. How a backward divides between
+    input and weights is measured at the middle size. Optimizer state is left at 0 bytes.
+
+    Args:
+        sublayers: bottom first; each one's output is the next one's input.
+        batches: one a micro-batch size, on the device to measure; (B, ...) tensors.
+        repeats: measured rounds, after one to warm up.
+    Raises:
+        TypeError: a sublayer returns something else than one tensor.
+    """
+    device = next(iter(batches[-1].values())).device
+    middle = batches[len(batches) // 2]
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        sizes = measure_bytes(sublayers, modules, batches[-1])
+        rounds = _time_rounds(sublayers, modules, batches, device, repeats)
+        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
+    costs = []
+    for index, sublayer in enumerate(sublayers):
+        forward_s, backward_s, frozen_s = (
+            tuple(statistics.median(chains[size][kind][index] for chains in rounds)
+                  for size in range(len(batches))) for kind in range(3))
+        input_s = tuple(shares[index] * seconds for seconds in backward_s)
+        costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, input_s,
+                                  tuple(map(sub, backward_s, input_s)), frozen_s,
+                                  optimizer_bytes=0, **sizes[index]))
+    return MeasuredChain(tuple(costs), _totals(rounds))
+
+
+def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Put together what measuring the parts of a chain gave, bottom first, of equal rounds."""
+    parts = [chain.rounds_s for chain in chains]
+    return MeasuredChain(
+        tuple(cost for chain in chains for cost in chain.costs),
+        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)))
+
+
+def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Put together what measuring one chain at different sizes gave, smaller sizes first.
+
+    Bytes are those of the last.
+    """
+    costs = []
+    for same in zip(*(chain.costs for chain in chains), strict=True):
+        forward_s, input_s, weight_s, frozen_s = (
+            tuple(second for cost in same for second in getattr(cost, name))
+            for name in ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s"))
+        costs.append(replace(same[-1], forward_s=forward_s, input_backward_s=input_s,
+                             weight_backward_s=weight_s, frozen_s=frozen_s))
+    return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
+
+
+def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]],
+                *, repeats: int) -> tuple[tuple[float, ...], ...]:
+    """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
+    device = next(iter(batches[-1].values())).device
+    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+        return _totals(_time_rounds(sublayers, modules, batches, device, repeats))
+
+
+def _time_rounds(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
+                 batches: Sequence[Mapping[str, Tensor]], device: torch.device, repeats: int,
+                 ) -> list[list[list[list[float]]]]:
+    """Time every batch in every round, as `time_chain` does, after a round to warm up."""
+    return [[time_chain(sublayers, modules, batch, device) for batch in batches]
+            for _ in range(repeats + 1)][1:]
+
+
+def _totals(rounds: list[list[list[list[float]]]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(sum(map(sum, chain)) for chain in chains)
+                 for chains in zip(*rounds, strict=True))

@@ -1,0 +1,25 @@
+"""Send skip connections straight from the partition that stashes to the one that pops."""
+
+from autopipe.skip.routes import (
+    Namespace,
+    SkipEdge,
+    SkipKey,
+    Skippable,
+    skip_edges,
+    verify_skippables,
+)
+from autopipe.skip.skippable import SkipStore, pop, skippable, stash, using
+
+__all__ = [
+    "Namespace",
+    "SkipEdge",
+    "SkipKey",
+    "SkipStore",
+    "Skippable",
+    "pop",
+    "skip_edges",
+    "skippable",
+    "stash",
+    "using",
+    "verify_skippables",
+]

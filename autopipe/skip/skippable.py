@@ -1,0 +1,299 @@
+"""Carry a tensor from the layer that makes it to the layer that needs it, past those between.
+
+A layer declares the names it stashes and pops, and its forward is a generator that yields them:
+
+    layer       0        1        2        3
+    forward   stash a    |     stash b   pop b
+                         |               pop a
+    waiting     a        a       a b       -
+
+The layers between never see the tensor. In one process and thread it waits in a store of the
+thread; a pipeline gives each forward of a micro-batch through a partition a store of its own.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopipe.skip.routes import (
+    SkipKey,
+    Skippable,
+    names_of,
+)
+
+
+# Compared by identity: tensors have no truth value.
+@dataclass(frozen=True, eq=False)
+class Stash:
+    """Ask to keep a tensor under a name; made by `stash`."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pop:
+    """Ask for the tensor kept under a name; made by `pop`."""
+
+    name: str
+
+
+def stash(name: str, tensor: Tensor | None) -> Stash:
+    """Keep a tensor for the layer that pops the name: `yield stash(name, tensor)`.
+
+    Args:
+        name: declared by `skippable(stash=...)`.
+        tensor: of any shape, dtype and device; None where this input has no skip.
+    """
+    return Stash(name, tensor)
+
+
+def pop(name: str) -> Pop:
+    """Take the tensor stashed under a name: `tensor = yield pop(name)`, None where it was None."""
+    return Pop(name)
+
+
+class SkipStore:
+    """Hold the skips of one forward, each until it is popped.
+
+    Args:
+        arrived: what other partitions stashed for this one.
+    """
+
+    def __init__(
+        self, arrived: Mapping[SkipKey, Tensor | None] = types.MappingProxyType({})
+    ) -> None:
+        self._arrived = dict(arrived)
+        self._stashed: dict[SkipKey, Tensor | None] = {}
+
+    def __contains__(self, key: SkipKey) -> bool:
+        """Tell whether a skip waits to be popped."""
+        return key in self._stashed or key in self._arrived
+
+    def stash(self, key: SkipKey, tensor: Tensor | None) -> None:
+        """Keep a skip. Raises KeyError where one waits under the same key."""
+        if key in self:
+            raise KeyError(f"a skip waits under {key} already")
+        self._stashed[key] = tensor
+
+    def pop(self, key: SkipKey) -> Tensor | None:
+        """Return a skip and forget it. Raises KeyError where none waits under the key."""
+        return (self._stashed if key in self._stashed else self._arrived).pop(key)
+
+    def discard(self, key: SkipKey) -> None:
+        """Forget a skip that was stashed here, if it still waits."""
+        self._stashed.pop(key, None)
+
+    @property
+    def remaining(self) -> dict[SkipKey, Tensor | None]:
+        """Return what was stashed here and still waits, in the order it was stashed."""
+        return dict(self._stashed)
+
+
+class _Thread(threading.local):
+    """Hold the store given to this thread's forward, and its own for models outside a pipeline."""
+
+    def __init__(self) -> None:
+        self.given: SkipStore | None = None
+        self.own = SkipStore()
+        self.stashed_by = weakref.WeakValueDictionary[SkipKey, Skippable]()
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def using(store: SkipStore) -> Iterator[None]:
+    """Make layers that run in this thread stash into and pop from a store."""
+    before, _thread.given = _thread.given, store
+    try:
+        yield
+    finally:
+        _thread.given = before
+
+
+def _current_store() -> SkipStore:
+    return _thread.own if _thread.given is None else _thread.given
+
+
+def _complete(layer: Skippable, result: Any) -> Any:
+    """Serve the commands of a layer's forward until it returns, and hold it to its declaration."""
+    done: set[tuple[str, str]] = set()
+    try:
+        if isinstance(result, types.GeneratorType):
+            result = _drive(layer, result, done)
+        declared = [("stash", name) for name in layer.stash_names]
+        declared += [("pop", name) for name in layer.pop_names]
+        if missing := [f"{verb} {name!r}" for verb, name in declared if (verb, name) not in done]:
+            message = f"{layer.describe_skips()} did not {' nor '.join(missing)} in its forward; "
+            message += "do it on every path, with None where there is no skip"
+            raise RuntimeError(message)
+    except BaseException:
+        for verb, name in done:
+            if verb == "stash":
+                _current_store().discard(layer.skip_key(name))
+        raise
+    return result
+
+
+def _drive(
+    layer: Skippable, forward: types.GeneratorType[Any, Any, Any], done: set[tuple[str, str]]
+) -> Any:
+    try:
+        command = next(forward)
+        while True:
+            command = forward.send(_serve(layer, command, done))
+    except StopIteration as stop:
+        return stop.value
+
+
+def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor | None:
+    who = layer.describe_skips()
+    if not isinstance(command, (Stash, Pop)):
+        given = type(command).__name__
+        raise TypeError(f"{who} yielded a {given}; yield stash(name, tensor) or pop(name) only")
+    verb, name = "stash" if isinstance(command, Stash) else "pop", command.name
+    if name not in (layer.stash_names if verb == "stash" else layer.pop_names):
+        raise RuntimeError(f"{who} tried to {verb} {name!r}; add it to skippable({verb}=[...])")
+    if (verb, name) in done:
+        raise RuntimeError(f"{who} tried to {verb} {name!r} twice in one forward; {verb} it once")
+    skip = None
+    if isinstance(command, Pop):
+        skip = _take(layer, name)
+    else:
+        _keep(layer, command)
+    done.add((verb, name))
+    return skip
+
+
+def _keep(layer: Skippable, command: Stash) -> None:
+    key, who = layer.skip_key(command.name), layer.describe_skips()
+    if not isinstance(command.tensor, (Tensor, types.NoneType)):
+        given = type(command.tensor).__name__
+        raise TypeError(f"{who} stashed a {given} as {key.name!r}; stash a tensor or None")
+    if _thread.given is None:
+        _drop_leftovers(key, layer)
+    store = _current_store()
+    if key in store:
+        message = f"{who} stashed {key.name!r}, which another layer stashed before it; "
+        raise RuntimeError(message + "isolate each pair by a Namespace of its own")
+    store.stash(key, command.tensor)
+
+
+def _take(layer: Skippable, name: str) -> Tensor | None:
+    key, store, who = layer.skip_key(name), _current_store(), layer.describe_skips()
+    if key not in store:
+        message = f"{who} popped {name!r}, but no layer before it stashed it in this forward and "
+        raise RuntimeError(message + "thread; check the model by verify_skippables")
+    return store.pop(key)
+
+
+def _drop_leftovers(key: SkipKey, layer: Skippable) -> None:
+    """Empty the thread's own store where a skip waits that is stashed anew.
+
+    Its forward broke off before the pop, and so did that of all that waits beside it: kept, a
+    later pop could take it for this forward's.
+    """
+    before = _thread.stashed_by.get(key)
+    _thread.stashed_by[key] = layer
+    if key not in _thread.own:
+        return
+    _thread.own = SkipStore()
+    if before is not None and before is not layer:
+        message = f"{layer.describe_skips()} stashes {key.name!r}, which another layer stashed; "
+        message += "no layer popped it, and it is dropped. Isolate the two by Namespaces"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_new_object = copyreg.__newobj__  # type: ignore[attr-defined]
+# Values weakly held: a class made from a local one goes with it.
+_made: weakref.WeakValueDictionary[Any, type[Skippable]] = weakref.WeakValueDictionary()
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Declare the skips of a layer class whose forward yields `stash(...)` and `pop(...)`.
+
+        @skippable(stash=["lto3"])
+        class Layer1(nn.Module):
+            def forward(self, input):
+                yield stash("lto3", input)
+                return f1(input)
+
+    The decorated class derives from the layer class, whose methods reach their base by `super()`:
+    `super(Layer1, self)` would name the decorated class and recur. Type checkers overlook
+    decorators of classes; `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)` they understand.
+
+    Args:
+        stash: names that each forward stashes exactly once.
+        pop: names that each forward pops exactly once.
+    Returns:
+        A decorator. It raises TypeError for anything but a class of nn.Module, or for one that
+        is skippable already.
+    Raises:
+        TypeError: `stash` or `pop` is a single string, or holds something else than strings.
+    Source: torchgpipe's manual, 2.3.2. Ours keeps the layer's class, its attributes and the names
+    in its state_dict.
+    """
+    declared = names_of(stash, what="stash"), names_of(pop, what="pop")
+
+    def decorate(layer: type[nn.Module]) -> type[Skippable]:
+        if not isinstance(layer, type) or not issubclass(layer, nn.Module):
+            raise TypeError(f"skippable decorates classes of nn.Module, not {layer!r}")
+        if issubclass(layer, Skippable):
+            raise TypeError(f"{layer.__name__} is skippable already; declare all names at once")
+        made = _made.get((layer, *declared))
+        if made is None:
+            made = _made[(layer, *declared)] = _derive(layer, *declared)
+        return made
+
+    return decorate
+
+
+def _derive(layer: type[nn.Module], *declared: tuple[str, ...]) -> type[Skippable]:
+    # Wrapped, so that a signature asked of the decorated forward is the layer's own.
+    @functools.wraps(layer.forward)
+    def forward(self: Skippable, *args: Any, **kwargs: Any) -> Any:
+        return _complete(self, layer.forward(self, *args, **kwargs))
+
+    def reduce(self: Skippable, protocol: Any) -> Any:
+        reduced = super(made, self).__reduce_ex__(max(protocol, 2))
+        # `S = skippable(...)(Layer)` makes a class that no module knows as Layer: pickle would
+        # not find it by name, so its instances name what it was made from.
+        if type(self) is made and reduced[0] is _new_object and _importable(layer):
+            return _rebuild, (layer, *declared), *reduced[2:]
+        return reduced
+
+    body: dict[str, Any] = {name: getattr(layer, name) for name in ("__doc__", "__module__")}
+    body |= {"__qualname__": layer.__qualname__, "__reduce_ex__": reduce, "forward": forward}
+    body |= zip(("stash_names", "pop_names"), declared, strict=True)
+    made: type[Skippable] = types.new_class(
+        layer.__name__, (Skippable, layer), None, lambda ns: ns.update(body)
+    )
+    return made
+
+
+def _importable(cls: type) -> bool:
+    found: object = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is cls
+
+
+def _rebuild(layer: type[nn.Module], *declared: tuple[str, ...]) -> Skippable:
+    """Make an instance without state, for `copy` and `pickle`."""
+    made = skippable(*declared)(layer)
+    return made.__new__(made)

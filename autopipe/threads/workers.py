@@ -1,0 +1,207 @@
+"""Run one job a partition at the same time, each in its own thread, as the caller would."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.threads.thread_link import Stopped
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Hold what autocast does for one type of device."""
+
+    device_type: str
+    dtype: torch.dtype
+    cache_enabled: bool
+
+
+@dataclass(frozen=True)
+class CallerSettings:
+    """Hold the caller's settings that torch keeps for each thread alone.
+
+    Args:
+        inference: whether it is in inference mode.
+        autocasts: the device types for which autocast is on.
+        streams: its current stream on each CUDA device of the pipeline.
+        num_threads: intra-op threads of each job.
+        default_device: where tensors are made unless told otherwise.
+    """
+
+    inference: bool
+    autocasts: tuple[AutocastState, ...]
+    streams: tuple[torch.cuda.Stream, ...]
+    num_threads: int
+    default_device: torch.device
+
+    @staticmethod
+    def capture(devices: Sequence[torch.device], *, at_once: int) -> CallerSettings:
+        """Read the present settings.
+
+        Args:
+            devices: of the partitions.
+            at_once: how many of them can work at the same time; those on the CPU share the
+                caller's intra-op threads.
+        """
+        types = sorted({device.type for device in devices} & {"cpu", "cuda"})
+        cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+        num_on_cpu = sum(device.type == "cpu" for device in devices)
+        return CallerSettings(
+            torch.is_inference_mode_enabled(),
+            tuple(
+                AutocastState(t, torch.get_autocast_dtype(t), torch.is_autocast_cache_enabled())
+                for t in types
+                if torch.is_autocast_enabled(t)
+            ),
+            tuple(torch.cuda.current_stream(device) for device in cuda_devices),
+            max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
+            torch.get_default_device(),
+        )
+
+    @contextmanager
+    def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
+        """Apply them to the thread of a device's partition, but for autocast and threads.
+
+        Backwards run in this thread itself: handed to autograd's thread of a CUDA device, they
+        would wait for the very backward that started this job.
+        """
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad_enabled and not self.inference))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            # A stream makes its device the current one, so the partition's own comes last.
+            for stream in sorted(self.streams, key=lambda stream: stream.device == device):
+                stack.enter_context(torch.cuda.stream(stream))
+            # Off, but entered: a weight is cast once for all micro-batches of the portion, not
+            # once for each, as leaving the outermost autocast empties the cache.
+            for state in self.autocasts:
+                stack.enter_context(torch.autocast(state.device_type, enabled=False))
+            yield
+
+    def join_streams(self) -> None:
+        """Let the present streams of every device wait for what the partitions did.
+
+        autograd knows one stream of a node, and expects all gradients to be ready on it.
+        """
+        for ours in self.streams:
+            for theirs in self.streams:
+                torch.cuda.current_stream(theirs.device).wait_stream(ours)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Apply the autocast, for one forward.
+
+        `applied` empties the cache of weights cast before: one cast without a graph must not serve
+        a forward that needs one.
+        """
+        with ExitStack() as stack:
+            for state in self.autocasts:
+                stack.enter_context(
+                    torch.autocast(
+                        state.device_type, dtype=state.dtype, cache_enabled=state.cache_enabled
+                    )
+                )
+            yield
+
+
+def _await_end(thread: threading.Thread, ended: threading.Event) -> None:
+    """Wait for a thread to end, if it has begun at all.
+
+    Not by `join` alone: interrupted once, that takes the thread for ended (in Python 3.11).
+    """
+    while not ended.wait(0.1):
+        if thread.ident is None:
+            return  # The caller was interrupted before the thread began.
+    thread.join()
+
+
+def run_together(
+    jobs: Sequence[Callable[[], None]],
+    *,
+    num_threads: int,
+    stop: Callable[[], None],
+    order: Callable[[int], int],
+) -> None:
+    """Run the jobs, all at the same time; one alone runs in the caller's thread.
+
+    A failure stops the others; it is raised when all have ended, with its own traceback.
+
+    Args:
+        jobs: one a partition.
+        num_threads: intra-op threads of each.
+        stop: ends every wait of a job for another.
+        order: tells for a failed job how early in the schedule it failed; the earliest failure
+            is raised, of several as early the lowest job's.
+    """
+    if len(jobs) == 1:
+        jobs[0]()
+        return
+    failures: list[tuple[int, int, BaseException]] = []
+    ended = [threading.Event() for _ in jobs]
+    context = contextvars.copy_context()
+
+    def work(number: int) -> None:
+        try:
+            torch.set_num_threads(num_threads)
+            jobs[number]()
+        except BaseException as error:
+            stop()
+            if not isinstance(error, Stopped):
+                failures.append((order(number), number, error))
+        finally:
+            ended[number].set()
+
+    # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
+    threads = [
+        threading.Thread(
+            target=context.copy().run, args=(work, number), daemon=True, name=f"partition {number}"
+        )
+        for number in range(len(jobs))
+    ]
+    num_threads_before = torch.get_num_threads()
+    try:
+        _run_to_the_end(threads, ended, stop)
+    finally:
+        # Set in a thread, the number is also the default of threads to come.
+        torch.set_num_threads(num_threads_before)
+    if failures:
+        first = min(failures, key=lambda failure: failure[:2])[2]
+        # An error whose traceback leads back to it keeps the failed step's tensors alive.
+        failures.clear()
+        try:
+            raise first
+        finally:
+            del first
+
+
+def _run_to_the_end(
+    threads: Sequence[threading.Thread],
+    ended: Sequence[threading.Event],
+    stop: Callable[[], None],
+) -> None:
+    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            started.append(thread)
+            thread.start()
+        for event in ended:
+            event.wait()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop()
+        for thread, event in zip(started, ended, strict=False):
+            _await_end(thread, event)
+        raise

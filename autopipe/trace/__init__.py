@@ -1,0 +1,12 @@
+"""Take down what ran when, and draw it.
+
+recorder ─► span ─► trace ─► grid (text), picture, chrome, summary
+"""
+
+from autopipe.trace.picture import save_picture
+from autopipe.trace.recorder import Recorder
+from autopipe.trace.span import Span
+from autopipe.trace.summary import as_bytes
+from autopipe.trace.trace import Trace
+
+__all__ = ["Recorder", "Span", "Trace", "as_bytes", "save_picture"]

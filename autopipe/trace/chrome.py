@@ -1,0 +1,100 @@
+"""Write a trace in the format of chrome://tracing and ui.perfetto.dev.
+
+Each stage is a process: a lane for what it computes, one for its waits, one for each link that it
+sends over, and a curve of the activations that it keeps. In a lane nothing overlaps: transfers
+that were under way at once have several lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopipe.schedule import Op
+from autopipe.trace.span import Span
+
+Lanes = dict[str, list[Span]]
+"""Spans by the name of their lane, each by its start."""
+
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD: "backward",
+    Op.RECV_ACTIVATION: "wait for activation",
+    Op.RECV_GRADIENT: "wait for gradient",
+    Op.SEND_ACTIVATION: "send activation",
+    Op.SEND_GRADIENT: "send gradient",
+}
+
+
+def lanes(spans: Sequence[Span], stage: int) -> Lanes:
+    """Sort a stage's spans into lanes: "compute", "wait", and "to stage k" for its transfers."""
+    found: Lanes = {"compute": [], "wait": []}
+    for span in sorted((s for s in spans if s.stage == stage), key=lambda s: s.start_s):
+        if span.peer is None:
+            found["compute" if span.is_compute else "wait"].append(span)
+            continue
+        name, number = f"to stage {span.peer}", 1
+        while name in found and found[name][-1].end_s > span.start_s:
+            number += 1
+            name = f"to stage {span.peer} ({number})"
+        found.setdefault(name, []).append(span)
+    return found
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return the trace as the object that its file holds; times are in microseconds.
+
+    Source: Trace Event Format (Google); "X" is a span, "C" a curve, "M" a name.
+    """
+    origin_s = min((span.start_s for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for stage in sorted({span.stage for span in spans}):
+        # Perfetto takes process and thread 0 for the idle ones.
+        pid = stage + 1
+        events.append(_name("process_name", pid, 0, f"stage {stage}"))
+        events.append(_order("process_sort_index", pid, 0, stage))
+        for lane, (name, members) in enumerate(lanes(spans, stage).items()):
+            tid = 1000 * pid + lane
+            events.append(_name("thread_name", pid, tid, name))
+            events.append(_order("thread_sort_index", pid, tid, lane))
+            events += [_event(span, pid, tid, origin_s) for span in members]
+        events += _curve([s for s in spans if s.stage == stage], pid, origin_s)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(span: Span, pid: int, tid: int, origin_s: float) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"step": span.step, "micro-batch": span.micro_batch}
+    if span.peer is None:
+        arguments["kept bytes at the end"] = span.kept_bytes
+    else:
+        arguments |= {"payload bytes": span.payload_bytes, "copied bytes": span.num_bytes}
+    return {
+        "name": span.label,
+        "cat": _NAMES[span.op],
+        "ph": "X",
+        "ts": (span.start_s - origin_s) * 1e6,
+        "dur": max(0.0, span.duration_s * 1e6),
+        "pid": pid,
+        "tid": tid,
+        "args": arguments,
+    }
+
+
+def _curve(spans: Sequence[Span], pid: int, origin_s: float) -> Iterator[dict[str, Any]]:
+    for span in sorted((s for s in spans if s.peer is None), key=lambda s: s.end_s):
+        yield {
+            "name": "kept activations",
+            "ph": "C",
+            "ts": (span.end_s - origin_s) * 1e6,
+            "pid": pid,
+            "args": {"bytes": span.kept_bytes},
+        }
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _order(kind: str, pid: int, tid: int, index: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": index}}

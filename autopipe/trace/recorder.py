@@ -1,0 +1,191 @@
+"""Take down what one stage does in a step; nothing is read from a device before the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autopipe.schedule import Instruction, Op
+from autopipe.trace.kept_memory import KeptMemory
+from autopipe.trace.span import Span
+
+
+class DeviceClock:
+    """Tell when a CUDA device came to an event, in seconds of `time.perf_counter`.
+
+    Clocks of host and device are compared once, when the device has nothing to do; the error is
+    that of one launch and one wait, some ten microseconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._origin = torch.cuda.Event(enable_timing=True)
+        before_s = time.perf_counter()
+        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.synchronize()
+        self._origin_s = (before_s + time.perf_counter()) / 2
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """Wait for the event and return when it came."""
+        event.synchronize()
+        return self._origin_s + self._origin.elapsed_time(event) / 1e3
+
+
+class Clocks:
+    """Give marks of the present moment, on the host or on a device's current stream."""
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, DeviceClock] = {}
+
+    def watch(self, device: torch.device | None) -> None:
+        """Prepare for marks of a device; a CUDA device is waited for."""
+        if device is not None and device.type == "cuda" and device not in self._devices:
+            self._devices[device] = DeviceClock(device)
+
+    def mark(self, device: torch.device | None) -> Mark:
+        """Mark now; on a CUDA device, when its current stream will have come here."""
+        if device is None or device.type != "cuda":
+            return Mark(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return Mark(event, self._devices[device])
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Hold a moment, which a device may not have reached yet."""
+
+    moment: float | torch.cuda.Event
+    clock: DeviceClock | None = None
+
+    def seconds(self) -> float:
+        """Return it in seconds of `time.perf_counter`; wait for the device to get there."""
+        if isinstance(self.moment, float):
+            return self.moment
+        assert self.clock is not None
+        return self.clock.seconds(self.moment)
+
+
+@dataclass
+class _Note:
+    """Hold a span whose times are still marks."""
+
+    span: Span
+    start: Mark
+    end: Mark
+
+
+class Recorder:
+    """Note what one stage does in one step: when, what it sends and what it keeps.
+
+    Args:
+        stage: whose.
+        step: number of the mini-batch; each has its own recorder.
+        device: where the stage computes; a CUDA device tells its own times.
+        clocks: shared by the recorders of a trace.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        step: int = 0,
+        device: torch.device | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self.stage, self.step = stage, step
+        self._device = device
+        self._clocks = Clocks() if clocks is None else clocks
+        self._clocks.watch(device)
+        self._notes: list[_Note] = []
+        self._memory = KeptMemory()
+        self._start = self._clocks.mark(None)
+        self._num_transfers = self._input_bytes = 0
+        self._in_flight = self._graphs = 0
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return all spans in the order in which they ended; devices are waited for."""
+        return [
+            replace(note.span, start_s=note.start.seconds(), end_s=note.end.seconds())
+            for note in self._notes
+        ]
+
+    @contextmanager
+    def span(self, instruction: Instruction, *, sent_bytes: int = 0) -> Iterator[None]:
+        """Note when the instruction inside ran, also one that fails.
+
+        Args:
+            instruction: what runs.
+            sent_bytes: what it gives to a link. If the link notes no transfer, it goes to the
+                neighbour's memory, and its span is the instruction's.
+        """
+        self._num_transfers = self._input_bytes = 0
+        memory = self._memory
+        memory.peak_bytes = memory.num_bytes
+        builds_graph = instruction.op in (Op.FORWARD, Op.RECOMPUTE)
+        self._start = self._clocks.mark(self._device)
+        try:
+            with memory.counting() if builds_graph else nullcontext():
+                yield
+        finally:
+            span = Span(
+                self.stage, instruction.op, instruction.micro_batch, 0.0, 0.0,
+                payload_bytes=self._input_bytes, step=self.step,
+                num_in_flight=self._in_flight, num_graphs=self._graphs,
+                kept_bytes=memory.num_bytes, peak_bytes=memory.peak_bytes,
+            )  # fmt: skip
+            note = _Note(span, self._start, self._clocks.mark(self._device))
+            self._notes.append(note)
+            if sent_bytes and not self._num_transfers:
+                peer = self.stage + (1 if instruction.op is Op.SEND_ACTIVATION else -1)
+                sent = replace(span, peer=peer, num_bytes=sent_bytes, payload_bytes=sent_bytes)
+                self._notes.append(_Note(sent, note.start, note.end))
+
+    def starts_forward(self, inputs: Sequence[Tensor | None]) -> None:
+        """Let the present span begin only now, after a wait for room; note the input's size."""
+        self._input_bytes = sum(tensor.nbytes for tensor in inputs if tensor is not None)
+        self._start = self._clocks.mark(self._device)
+
+    def keeps(self, *, in_flight: int, graphs: int, inputs: Sequence[Tensor | None]) -> None:
+        """Note what the stage keeps at the end of the present span.
+
+        Args:
+            in_flight: micro-batches of which it keeps anything.
+            graphs: micro-batches of which it keeps a graph.
+            inputs: which it keeps by itself, for a forward to come or to be repeated.
+        """
+        self._in_flight, self._graphs = in_flight, graphs
+        self._memory.set_inputs(inputs)
+
+    @contextmanager
+    def transfer(
+        self,
+        instruction: Instruction,
+        *,
+        peer: int,
+        payload_bytes: int,
+        copied_bytes: int,
+        device: torch.device | None,
+    ) -> Iterator[None]:
+        """Note a transfer.
+
+        Args:
+            instruction: the send that it belongs to.
+            peer: the stage that it goes to.
+            payload_bytes, copied_bytes: what is handed over or copied, and what is copied.
+            device: whose current stream copies; None for the host.
+        """
+        self._num_transfers += 1
+        start = self._clocks.mark(device)
+        yield
+        span = Span(
+            self.stage, instruction.op, instruction.micro_batch, 0.0, 0.0, copied_bytes,
+            payload_bytes, peer, self.step,
+        )  # fmt: skip
+        self._notes.append(_Note(span, start, self._clocks.mark(device)))

@@ -1,0 +1,291 @@
+"""Run the main job: fine-tune a ViT on real scans, elastically and without, and compare.
+
+    donor      12 blocks trained on the digits 0-4 (made once, kept)
+    elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the prefix
+    published  the same, freezing included, but pipelines are planned by the published rules
+    baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from autopipe.profile import Profile
+from experiments.ideal import ideal_seconds
+from freeze import FreezeSchedule
+from pipetransformer.checkpoint import clear_folder
+from pipetransformer.checks import check_world
+from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
+from pipetransformer.optimizer import adamw
+from pipetransformer.processes import launch
+from pipetransformer.report import (
+    RECORDS_FILE,
+    Record,
+    breakdown_table,
+    draw_report,
+    read_records,
+    summary_table,
+)
+from pipetransformer.trainer import Trainer
+
+NUM_SLOTS = 2
+BATCH_SIZE = 32
+LEARNING_RATE = 4e-4
+DONOR_LEARNING_RATE = 6e-4
+DONOR_EPOCHS = 16
+DONOR_FILE = "demo-donor.safetensors"
+FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 4, 8)
+"""Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
+RUNS = ("elastic", "published", "baseline")
+MEMORY_LIMIT_BYTES = 106_000_000
+"""Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Hold what the command line sets.
+
+    Args:
+        folder: where results go; an earlier demo's are replaced.
+        epochs: of fine-tuning.
+        seed: of weights, order and dropout.
+    """
+
+    folder: str = "runs/demo"
+    epochs: int = 28
+    seed: int = 0
+
+
+def build_model(num_classes: int, seed: int) -> nn.Module:
+    """Build the ViT: 32 x 32 pixels, patch 8, width 192, 12 blocks, mean pooling."""
+    # timm takes seconds to import, and only those who build the model need it.
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(seed)
+    return VisionTransformer(
+        img_size=32,
+        patch_size=8,
+        in_chans=1,
+        num_classes=num_classes,
+        embed_dim=192,
+        depth=12,
+        num_heads=3,
+        global_pool="avg",
+        class_token=False,
+    )
+
+
+def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, TensorDataset]:
+    """Load scikit-learn's scans as (N, 1, 32, 32) float32 images and int64 labels.
+
+    The split is stratified and fixed. With all ten classes 1,197 train and 600 test.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=600, stratify=labels, random_state=0
+    )
+    pixels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    pixels = nn.functional.interpolate(pixels, size=32, mode="bilinear", align_corners=False)
+    targets = torch.tensor(labels, dtype=torch.int64)
+
+    def subset(index: np.ndarray) -> TensorDataset:
+        chosen = torch.tensor([i for i in sorted(index.tolist()) if labels[i] in classes])
+        return TensorDataset(pixels[chosen], targets[chosen])
+
+    return subset(train), subset(test)
+
+
+def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run the donor and RUNS, write the report, and return the summary.
+
+    Args:
+        settings: from the command line.
+        say: shows a line to the person watching.
+    """
+    for run in RUNS:
+        check_world(make_config(run_settings(settings, run)), NUM_SLOTS, NUM_SLOTS)
+    folder = Path(settings.folder)
+    donor = folder.parent / DONOR_FILE
+    if not donor.exists():
+        say(f"donor: training 12 blocks on the digits 0-4, kept in {donor}")
+        make_donor(donor)
+    clear_folder(folder)
+    for run in RUNS:
+        say(
+            f"\n{run}: fine-tuning on the digits 0-9, {settings.epochs} epochs, "
+            f"{NUM_SLOTS} device slots"
+        )
+        launch(fine_tune, (settings, str(donor), run), num_slots=NUM_SLOTS)
+    return write_report(settings, say)
+
+
+def write_report(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compare the finished runs: write and draw it into the folder, say it, and return it."""
+    folder, summary = Path(settings.folder), summarize(settings)
+    records = {run: _records(settings, run) for run in reversed(RUNS)}
+    draw_report(records, folder / "report.png")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    say(
+        f"\n{breakdown_table(records)}\n\n{summary_table(summary['runs'])}\n\n"
+        f"{folder}: summary.json, records.jsonl, report.png, model.safetensors, tensorboard/"
+    )
+    return summary
+
+
+def make_donor(path: Path) -> None:
+    """Train the donor on all slots and keep its weights at a path."""
+    launch(train_donor, (str(path),), num_slots=NUM_SLOTS)
+
+
+def train_donor(path: str) -> None:
+    """Train the donor on the digits 0-4 and write its weights, without the head."""
+    train, test = load_digits_split(range(5))
+    with Trainer(
+        build_model(5, seed=0),
+        train,
+        eval_set=test,
+        optimizer=adamw(DONOR_LEARNING_RATE),
+        epochs=DONOR_EPOCHS,
+        batch_size=32,
+        evaluate_every_epochs=DONOR_EPOCHS,
+        learning_rate_schedule=cosine_with_warmup(),
+        clip_norm=1.0,
+        label="donor",
+    ) as trainer:
+        trainer.fit()
+        state = {
+            name: t.clone()
+            for name, t in trainer.state_dict().items()
+            if not name.startswith("head.")
+        }
+        if trainer.world.is_main:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            safetensors.torch.save_file(state, path)
+
+
+def run_folder(settings: DemoSettings, run: str) -> Path:
+    """Return where a run's results go."""
+    return Path(settings.folder) / ("" if run == "elastic" else run)
+
+
+def run_settings(settings: DemoSettings, run: str) -> dict[str, Any]:
+    """Return the Trainer's settings: the same for all runs, but for how pipelines are planned."""
+    return {
+        "epochs": settings.epochs,
+        "batch_size": BATCH_SIZE,
+        "seed": settings.seed,
+        "length": NUM_SLOTS if run == "baseline" else None,
+        "plan": "paper" if run == "published" else "fastest",
+        "memory_limit_bytes": MEMORY_LIMIT_BYTES,
+        "learning_rate_schedule": polynomial_with_warmup(),
+        "clip_norm": 1.0,
+        "evaluate_every_epochs": 2,
+        "folder": run_folder(settings, run),
+        "checkpoint_every_epochs": settings.epochs,
+        "keep_checkpoints": 1,
+        "label": run,
+    }
+
+
+def fine_tune(settings: DemoSettings, donor: str, run: str) -> None:
+    """Fine-tune the donor on all ten digits, and write what it took."""
+    folder = run_folder(settings, run)
+    train, test = load_digits_split()
+    model = build_model(10, settings.seed)
+    model.load_state_dict(safetensors.torch.load_file(donor), strict=False)
+    with Trainer(
+        model,
+        train,
+        eval_set=test,
+        optimizer=adamw(LEARNING_RATE),
+        freeze=None if run == "baseline" else FreezeSchedule(FROZEN_BY_EPOCH),
+        **run_settings(settings, run),
+    ) as trainer:
+        report = trainer.fit()
+        trainer.save_model(folder / "model.safetensors")
+        assert trainer.measurements is not None
+        if trainer.world.is_main:
+            result = {
+                **dataclasses.asdict(report),
+                "profile": trainer.measurements.profile.to_json(),
+                "copy_bytes_per_s": trainer.measurements.copy_bytes_per_s,
+                "num_samples": len(train),
+                "device": str(trainer.world.device),
+            }
+            (folder / "result.json").write_text(json.dumps(result) + "\n")
+
+
+def summarize(settings: DemoSettings) -> dict[str, Any]:
+    """Compare the runs; the ideals are modelled from one profile for all."""
+    results = {
+        run: json.loads((run_folder(settings, run) / "result.json").read_text())
+        for run in reversed(RUNS)
+    }
+    measured = results["elastic"]
+    profile = Profile.from_json(measured["profile"])
+    read_s = profile.sublayers[-2].output_bytes / measured["copy_bytes_per_s"]
+    runs: dict[str, dict[str, Any]] = {}
+    for run, result in results.items():
+        runs[run] = {
+            "seconds": result["seconds"],
+            "samples_per_s": result["samples"] / result["seconds"],
+            "accuracy": result["metrics"]["accuracy"],
+            "ideal_seconds": ideal_seconds(
+                profile,
+                [r for r in _records(settings, run) if r["kind"] == "step"],
+                num_samples=measured["num_samples"],
+                read_s=read_s,
+            ),
+        }
+        if run != "baseline":
+            served = result["cache_hits"] + result["cache_misses"]
+            runs[run] |= {
+                "speedup": runs["baseline"]["seconds"] / result["seconds"],
+                "ideal_speedup": runs["baseline"]["ideal_seconds"] / runs[run]["ideal_seconds"],
+                "cache_hit_rate": result["cache_hits"] / max(served, 1),
+                "transitions": result["transitions"],
+            }
+    return {
+        "runs": runs,
+        "seed": settings.seed,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": f"{NUM_SLOTS} x {measured['device']} ({platform.machine()})",
+    }
+
+
+def _records(settings: DemoSettings, run: str) -> list[Record]:
+    return read_records(run_folder(settings, run) / RECORDS_FILE)
+
+
+def main() -> int:
+    """Run the demo with what the command line asks for."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__)
+    parser.add_argument("--folder", default=DemoSettings.folder, help="where results go")
+    parser.add_argument("--epochs", type=int, default=DemoSettings.epochs)
+    parser.add_argument("--seed", type=int, default=DemoSettings.seed)
+    options = parser.parse_args()
+    run_demo(DemoSettings(folder=options.folder, epochs=options.epochs, seed=options.seed), print)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Save a run beside training, and resume it on any number of ranks.
+
+run_state ─► saver ─► snapshot ─► format      resume ◄─ folder_lock
+"""
+
+from pipetransformer.checkpoint.folder_lock import clear_folder
+from pipetransformer.checkpoint.format import holds_checkpoint, open_checkpoint, published
+from pipetransformer.checkpoint.resume import CHECKPOINTS, resumes
+from pipetransformer.checkpoint.run_state import RunState
+from pipetransformer.checkpoint.saver import Saved
+
+__all__ = [
+    "CHECKPOINTS",
+    "RunState",
+    "Saved",
+    "clear_folder",
+    "holds_checkpoint",
+    "open_checkpoint",
+    "published",
+    "resumes",
+]

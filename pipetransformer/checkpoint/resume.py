@@ -1,0 +1,203 @@
+"""Find out whether and where a run continues, and agree on it among all ranks.
+
+    resume    the folder holds     the run
+    False     nothing              starts
+    False     a run                is refused; but a restarted process continues what its own
+                                   launcher began
+    True      no checkpoint        is refused
+    "auto"    no checkpoint        starts from the beginning, with the decisions of the journal
+    either    checkpoints          continues from the newest that is usable
+
+Whatever one rank finds wrong ends in the same way on all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from autodp import Shard, broadcast_json, gather_json
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.checkpoint.format import (
+    Checkpoint,
+    holds_checkpoint,
+    open_checkpoint,
+    published,
+)
+from pipetransformer.config import TrainConfig
+from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.processes import World, agree
+from pipetransformer.transition import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
+
+CHECKPOINTS = "checkpoints"
+
+_JOURNAL = "journal.jsonl"
+_LAUNCHERS = "launchers.json"
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "PIPETRANSFORMER_RESTART_COUNT")
+_LOG = logging.getLogger(__name__)
+
+
+def resumes(config: TrainConfig) -> bool:
+    """Tell whether a run continues what its folder holds; asked before anything is started.
+
+    Raises:
+        ValueError: the folder holds another run and resume is False, or it holds no checkpoint
+            and resume is True.
+    """
+    if config.folder is None:
+        return False
+    folder = Path(config.folder)
+    if config.resume == "auto":
+        return True
+    if config.resume:
+        if not holds_checkpoint(folder / CHECKPOINTS):
+            raise ValueError(
+                f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
+                "give the folder of the run, or resume='auto', which starts anew where there is "
+                "none"
+            )
+        return True
+    found = [name for name in (CHECKPOINTS, _JOURNAL) if (folder / name).exists()]
+    if not found:
+        return False
+    if is_restarted() and _launcher() in _noted_launchers(folder):
+        return True
+    raise ValueError(
+        f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
+        "resume='auto', or give another folder"
+    )
+
+
+def note_launchers(folder: Path, world: World) -> None:
+    """Write down who started this run's processes, so that theirs may continue it. Collective."""
+    launchers = sorted(set(gather_json(_launcher(), group=world.group)))
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"{_LAUNCHERS}.tmp"
+        temporary.write_text(json.dumps(launchers))
+        os.replace(temporary, folder / _LAUNCHERS)
+
+
+def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:
+    """Find the newest checkpoint that every rank can use; warn of each newer one. Collective.
+
+    Each rank verifies its share of the files, so that a large checkpoint is read once in all.
+
+    Returns:
+        None if no save was ever completed in this directory.
+    Raises:
+        CorruptCheckpointError: there are checkpoints, and none is usable.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def names_found() -> list[str]:
+        return [folder.name for folder in published(directory)] if rank == 0 else []
+
+    def verified(folder: Path) -> Checkpoint:
+        checkpoint = open_checkpoint(folder)
+        checkpoint.verify(part=rank, num_parts=size)
+        return checkpoint
+
+    # The others take rank 0's list: on a shared disk they might still see an older one.
+    names = broadcast_json(agree(names_found, group=group), group=group)
+    for name in names:
+        try:
+            return agree(partial(verified, directory / name), group=group)
+        except CorruptCheckpointError as error:
+            if rank == 0:
+                _LOG.warning("checkpoint %s cannot be used, trying an older: %s", name, error)
+    if names:
+        raise CorruptCheckpointError(
+            f"no checkpoint in {directory} is usable ({', '.join(names)}); the warnings name the "
+            "files; restore one, or start anew in another directory"
+        )
+    return None
+
+
+def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        ValueError: its sublayers have other names.
+    """
+    sublayers = [sublayer.name for sublayer in model.sublayers]
+    names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
+    if names != set(checkpoint.shard_names):
+        saved = dict.fromkeys(split_shard_name(name)[0] for name in checkpoint.shard_names)
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} is of a model with the sublayers {sorted(saved)}, "
+            f"but this one has {sorted(sublayers)}; resume with the model that was saved"
+        )
+
+
+def read_shards(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    model: LayeredModel,
+    *,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Shard]:
+    """Read the shards that this rank will hold; all ranks get theirs, or none does. Collective.
+
+    Raises:
+        CorruptCheckpointError: on every rank: a file of one of them went bad since it was
+            verified.
+        ValueError: on every rank: a tensor of one of them has another shape or dtype.
+    """
+
+    def read() -> dict[str, Shard]:
+        shards = {name: checkpoint.read(name) for name in names}
+        for index, sublayer in enumerate(model.sublayers):
+            name = shard_name(sublayer.name, WEIGHTS)
+            if name in shards:
+                _check_fit(name, shards[name], model.tensors(index))
+        return shards
+
+    return agree(read, group=group)
+
+
+def _check_fit(name: str, saved: Shard, held: Shard) -> None:
+    ours, theirs = (
+        {key: f"{tuple(t.shape)} {t.dtype}" for key, t in shard.items()} for shard in (held, saved)
+    )
+    if ours != theirs:
+        differing = sorted(k for k in {*ours, *theirs} if ours.get(k) != theirs.get(k))
+        raise ValueError(
+            f"{name} was saved with {[(k, theirs.get(k)) for k in differing]}, but this model has "
+            f"{[(k, ours.get(k)) for k in differing]}; resume with the model that was saved"
+        )
+
+
+def is_restarted() -> bool:
+    """Tell whether a launcher that restarts processes may have started this one again."""
+    # torchrun counts restarts by node, so that a node's count may still be 0: being started by
+    # the launcher that began the run tells a restart, as torchrun has one run in its life.
+    return "TORCHELASTIC_RESTART_COUNT" in os.environ or any(
+        os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS
+    )
+
+
+def _launcher() -> str:
+    """Identify what started this process; its restarts have it in common."""
+    parent, started = os.getppid(), ""
+    stat = Path(f"/proc/{parent}/stat")
+    if stat.exists():
+        started = stat.read_text().rpartition(")")[2].split()[19]
+    # A process may launch one run after the other.
+    launch = os.environ.get("PIPETRANSFORMER_LAUNCH", "")
+    return f"{socket.gethostname()} {parent} {started} {launch}".strip()
+
+
+def _noted_launchers(folder: Path) -> list[str]:
+    """Return who started the folder's run; nobody where that cannot be read."""
+    try:
+        return [str(name) for name in json.loads((folder / _LAUNCHERS).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []

@@ -1,0 +1,292 @@
+"""Say what a checkpoint holds of a run beside its tensors, and take it up again.
+
+There are no random generators to save: sample order, dataset reads and dropout are seeded from the
+run's seed and the position. Neither is the learning rate, a function of the position.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autodp import broadcast_json, gather_json
+from pipetransformer.checkpoint.folder_lock import FolderLock
+from pipetransformer.checkpoint.format import Checkpoint
+from pipetransformer.checkpoint.resume import (
+    CHECKPOINTS,
+    check_model,
+    is_restarted,
+    note_launchers,
+    open_latest,
+    read_shards,
+    resumes,
+)
+from pipetransformer.checkpoint.saver import Saved, Saver
+from pipetransformer.job import Task
+from pipetransformer.measure import Measurements
+from pipetransformer.optimizer_probe import OptimizerTraits
+from pipetransformer.position import Position, Timeline
+from pipetransformer.processes import World, agree
+from pipetransformer.transition import Decider, Decision, Deployment, Transitions, plan_shape
+
+_LOGGER = logging.getLogger(__name__)
+_LOCK_PATIENCE_S = 120.0
+"""How long a restarted run waits for its predecessor to let go of the folder: on a network file
+system a lost node's lock stays for a while, with NFSv4 on Linux for 90 s."""
+
+_PATIENCE_STEPS = 1.0
+"""For how many steps training may stop for the save before."""
+
+
+class Part(Protocol):
+    """Save and restore a part of a run as plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RunState:
+    """Save and restore the parts of a run that change while it trains.
+
+    Args:
+        task, world: what is trained, and where.
+        timeline, deployment: as the trainer has them.
+        parts: what else saves and restores itself, by name.
+        optimizer: what it keeps for its parameters.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        timeline: Timeline,
+        deployment: Deployment,
+        parts: Mapping[str, Part],
+        optimizer: OptimizerTraits,
+    ) -> None:
+        self._task = task
+        self._world = world
+        self._timeline = timeline
+        self._deployment = deployment
+        self._parts = parts
+        self._optimizer = optimizer.to_json()
+        folder = task.config.folder
+        self._folder = None if folder is None else Path(folder)
+        self._hardware = _describe_hardware(world.device)
+        self._lock: FolderLock | None = None
+        self._saver: Saver | None = None
+        self.resumes = False
+        self._keeps = False
+        self._reserved_for: Decision | None = None
+
+    def open(self) -> Checkpoint | None:
+        """Get ready to save, and return the checkpoint to continue from, if any. Collective.
+
+        Raises:
+            CorruptCheckpointError, ValueError: see `FolderLock.take`, `resumes`, `open_latest` and
+                `_check`; on every rank.
+        """
+        config, group = self._task.config, self._world.group
+        if self._folder is None:
+            return None
+        folder = self._folder
+        claimed = agree(lambda: self._world.is_main and self._claim(folder), group=group)
+        self.resumes = broadcast_json(claimed, group=group)
+        note_launchers(self._folder, self._world)
+        directory = self._folder / CHECKPOINTS
+        if config.saves:
+            self._saver = Saver(
+                directory,
+                self._world,
+                keep=config.keep_checkpoints,
+                timeout_s=config.setup_timeout_s,
+            )
+        checkpoint = open_latest(directory, group=group) if self.resumes else None
+        if checkpoint is not None:
+            self._check(checkpoint)
+        return checkpoint
+
+    def _claim(self, folder: Path) -> bool:
+        """Lock the folder, and tell whether the run in it is continued."""
+        config = self._task.config
+        self._lock = FolderLock(folder)
+        waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
+        self._lock.take(patience_s=waits)
+        # Asked before, but another run may have come and gone since.
+        continues = resumes(config)
+        if continues and not config.resume:
+            _LOGGER.warning("the processes were started again: the run in %s continues", folder)
+        return continues
+
+    def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
+        """Return what was measured before, where it was on as many such ranks. Collective.
+        """
+        saved, shape = checkpoint.scalars["world"], plan_shape(self._task, self._world)
+        same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
+        if same:
+            hardware = checkpoint.scalars["ranks"][self._world.rank]["hardware"]
+            same = hardware == self._hardware
+        self._keeps = all(gather_json(same, group=self._world.group))
+        if not self._keeps:
+            return None
+        return Measurements.from_json(checkpoint.scalars["measurements"])
+
+    def restore(
+        self, checkpoint: Checkpoint, transitions: Transitions
+    ) -> None:
+        """Continue from a checkpoint that any number of ranks may have written. Collective.
+
+        Raises:
+            CorruptCheckpointError, ValueError: see `read_shards`; on every rank.
+        """
+        scalars, decider = checkpoint.scalars, transitions.decider
+        self._timeline.position = Position(**scalars["position"])
+        for name, part in self._parts.items():
+            part.load_state_dict(scalars["parts"][name])
+        if scalars["world"] != plan_shape(self._task, self._world):
+            decider.replan(transitions.clock())
+        decision = decider.current
+        assert decision is not None
+        needed = self._deployment.needed_shards(decision)
+        shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
+        self._deployment.restore(decision, shards)
+        self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
+        transitions.continue_from(decision, measured_anew=not self._keeps)
+
+    def save_if_due(self, decider: Decider) -> Saved | None:
+        """Have a checkpoint written where one is due; return one that has been since."""
+        if self._saver is None:
+            return None
+        decision = decider.current
+        assert decision is not None
+        if decision.changes(self._reserved_for) and self._saver.is_idle:
+            # Only after a step: there is no optimizer state before the first.
+            self._reserved_for = decision
+            self._saver.reserve(self._deployment.owned_shards())
+        if self._timeline.save_due() and self._may_save(self._saver, decision):
+            self._saver.save(
+                self._timeline.position.step,
+                self._deployment.owned_shards(),
+                scalars=self._shared_json(decider),
+                own=self._own_json(),
+            )
+        return self._saver.take_saved()
+
+    def _may_save(self, saver: Saver, decision: Decision) -> bool:
+        """Wait a step at most for the save before this one; the run's last save waits longer."""
+        if self._timeline.is_over:
+            return True
+        step_s = decision.plan.predicted_step_s
+        may = saver.catches_up(
+            patience_s=_PATIENCE_STEPS * step_s, limit_s=self._task.config.step_limit_s(step_s)
+        )
+        if not may and self._world.is_main:
+            _LOGGER.warning(
+                "no checkpoint of step %d: the one before it is still being written; training "
+                "goes on. Save less often, or to a faster disk",
+                self._timeline.position.step,
+            )
+        return may
+
+    def finish(self) -> Saved | None:
+        """Wait until the last checkpoint is written; return it.
+
+        Raises:
+            RuntimeError: see `Saver.wait`.
+        """
+        if self._saver is None:
+            return None
+        self._saver.wait()
+        return self._saver.take_saved()
+
+    def close(self, *, failed: bool) -> None:
+        """End saving; after a failure of this rank the others are not waited for.
+
+        Raises:
+            RuntimeError: see `Saver.wait`.
+        """
+        try:
+            if self._saver is not None:
+                if failed:
+                    self._saver.abandon()
+                else:
+                    self._saver.close()
+        finally:
+            # Where a thread still writes, the folder is this process's until it ends.
+            if self._lock is not None and (self._saver is None or self._saver.is_idle):
+                self._lock.close()
+
+    def _shared_json(self, decider: Decider) -> dict[str, Any]:
+        """Return what all ranks have in common, as plain values."""
+        return {
+            **self._identity(),
+            "optimizer": self._optimizer,
+            "world": plan_shape(self._task, self._world),
+            "position": asdict(self._timeline.position),
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "measurements": decider.measurements.to_json(),
+        }
+
+    def _own_json(self) -> dict[str, Any]:
+        """Return what this rank alone knows, as plain values."""
+        return {
+            "signals": self._deployment.active_stage.signals.state(),
+            "hardware": self._hardware,
+        }
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another model, or after which samples would be lost."""
+        check_model(checkpoint, self._task.model)
+        trained_with = checkpoint.scalars["optimizer"]
+        if trained_with != self._optimizer:
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} was trained with {_spell(trained_with)}, but "
+                f"this run has {_spell(self._optimizer)}; resume with the optimizer that was "
+                "saved, or start a new run from its weights"
+            )
+        saved = {name: checkpoint.scalars[name] for name in self._identity()}
+        if saved != self._identity():
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has "
+                f"{self._identity()}, which is another order of the samples; resume with the same "
+                "seed and training set"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._task.config.seed, "num_samples": self._timeline.num_samples}
+
+
+def _spell(optimizer: Mapping[str, Any]) -> str:
+    return f"{optimizer['name']} (which keeps {', '.join(optimizer['entries']) or 'nothing'})"
+
+
+def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the signals of all stages; replicas of a stage have equal ones."""
+    signals = [one["signals"] for one in ranks]
+    sums = {name: value for one in signals for name, value in one["squared_sums"].items()}
+    return {"num_steps": signals[0]["num_steps"], "squared_sums": sums}
+
+
+def _describe_hardware(device: torch.device) -> dict[str, Any]:
+    """Describe what a measured time depends on."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = _processor()
+    return {"device": name, "cores": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _processor() -> str:
+    """Return the processor's name, where the system tells more than its architecture."""
+    details = Path("/proc/cpuinfo")
+    lines = details.read_text().splitlines() if details.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,254 @@
+"""Save checkpoints in the background, while training goes on.
+
+    training   | step | copy | step | step | step | step | ...
+    rank 0            folder | write | wait for all | manifest, latest |
+    other ranks              | write | tell rank 0  |
+
+The ranks' writers speak to each other in a group of their own, which the training loop never uses.
+One save is under way at a time. One that is due meanwhile is left out on all ranks alike, so that
+a slow disk costs checkpoints and not time; only the end of the run waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autodp import broadcast_json, gather_json, waiting_for
+from pipetransformer.checkpoint.format import (
+    ShardRecord,
+    checkpoint_folder,
+    discard,
+    publish,
+    write_shards,
+)
+from pipetransformer.checkpoint.snapshot import HostShard, Shards, Snapshot, num_bytes_of
+from pipetransformer.durable import encode_json
+from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.processes import World
+
+_GRACE_S = 10.0
+"""How long a process that ends with an error lets a save finish."""
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Report a checkpoint.
+
+    Args:
+        step: whose state it holds.
+        stopped_s: how long training was stopped: for the save before, and for the copy.
+        written_s: how long writing took beside training, until it counted.
+        num_bytes: of all ranks' files; 0 where there is no checkpoint, as a write failed.
+    """
+
+    step: int
+    stopped_s: float
+    written_s: float
+    num_bytes: int
+
+
+class Saver:
+    """Write one checkpoint at a time in a thread of its own. Built by all ranks together.
+
+    Args:
+        directory: holds the run's checkpoints; all nodes share it.
+        world: the ranks.
+        keep: how many of the newest checkpoints stay.
+        timeout_s: longest wait for the slowest rank's files.
+    """
+
+    def __init__(self, directory: Path, world: World, *, keep: int, timeout_s: float) -> None:
+        self._directory = directory
+        self._world = world
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._waited_s = 0.0
+        self._snapshot = Snapshot(pinned=world.device.type == "cuda")
+        self._group: dist.ProcessGroup | None = None
+        if world.group is not None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._saved: Saved | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no save is under way."""
+        return self._writer is None or not self._writer.is_alive()
+
+    def reserve(self, shards: Shards) -> None:
+        """Get memory for a copy of such shards in the background, ahead of the first save."""
+        assert self.is_idle
+        self._start("memory for a checkpoint", self._snapshot.reserve, num_bytes_of(shards))
+
+    def save(
+        self, step: int, shards: Shards, *, scalars: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> None:
+        """Copy this rank's shards, and have them written while training goes on.
+
+        Args:
+            step: steps done.
+            shards: those this rank owns; they may change as soon as this returns.
+            scalars: plain values by name, rank 0's count.
+            own: plain values of this rank; `scalars["ranks"]` lists them in the checkpoint.
+        Raises:
+            TypeError: a value that JSON cannot hold.
+            RuntimeError: see `wait`.
+        """
+        start = time.perf_counter()
+        self.wait()
+        host_shards = self._snapshot.take(shards)
+        # A copy of these, too: training goes on changing them.
+        values = json.loads(encode_json({"scalars": scalars, "own": own}, "state"))
+        stopped_s = self._waited_s + time.perf_counter() - start
+        self._waited_s = 0.0
+        self._start(
+            f"the checkpoint of step {step}", self._write, step, host_shards, values, stopped_s
+        )
+
+    def catches_up(self, *, patience_s: float, limit_s: float) -> bool:
+        """Wait a little for the save under way; tell whether all ranks' have ended. Collective.
+
+        Args:
+            patience_s: how long to wait for this rank's.
+            limit_s: how long to wait for another rank's answer.
+        Raises:
+            PeerError: a rank is gone, or silent.
+        """
+        start = time.perf_counter()
+        if self._writer is not None:
+            self._writer.join(patience_s)
+        self._waited_s = time.perf_counter() - start
+        if self._world.group is None:
+            return self.is_idle
+        num_busy = torch.tensor(int(not self.is_idle))
+        with waiting_for("whether their checkpoint is written", self._world.group):
+            work = dist.all_reduce(num_busy, group=self._world.group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=limit_s))
+        return int(num_busy) == 0
+
+    def take_saved(self) -> Saved | None:
+        """Return the report of a save that has ended since the last call, or None."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one.
+
+        Raises:
+            RuntimeError: the writers of this rank and another lost each other, or this rank's own
+                did not end in time.
+        """
+        if self._writer is not None:
+            self._writer.join(self._timeout_s)
+            if self._writer.is_alive():
+                raise RuntimeError(
+                    f"rank {self._world.rank} is still busy with {self._writer.name} in "
+                    f"{self._directory} after {self._timeout_s:g} s; save less often, to a faster "
+                    "disk, or raise setup_timeout_s"
+                )
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait for the save under way, and destroy the group; every rank calls it.
+
+        Raises:
+            RuntimeError: see `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def abandon(self) -> None:
+        """Give the save under way a moment to finish, after an error."""
+        if self._writer is not None:
+            self._writer.join(_GRACE_S)
+
+    def _start(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        # A daemon: a process that has failed must not wait for a disk or for its neighbours.
+        self._writer = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._writer.start()
+
+    def _write(
+        self, step: int, shards: tuple[HostShard, ...], values: dict[str, Any], stopped_s: float
+    ) -> None:
+        start = time.perf_counter()
+        try:
+            num_bytes = self._write_together(step, shards, values)
+        except Exception as error:
+            self._error = RuntimeError(
+                f"rank {self._world.rank} could not save a checkpoint of step {step}: {error}; if "
+                "no other rank failed, raise setup_timeout_s or save to a faster disk"
+            )
+            self._error.__cause__ = error
+            return
+        self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes)
+
+    def _write_together(
+        self, step: int, shards: tuple[HostShard, ...], values: dict[str, Any]
+    ) -> int:
+        """Write with all ranks; return the bytes of all of them, 0 if one failed."""
+        folder = self._open_folder(step)
+        if folder is None:
+            return 0
+        self._snapshot.finish()
+        records: dict[str, ShardRecord] = {}
+        failure = ""
+        # A full disk must not end the run, nor leave the other ranks waiting.
+        try:
+            records = write_shards(folder, shards)
+        except OSError as error:
+            failure = str(error)
+        plain = {name: asdict(record) for name, record in records.items()}
+        answers = gather_json([failure, plain, values["own"]], group=self._group)
+        if not self._world.is_main:
+            return 0
+        causes = [f"rank {r}: {text}" for r, (text, _, _) in enumerate(answers) if text]
+        records = {n: ShardRecord(**v) for _, one, _ in answers for n, v in one.items()}
+        scalars = {**values["scalars"], "ranks": [own for _, _, own in answers]}
+        if not causes:
+            try:
+                publish(folder, records, scalars, keep=self._keep)
+            except (OSError, CorruptCheckpointError) as error:
+                causes = [f"rank 0: {error}"]
+        if causes:
+            discard(self._directory, folder)
+            _warn(step, causes)
+            return 0
+        return sum(record.num_bytes for record in records.values())
+
+    def _open_folder(self, step: int) -> Path | None:
+        """Create the folder on rank 0 and tell the others; None where that failed."""
+        folder = ""
+        if self._world.is_main:
+            try:
+                folder = str(checkpoint_folder(self._directory, step))
+            except OSError as error:
+                _warn(step, [f"rank 0: {error}"])
+        folder = broadcast_json(folder, group=self._group)
+        return Path(folder) if folder else None
+
+
+def _warn(step: int, causes: list[str]) -> None:
+    _LOG.warning("no checkpoint of step %d: %s; training goes on", step, "; ".join(causes))

@@ -1,0 +1,11 @@
+"""Read samples by position, and collate them."""
+
+from pipetransformer.data.samples import (
+    Batch,
+    SizedDataset,
+    check_dataset,
+    read_samples,
+    varies_between_reads,
+)
+
+__all__ = ["Batch", "SizedDataset", "check_dataset", "read_samples", "varies_between_reads"]

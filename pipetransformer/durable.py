@@ -1,0 +1,86 @@
+"""Write what survives a power cut: whole lines, plain values, the names in a folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class LineFile:
+    """A file of lines that is only appended to. What is written survives the process's death."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)
+
+    def append(self, line: bytes, *, durable: bool = False) -> None:
+        """Append one line.
+
+        Args:
+            line: with its newline.
+            durable: wait until it is on disk; else it is the operating system's, and a machine
+                that fails may lose it.
+        Raises:
+            OSError: the disk is full or failed; nothing of the line is left in the file.
+        """
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+            if durable:
+                os.fsync(self._file.fileno())
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(start)
+            raise
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def encode_json(value: Any, what: str) -> str:
+    """Encode plain values as one line of JSON that reads back equal.
+
+    Floats keep every bit; NaN and infinities are written as Python's own json reads them. Only a
+    tuple changes: it comes back as a list.
+
+    Args:
+        what: name of the value, for messages.
+    Raises:
+        TypeError: a value that JSON cannot hold (a tensor), or a key that it would turn into a
+            string (an int).
+    """
+    _check_plain(value, what)
+    return json.dumps(value)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; fsync of a file keeps its bytes, not its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_plain(value: Any, what: str) -> None:
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"{what} has the key {key!r} of type {type(key).__name__}, which JSON would "
+                    "turn into a string; use a str"
+                )
+            _check_plain(member, f"{what}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, member in enumerate(value):
+            _check_plain(member, f"{what}[{index}]")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}; allowed are dict, list, tuple, str, int, float, "
+            "bool and None; convert it (.item(), .tolist()) or store a tensor in a shard"
+        )

@@ -1,0 +1,107 @@
+"""Find the plan for a number of frozen layers, the runners-up, and the published rules' plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autopipe.plan import (
+    ExplainedPlan,
+    PipelinePlan,
+    PlanRequest,
+    candidates,
+    explain,
+    least_memory_plan,
+    paper_plan,
+    plan_pipeline,
+    runners_up,
+)
+from autopipe.profile import Profile
+from autopipe.trace import as_bytes
+from pipetransformer.forecast.place import Place
+
+PLANS = ("fastest", "paper")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Say why there is no plan, of a length or (None) at all."""
+
+    length: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold what was found for a number of frozen layers.
+
+    Args:
+        request: what the planners were asked.
+        chosen: the plan of the planner that was asked for.
+        others: runners-up, fastest first.
+        refusals: why there is no plan of some lengths.
+        paper: the plan by the published rules.
+    """
+
+    request: PlanRequest
+    chosen: ExplainedPlan | Refusal
+    others: tuple[ExplainedPlan, ...]
+    refusals: tuple[Refusal, ...]
+    paper: ExplainedPlan | Refusal
+
+
+def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
+    """Ask both planners, and compare.
+
+    Args:
+        place: costs.
+        request: what to plan for.
+        plan: whose plan is chosen, one of PLANS.
+    """
+    profile = place.profile
+    paper = _ask(profile, request, paper_plan)
+    fastest = _ask(profile, request, plan_pipeline)
+    fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
+    chosen = paper if plan == "paper" else fastest
+    others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
+    return Answer(
+        request,
+        chosen,
+        tuple(explain(profile, request, other) for other in others),
+        tuple(_refusals(profile, request, {one.length for one in fitting})),
+        paper,
+    )
+
+
+def _ask(
+    profile: Profile, request: PlanRequest, planner: Callable[[Profile, PlanRequest], PipelinePlan]
+) -> ExplainedPlan | Refusal:
+    try:
+        return explain(profile, request, planner(profile, request))
+    except ValueError as error:
+        return Refusal(None, str(error))
+
+
+def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterator[Refusal]:
+    """Say for every length that has no plan why."""
+    num_active = sum(cost.layer >= request.num_frozen for cost in profile.sublayers)
+    for length in request.length_choices()[0]:
+        replicas = request.replicas_of(length)
+        if length in found:
+            continue
+        if length > num_active:
+            yield Refusal(length, f"{num_active} active sublayers cannot fill {length} stages")
+        elif replicas > request.global_batch:
+            yield Refusal(
+                length,
+                f"{request.global_batch} samples leave some of {replicas} replicas without one",
+            )
+        else:
+            least = least_memory_plan(profile, replace(request, lengths=(length,)))
+            needed = max(least.peak_bytes)
+            yield Refusal(
+                length,
+                f"does not fit: stage {least.peak_bytes.index(needed)} needs "
+                f"{as_bytes(needed)} of {as_bytes(request.memory_limit_bytes or 0)}, "
+                f"at best (M = {least.num_micro_batches}, {least.schedule})",
+            )

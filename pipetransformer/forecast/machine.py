@@ -1,0 +1,118 @@
+"""Measure the costs of a model on the machine at hand, in a process for each of its slots."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipetransformer.config import TrainConfig
+from pipetransformer.data import Batch
+from pipetransformer.forecast.named_model import ModelChoice, NamedModel, build_named
+from pipetransformer.forecast.place import Place
+from pipetransformer.job import Task
+from pipetransformer.loss import Loss, choose_loss
+from pipetransformer.measure import Measurements, measure
+from pipetransformer.optimizer import adamw
+from pipetransformer.processes import connect, launch
+
+_SETUP_TIMEOUT_S = 300.0
+
+
+def place_at_hand(
+    choice: ModelChoice,
+    *,
+    num_slots: int,
+    global_batch: int,
+) -> Place:
+    """Measure the costs on this machine, in one process per slot.
+
+    Args:
+        choice: the model.
+        num_slots: processes to start; see `default_slots`.
+        global_batch: samples of a step; micro-batches of it are measured.
+    Raises:
+        ValueError: the model cannot be built, or there is no slot.
+        WorkerFailedError: measuring failed.
+    """
+    if not choice.is_own:  # A mistake is better found here than by every process.
+        build_named(choice, device="meta")
+    with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
+        answer = Path(folder) / "answer.json"
+        launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
+        values = json.loads(answer.read_text())
+    return _measured_place(
+        Measurements.from_json(values["measurements"]),
+        num_slots=num_slots,
+        device=values["device"],
+        memory_bytes=values["memory_bytes"],
+    )
+
+
+def default_slots() -> int:
+    """Count the GPUs of this machine or, without any, the cores that this process may use."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
+    """Measure on this rank; rank 0 writes the figures down."""
+    named = build_named(choice, device="cpu")
+    # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
+    config = TrainConfig(batch_size=global_batch, progress=False, on_nonfinite="skip")
+    world = connect("auto", timeout_s=_SETUP_TIMEOUT_S)
+    device, memory_bytes = world.device, None
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+
+    def read(ids: Tensor) -> Batch:
+        return named.batch(len(ids))
+
+    try:
+        measured = measure(_task(named, config), world, read)
+        if world.is_main:
+            values = {
+                "measurements": measured.to_json(),
+                "device": device.type,
+                "memory_bytes": memory_bytes,
+            }
+            Path(answer).write_text(json.dumps(values))
+    finally:
+        world.close()
+
+
+def _measured_place(
+    measured: Measurements, *, num_slots: int, device: str, memory_bytes: int | None
+) -> Place:
+    return Place(
+        f"this machine, a {device.upper()} for each slot",
+        # The sample is made up, so that reading it tells nothing of a dataset.
+        replace(measured.profile, read_s=0.0, fetch_s=0.0),
+        num_slots,
+        num_slots,
+        memory_bytes,
+        measured.copy_bytes_per_s,
+    )
+
+
+def _task(named: NamedModel, config: TrainConfig) -> Task:
+    model = named.model
+    missing = [name for name in model.targets if name not in named.sample]
+    if missing:
+        raise ValueError(
+            f"the sample batch has {', '.join(named.sample)}, but lacks the targets "
+            f"{', '.join(missing)}; give them too"
+        )
+    trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
+    stand_in = Loss(_mean_square, is_exact=True)
+    loss_fn = choose_loss(None, model.loss_fn or stand_in, model=type(model.model).__name__)
+    return Task(model, loss_fn, adamw(), config, trainable)
+
+
+def _mean_square(output: Tensor, target: object) -> Tensor:
+    """Stand for the loss of a model that has none of its own; what it costs hardly counts."""
+    return output.square().mean()

@@ -1,0 +1,122 @@
+"""Say what planning for a place needs to know, and get it for a cluster that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from autodp import ROUND_BYTES
+from autopipe.cluster import load_cluster, modelled_profile
+from autopipe.plan import PlanRequest
+from autopipe.profile import Profile, ProfiledSublayer
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.config import TrainConfig
+from pipetransformer.forecast.named_model import ModelChoice, build_named
+
+
+@dataclass(frozen=True)
+class Place:
+    """Hold what planning for a place needs.
+
+    Args:
+        name: for people.
+        profile: the model's costs there.
+        num_slots, slots_per_node: device slots that would train.
+        memory_bytes: of a slot; None where it is not known.
+        cache_bytes_per_s: at which cached activations are read; None where it is not known.
+    """
+
+    name: str
+    profile: Profile
+    num_slots: int
+    slots_per_node: int
+    memory_bytes: int | None
+    cache_bytes_per_s: float | None
+
+
+def described_place(choice: ModelChoice, cluster_file: str) -> Place:
+    """Model the costs for a cluster's file.
+
+    Raises:
+        ValueError: file or model cannot be read or counted; see `load_cluster`, `build_named` and
+            `modelled_profile`.
+    """
+    cluster = load_cluster(cluster_file)
+    named = build_named(choice, device="meta")
+    return Place(
+        cluster.name,
+        modelled_profile(profiled(named.model), named.sample, cluster),
+        cluster.num_slots,
+        cluster.slots_per_node,
+        cluster.memory_bytes,
+        cluster.cache_bytes_per_s,
+    )
+
+
+def profiled(model: LayeredModel) -> list[ProfiledSublayer]:
+    """Present a model's sublayers to be measured or counted, without its loss."""
+    return [
+        ProfiledSublayer(sub.name, sub.layer, sub.module, _Caller(model, index))
+        for index, sub in enumerate(model.sublayers)
+    ]
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """Run a sublayer as `ProfiledSublayer` asks."""
+
+    model: LayeredModel
+    index: int
+
+    def __call__(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.model.call(self.index, batch if hidden is None else hidden, sides=batch)
+
+
+def make_request(
+    place: Place,
+    *,
+    global_batch: int,
+    num_frozen: int,
+    memory_limit_bytes: int | None,
+    cached: bool,
+) -> PlanRequest:
+    """State what the Trainer would ask of its planner.
+
+    Raises:
+        ValueError: a value is out of range, or the place does not say how fast a cache is.
+    """
+    most = max(cost.layer for cost in place.profile.sublayers)
+    if num_frozen > most:
+        raise ValueError(
+            f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
+            f"head, which never freezes: give 0 to {most}"
+        )
+    limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
+    return PlanRequest(
+        num_ranks=place.num_slots,
+        slots_per_node=place.slots_per_node,
+        global_batch=global_batch,
+        num_frozen=num_frozen,
+        memory_limit_bytes=limit,
+        prefix_chunk=TrainConfig.prefix_chunk,
+        round_bytes=ROUND_BYTES if place.num_slots > 1 else 0,
+        prefix_cached_s=_cached_s(place, num_frozen) if cached else None,
+    )
+
+
+def _cached_s(place: Place, num_frozen: int) -> float | None:
+    """Return a cached sample's read time, or None where computing the prefix is no slower."""
+    profile, chunk = place.profile, TrainConfig.prefix_chunk
+    if place.cache_bytes_per_s is None:
+        raise ValueError(
+            f"{place.name} does not say how fast a cache is read; add "
+            "cache_bytes_per_s to its file, or leave --cached out"
+        )
+    frozen = [i for i, cost in enumerate(profile.sublayers) if cost.layer < num_frozen]
+    if not frozen:
+        return None
+    computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
+    read_s = profile.sublayers[frozen[-1]].output_bytes / place.cache_bytes_per_s
+    return read_s if read_s < computed_s else None

@@ -1,0 +1,230 @@
+"""Write what `pipetransformer plan` found, as text and as plain values for JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from autopipe.plan import ExplainedPlan
+from autopipe.trace import as_bytes
+from pipetransformer.forecast.answer import Answer, Refusal
+from pipetransformer.forecast.place import Place
+
+_PART_NAMES = {
+    "compute_s": "compute",
+    "bubble_s": "bubble",
+    "transfer_s": "transfers",
+    "all_reduce_s": "all-reduce",
+    "update_s": "update",
+    "overhead_s": "overhead",
+}
+_PLAN_COLUMNS = ("K", "R", "M", "schedule", "step ms", "samples/s")
+_NUMBER = re.compile(r"([0-9.]+( ?[A-Za-z%]+)?)?|none")
+_AS_FAST = 1.01
+"""The planner counts plans this close as equally fast, and takes the shortest pipeline."""
+
+
+def place_text(model_name: str, place: Place, global_batch: int) -> str:
+    """Say what is planned for."""
+    costs = place.profile.sublayers
+    memory = "" if place.memory_bytes is None else f" of {as_bytes(place.memory_bytes)}"
+    return (
+        f"{model_name}: {len(costs)} sublayers, "
+        f"{as_bytes(sum(cost.parameter_bytes for cost in costs))} of parameters\n"
+        f"{place.name}: {place.num_slots} slots{memory}, {global_batch} samples a step"
+    )
+
+
+def answer_text(answer: Answer, place: Place) -> str:
+    """Write one answer: the choice, its stages, and the others with what they lack."""
+    chosen = answer.chosen
+    if isinstance(chosen, Refusal):
+        head = f"no plan: {chosen.reason}"
+    else:
+        stages = _indented(_table(_stage_rows(chosen, answer, place)))
+        head = f"choice: {title(chosen, answer)}\n  {parts_text(chosen)}\n\n{stages}"
+    text = f"{head}\n\nothers\n{_indented(_table(_other_rows(answer)))}"
+    if isinstance(answer.paper, Refusal):
+        text += f"\n\npublished rules: {answer.paper.reason}"
+    return text
+
+
+def title(explained: ExplainedPlan, answer: Answer) -> str:
+    """Name a plan, and state its step's time."""
+    plan, request = explained.plan, answer.request
+    replicas = request.replicas_of(plan.length)
+    idle = request.num_ranks - replicas * plan.length
+    spares = f"; {idle} of {request.num_ranks} slots stay idle" if idle else ""
+    return (
+        f"K = {plan.length}, R = {replicas}, "
+        f"M = {plan.num_micro_batches}, {plan.schedule}: step {_ms(plan.predicted_step_s)} ms, "
+        f"{_rate(explained, answer)} samples/s{spares}"
+    )
+
+
+def parts_text(explained: ExplainedPlan) -> str:
+    """State a step's parts as shares of it."""
+    parts = asdict(explained.parts)
+    return ", ".join(
+        f"{name} {_share(explained, parts[key])}" for key, name in _PART_NAMES.items()
+    )
+
+
+def frozen_text(answers: Sequence[Answer]) -> str:
+    """Write the choice at each number of frozen layers, beside that of the published rules."""
+    rows = [
+        ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
+        + ["paper's K", "R", "M", "schedule", "step ms", "samples/s", "takes"]
+    ]
+    for answer in answers:
+        chosen, paper = answer.chosen, answer.paper
+        row = [str(answer.request.num_frozen), *_plan_cells(chosen, answer)]
+        if isinstance(chosen, Refusal):
+            row += [""] * 3
+        else:
+            shares = (chosen.parts.bubble_s, chosen.parts.all_reduce_s)
+            row += [_share(chosen, part) for part in shares]
+            row += [as_bytes(max(chosen.plan.peak_bytes))]
+        row += _plan_cells(paper, answer)
+        if not isinstance(chosen, Refusal) and not isinstance(paper, Refusal):
+            row += [f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"]
+        rows.append(row)
+    return _table(rows)
+
+
+def answer_json(answer: Answer, place: Place) -> dict[str, Any]:
+    """Return an answer as plain values."""
+    chosen = answer.chosen
+    return {
+        "num_frozen": answer.request.num_frozen,
+        "memory_limit_bytes": answer.request.memory_limit_bytes,
+        "chosen": _plain(chosen),
+        "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, place),
+        "others": [_plain(other) for other in answer.others],
+        "refusals": [asdict(refusal) for refusal in answer.refusals],
+        "paper": _plain(answer.paper),
+    }
+
+
+def _plain(found: ExplainedPlan | Refusal) -> dict[str, Any]:
+    return asdict(found) if isinstance(found, Refusal) else found.to_json()
+
+
+def _stage_names(explained: ExplainedPlan, place: Place) -> list[str]:
+    """Name the sublayers that each stage trains; the first also holds the frozen ones."""
+    names = [cost.name for cost in place.profile.sublayers]
+    cuts = explained.plan.boundaries
+    stages = [
+        names[first] if last == first + 1 else f"{names[first]} .. {names[last - 1]}"
+        for first, last in pairwise(cuts)
+    ]
+    if cuts[0]:
+        stages[0] += f", after {cuts[0]} frozen"
+    return stages
+
+
+def _stage_rows(explained: ExplainedPlan, answer: Answer, place: Place) -> list[list[str]]:
+    limit = answer.request.memory_limit_bytes
+    rows = [["stage", "sublayers", "busy ms", "idle ms", "peak", "of the limit"]]
+    for stage, names in enumerate(_stage_names(explained, place)):
+        peak = explained.plan.peak_bytes[stage]
+        rows.append(
+            [
+                str(stage),
+                names,
+                _ms(explained.simulation.busy_s[stage]),
+                _ms(explained.simulation.idle_s[stage]),
+                as_bytes(peak),
+                "no limit" if limit is None else f"{peak / limit:.0%} of {as_bytes(limit)}",
+            ]
+        )
+    return rows
+
+
+def _other_rows(answer: Answer) -> list[list[str]]:
+    rows = [["", *_PLAN_COLUMNS, "why not"]]
+    for other in answer.others:
+        rows.append(["", *_plan_cells(other, answer), _why_not(other, answer)])
+    for refusal in answer.refusals:
+        rows.append(["", str(refusal.length), *[""] * 5, refusal.reason])
+    paper = answer.paper
+    reason = "see below" if isinstance(paper, Refusal) else _why_not(paper, answer)
+    rows.append(["published rules", *_plan_cells(paper, answer), reason])
+    return rows
+
+
+def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
+    if isinstance(found, Refusal):
+        return ["none", *[""] * 5]
+    plan, request = found.plan, answer.request
+    return [
+        str(plan.length),
+        str(request.replicas_of(plan.length)),
+        str(plan.num_micro_batches),
+        plan.schedule,
+        _ms(plan.predicted_step_s),
+        _rate(found, answer),
+    ]
+
+
+def _why_not(other: ExplainedPlan, answer: Answer) -> str:
+    """Say what a plan has against it, beside the chosen one."""
+    chosen = answer.chosen
+    if isinstance(chosen, Refusal):
+        return ""
+    if other.plan == chosen.plan:
+        return "the choice itself"
+    ratio = other.plan.predicted_step_s / chosen.plan.predicted_step_s
+    if ratio < 1 / _AS_FAST:
+        return f"{1 / ratio:.2f} x as fast, but not by the rules that were asked for"
+    if ratio > _AS_FAST:
+        return f"{ratio:.2f} x the time: {_largest_excess(other, chosen)}"
+    if other.plan.length != chosen.plan.length:
+        longer = other.plan.length > chosen.plan.length
+        return f"as fast within 1 %, but a {'longer' if longer else 'shorter'} pipeline"
+    more = other.plan.num_micro_batches > chosen.plan.num_micro_batches
+    return f"as fast within 1 %, but {'more' if more else 'fewer'} micro-batches"
+
+
+def _largest_excess(other: ExplainedPlan, chosen: ExplainedPlan) -> str:
+    """Name the part of the step in which a plan loses most against the chosen one."""
+    mine, theirs = asdict(other.parts), asdict(chosen.parts)
+    key = max(mine, key=lambda part: mine[part] - theirs[part])
+    if key == "compute_s":
+        return f"its micro-batches take {mine[key] / theirs[key]:.2f} x the time to compute"
+    return f"{_PART_NAMES[key]} {_share(other, mine[key])} of the step"
+
+
+def _ms(seconds: float) -> str:
+    return _number(seconds * 1e3)
+
+
+def _rate(explained: ExplainedPlan, answer: Answer) -> str:
+    return _number(answer.request.global_batch / explained.plan.predicted_step_s)
+
+
+def _number(value: float) -> str:
+    """Write four digits, and all those before the point."""
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def _share(explained: ExplainedPlan, seconds: float) -> str:
+    # Differences of equal sums may be a little below 0.
+    return f"{max(0.0, seconds / explained.plan.predicted_step_s):.1%}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns, words to the left and numbers to the right."""
+    columns = [[row[n] if n < len(row) else "" for row in rows] for n in range(len(rows[0]))]
+    for column in columns:
+        width = max(map(len, column))
+        is_number = all(_NUMBER.fullmatch(cell) for cell in column[1:])
+        column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,74 @@
+"""Say what is trained, and which of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.config import TrainConfig
+from pipetransformer.loss import Loss
+from pipetransformer.optimizer import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold what is trained; the same on every rank.
+
+    Args:
+        model: the layered model.
+        loss_fn: joins from the parts of a batch, or is probed.
+        optimizer: builds an optimizer over named parameters.
+        config: the run's settings.
+        trainable: names of the parameters that the user left trainable.
+    """
+
+    model: LayeredModel
+    loss_fn: Loss
+    optimizer: OptimizerFactory
+    config: TrainConfig
+    trainable: frozenset[str]
+
+
+def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of sublayers by their names in the user's model."""
+    return {
+        name: tensor
+        for index in indices
+        for name, tensor in task.model.tensors(index).items()
+        if isinstance(tensor, nn.Parameter) and name in task.trainable
+    }
+
+
+def set_training(
+    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
+) -> None:
+    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
+    for index in indices:
+        sublayer = model.sublayers[index]
+        sublayer.module.train(sublayer.layer >= num_frozen)
+
+
+def keep_mode(modules: Iterable[nn.Module], *, training: bool) -> None:
+    """Put modules back into a mode that the user's `model.train()` or `model.eval()` changed."""
+    for module in modules:
+        if module.training is not training:
+            module.train(training)
+
+
+def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, ...]:
+    """Return all modules of sublayers, wrappers included."""
+    return tuple(
+        module for index in indices for module in model.sublayers[index].module.modules()
+    )
+
+
+def set_frozen(task: Task, num_frozen: int) -> None:
+    """Take the gradients from frozen layers' parameters; others are as the user left them."""
+    for index, sublayer in enumerate(task.model.sublayers):
+        for name, tensor in task.model.tensors(index).items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(name in task.trainable and sublayer.layer >= num_frozen)
+                tensor.grad = None

@@ -1,0 +1,9 @@
+"""Time the live devices, for the planner.
+
+measure ─► stretches ─► sublayer_times      link_times      reading_times
+"""
+
+from pipetransformer.measure.measurements import MEASURE_GUESS_S, Measurements, measure
+from pipetransformer.measure.stretches import forward, run_spans
+
+__all__ = ["MEASURE_GUESS_S", "Measurements", "forward", "measure", "run_spans"]

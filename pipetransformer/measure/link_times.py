@@ -1,0 +1,171 @@
+"""Time the world's links and its sums of gradients, as training uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autodp import GradientReducer, broadcast_json, gather_json
+from autopipe.profile import AllReduceCost, LinkCost
+from pipetransformer.measure.timing import typical_s
+from pipetransformer.processes import World
+
+_PROBE_BYTES = 1 << 20
+_TURNS = 31
+_SUM_BYTES = (1 << 12, 1 << 18, 1 << 22, 25 << 20)
+"""Sizes at which sums are timed; beyond the last, a bucket's, they cost in proportion."""
+
+_FREE = LinkCost(0.0, float(1 << 40))
+
+
+def measure_links(world: World, work: Callable[[], object]) -> tuple[LinkCost, LinkCost]:
+    """Time messages within a node, and between two; all links of a kind count as equal.
+
+    Ranks exchange messages in pairs, all at once, as stages do; rank 0's times count. Where one of
+    the kinds does not occur, the other's cost stands for it. Collective.
+
+    Args:
+        world: the ranks.
+        work: computes as a stage does, for a few milliseconds.
+    """
+    slots = world.slots_per_node
+    within = _measure_link(world, 1, work) if slots > 1 and world.size > 1 else None
+    between = _measure_link(world, slots, work) if world.size > slots else None
+    return within or between or _FREE, between or within or _FREE
+
+
+def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[AllReduceCost, ...]:
+    """Time sums over the replicas of a stage, for every number of them that the world allows.
+
+    All stages sum at once, as they do in training.
+
+    Args:
+        world: the ranks.
+        num_bytes: largest sum that can occur.
+        timeout_s: limit of a wait.
+    """
+    sizes = [size for size in _SUM_BYTES if size < num_bytes] + [min(num_bytes, _SUM_BYTES[-1])]
+    sizes = sorted({max(4, size) for size in sizes})
+    costs = []
+    for length in reversed(world.lengths):
+        replicas = world.size // length
+        if replicas > 1:
+            with _stage_group(world, length, timeout_s) as group:
+                seconds = tuple(_sum_s(world, group, size) for size in sizes)
+            costs.append(AllReduceCost(replicas, tuple(sizes), seconds))
+    return tuple(costs)
+
+
+def measure_agreement(world: World, work: Callable[[], object]) -> float:
+    """Return the seconds of a sum of two numbers over the world, of which a step has two.
+
+    Ranks come to it from their work, one earlier than the other.
+
+    Args:
+        world, work: as for `measure_links`.
+    """
+    if world.group is None:
+        return 0.0
+    numbers = torch.zeros(2, dtype=torch.float64)
+
+    def work_and_agree() -> None:
+        work()
+        dist.all_reduce(numbers, group=world.group)
+
+    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - typical_s(work, repeats=_TURNS))
+
+
+def _measure_link(world: World, distance: int, work: Callable[[], object]) -> LinkCost:
+    """Time messages, there and back, between each rank and the one at a distance above it."""
+    position = world.rank % (2 * distance)
+    is_lower = position < distance
+    peer = world.rank + (distance if is_lower else -distance)
+    values: list[float] = []
+    if peer < world.size:
+        small_s, large_s = (
+            typical_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
+            for n in (1, _PROBE_BYTES)
+        )
+        rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
+        overhead_s = _overhead_s(world, peer, work, begins=is_lower, message_s=small_s)
+        values = [small_s, rate, overhead_s]
+    return LinkCost(*broadcast_json(values, group=world.group))
+
+
+def _ping(world: World, peer: int, num_bytes: int, *, begins: bool) -> None:
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+    for sends in (begins, not begins):
+        _pass(world, payload, peer, sends=sends)
+
+
+def _pass(world: World, payload: Tensor, peer: int, *, sends: bool) -> None:
+    """Send what lives on this rank's device, or receive it there, the way links do."""
+    message = payload.to(world.link_device)
+    (dist.send if sends else dist.recv)(message, peer, group=world.group)
+    if not sends and message is not payload:
+        payload.copy_(message)
+
+
+def _overhead_s(
+    world: World, peer: int, work: Callable[[], object], *, begins: bool, message_s: float
+) -> float:
+    """Return the seconds that a message costs each of its ends beside its way.
+
+    Two ranks work in turn, each waiting for the other's message; what that takes beyond the work
+    and the messages' way is spent on handling messages, on waking up, and on computing with caches
+    that have gone cold.
+    """
+    payload = torch.zeros(1, dtype=torch.uint8, device=world.device)
+    alone_s = typical_s(work, repeats=_TURNS)
+
+    def turn() -> None:
+        for works in (begins, not begins):
+            if works:
+                work()
+            _pass(world, payload, peer, sends=works)
+
+    turn_s = typical_s(turn, repeats=_TURNS)
+    return max(0.0, turn_s / 2 - alone_s - message_s) / 2
+
+
+@contextmanager
+def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.ProcessGroup]:
+    """Lend the group of this rank's stage at a pipeline length."""
+    if length == 1:
+        assert world.group is not None
+        yield world.group
+        return
+    topology = world.topology(length)
+    timeout = timedelta(seconds=timeout_s)
+    groups = [
+        dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)
+        for stage in range(length)
+    ]
+    own = groups[topology.stage_of(world.rank)]
+    assert isinstance(own, dist.ProcessGroup)
+    try:
+        yield own
+    finally:
+        # A rank that left early would close connections that others still make.
+        gather_json(None, group=world.group)
+        dist.destroy_process_group(own)
+
+
+def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
+    """Time what a stage does with gradients of so many bytes: copy, sum, and put in place."""
+    parameter = nn.Parameter(torch.zeros(num_bytes // 4, device=world.device))
+    reducer = GradientReducer([parameter], group)
+    gradient = torch.zeros_like(parameter)
+
+    def have_gradient() -> None:
+        parameter.grad = gradient
+
+    try:
+        return typical_s(reducer.finish, repeats=9, before=have_gradient)
+    finally:
+        reducer.close()

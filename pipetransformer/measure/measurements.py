@@ -1,0 +1,252 @@
+"""Measure, on the live devices, what the planner needs to know.
+
+It takes a few seconds before the first step, and is repeated where a run's steps no longer take
+what they took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autodp import broadcast_json, gather_json
+from autopipe.profile import (
+    LinkCost,
+    MeasuredChain,
+    Profile,
+    ProfiledSublayer,
+    SublayerCost,
+    chain_seconds,
+    join_chains,
+    join_sizes,
+    profile_sublayers,
+)
+from autopipe.profile import (
+    merge as merge_profiles,
+)
+from pipetransformer.data import Batch
+from pipetransformer.job import Task
+from pipetransformer.measure.link_times import measure_agreement, measure_links, measure_sums
+from pipetransformer.measure.reading_times import measure_rows, measure_samples
+from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
+from pipetransformer.processes import World, free_bytes, tightest
+
+_BUDGET_S = 4.0
+"""Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
+
+MEASURE_GUESS_S = 2 * _BUDGET_S
+"""What measuring takes, until it was done."""
+
+_MOST_ROUNDS, _MOST_SIZES = 7, 6
+
+_WORK_S = 0.01
+"""What is computed between two messages while links are timed: enough to leave caches cold."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Hold what decisions are based on.
+
+    Args:
+        profile: costs of sublayers, links and the rest.
+        copy_bytes_per_s: the rate at which a cached row can be read.
+    """
+
+    profile: Profile
+    copy_bytes_per_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "profile": self.profile.to_json(),
+            "copy_bytes_per_s": self.copy_bytes_per_s,
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Measurements:
+        """Rebuild measurements from `to_json`."""
+        return Measurements(
+            Profile.from_json(values["profile"]),
+            values["copy_bytes_per_s"],
+        )
+
+
+def measure(
+    task: Task, world: World, read: Callable[[Tensor], Batch], *, held_bytes: int = 0
+) -> Measurements:
+    """Measure sublayers, optimizer, links and memory; every rank measures, all get the medians.
+
+    It may be called while training: sublayers that a rank does not hold get random weights for
+    as long, and everything is left as it was. A model that does not fit the devices is measured in
+    parts. Collective.
+
+    Args:
+        task, world: what is trained, and where.
+        read: reads samples of the training set.
+        held_bytes: what training holds on this rank's device meanwhile.
+    """
+    spans_of = _choose_spans(task, world, read, held_bytes)
+    batches, rounds = _choose_batches(task, world, read, spans_of)
+    chain = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
+    smallest, largest = min(batches), max(batches)
+    alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
+    alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
+    lengthening, alone_share = measure_company(chain, alone_s, world)
+    update_s, state_ratio = measure_update(task, world.device)
+    costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
+    worked = first_sublayers(costs, spans_of[smallest][0], _WORK_S)
+    worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
+    link, node_link, agreement_s = _measure_messages(
+        task, world, batch=batches[smallest], span=worked
+    )
+    fetch_s, read_s = measure_samples(read, largest)
+    cached_fetch_s, cached_byte_s = measure_rows()
+    own = Profile(
+        batch_sizes=tuple(batches),
+        sublayers=costs,
+        read_s=read_s,
+        fetch_s=fetch_s,
+        cached_fetch_s=cached_fetch_s,
+        alone_share=alone_share,
+        optimizer_s_per_byte=update_s,
+        step_overhead_s=2 * agreement_s,
+        link=link,
+        node_link=node_link,
+        all_reduce=measure_sums(
+            world,
+            sum(cost.gradient_bytes for cost in costs),
+            timeout_s=task.config.setup_timeout_s,
+        ),
+    )
+    agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
+    return replace(agreed, profile=agreed.profile.lengthened(lengthening))
+
+
+def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) -> range:
+    """Return the first sublayers of a span whose forward takes so long, or all if none do."""
+    taken_s = accumulate(costs[index].forward_s[0] for index in span)
+    missing = sum(one < seconds for one in taken_s)
+    return span[: missing + 1]
+
+
+def _agree(own: Measurements, world: World) -> Measurements:
+    """Return the medians of all ranks' measurements, the same on every rank. Collective."""
+    all_own = [
+        Measurements.from_json(one) for one in gather_json(own.to_json(), group=world.group)
+    ]
+    merged = merge_profiles([one.profile for one in all_own])
+    rate = sorted(one.copy_bytes_per_s for one in all_own)[len(all_own) // 2]
+    agreed = Measurements(merged, rate).to_json()
+    return Measurements.from_json(broadcast_json(agreed, group=world.group))
+
+
+def _measure_chain(
+    task: Task,
+    world: World,
+    *,
+    batches: Mapping[int, Batch],
+    spans_of: Mapping[int, Sequence[range]],
+    rounds: int,
+) -> MeasuredChain:
+    """Time every sublayer at every size; ranks start together. Collective."""
+
+    def time_span(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MeasuredChain:
+        # The ranks of a node slow each other down.
+        gather_json(None, group=world.group)
+        return profile_sublayers(sublayers, inputs, repeats=rounds)
+
+    chains = []
+    for spans, sizes in groupby(batches, key=spans_of.__getitem__):
+        inputs = [batches[size] for size in sizes]
+        chains.append(join_chains(run_spans(task, world.device, spans, inputs, time_span)))
+    return join_sizes(chains)
+
+
+def _measure_messages(
+    task: Task, world: World, *, batch: Batch, span: range
+) -> tuple[LinkCost, LinkCost, float]:
+    """Return what links within and between nodes cost, and an agreement's seconds. Collective."""
+
+    def time_beside_work(
+        sublayers: list[ProfiledSublayer], inputs: list[Batch]
+    ) -> tuple[LinkCost, LinkCost, float]:
+        work = partial(forward, sublayers, inputs[0])
+        return *measure_links(world, work), measure_agreement(world, work)
+
+    (costs,) = run_spans(task, world.device, [span], [batch], time_beside_work)
+    return costs
+
+
+def _choose_spans(
+    task: Task, world: World, read: Callable[[Tensor], Batch], held_bytes: int
+) -> dict[int, tuple[range, ...]]:
+    """Return the micro-batch sizes to measure, ascending, with the spans in which to do so.
+
+    Sizes are halves of the largest that a sensible plan runs. One of twice a rank's share of the
+    batch occurs only where a stage has at most half of the layers, and is measured over half of
+    them: the more is in memory at once, the longer a layer takes. Where no single sublayer fits at
+    a size, it is left out, the smallest excepted. All ranks come to the same.
+    """
+    per_rank = -(-task.config.batch_size // world.size)
+    largest = min(task.config.batch_size, 2 * per_rank)
+    sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
+    gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
+    least = tightest(gathered)
+    limit = math.inf if least is None else least
+    needs = [Need(0, 0.0)] * len(task.model.sublayers)
+    if limit < math.inf:
+        needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
+    fitting = [size for size in sizes if all(need.at(size) <= limit for need in needs)]
+    return {
+        size: cut_spans(needs, size, limit, parts=-(-size // per_rank))
+        for size in fitting or sizes[:1]
+    }
+
+
+def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
+    """Return the bytes of a device that measuring may take; None for no limit."""
+    limit, free = task.config.memory_limit_bytes, free_bytes(device)
+    return tightest((None if limit is None else limit - held_bytes, free))
+
+
+def _choose_batches(
+    task: Task,
+    world: World,
+    read: Callable[[Tensor], Batch],
+    spans_of: Mapping[int, Sequence[range]],
+) -> tuple[dict[int, Batch], int]:
+    """Read batches of the sizes to measure; say how often to time them.
+
+    The budget may exclude the larger sizes, for all ranks alike.
+    """
+    batches, round_s = dict[int, Batch](), 0.0
+    for size, spans in spans_of.items():
+        batch = _read(read, size, world.device)
+        gather_json(None, group=world.group)
+        own_s = sum(run_spans(task, world.device, spans, [batch], _seconds))
+        seconds = max(gather_json(own_s, group=world.group))
+        if batches and 2 * (round_s + seconds) > _BUDGET_S:
+            break
+        batches[size] = batch
+        round_s += seconds
+    return batches, max(1, min(_MOST_ROUNDS, int(_BUDGET_S / max(round_s, 1e-9))))
+
+
+def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
+    return chain_seconds(sublayers, inputs[0])
+
+
+def _read(read: Callable[[Tensor], Batch], size: int, device: torch.device) -> Batch:
+    return {name: t.to(device) for name, t in read(torch.arange(size)).items()}
+
+
+def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:
+    return replace(cost, optimizer_bytes=round(ratio * cost.gradient_bytes))

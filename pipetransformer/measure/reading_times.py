@@ -1,0 +1,63 @@
+"""Time the reading of samples, and of rows that stand for the frozen layers' activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autocache import HIDDEN, PrefixCache, PrefixStamps, RowField, RowLayout, RowStore
+from pipetransformer.data import Batch
+from pipetransformer.measure.timing import Displacer, typical_s
+
+_ROW = RowField(HIDDEN, (1 << 14,), torch.float32)
+"""A row of 64 KiB, as a few dozen tokens have it."""
+
+_NUM_ROWS, _FETCHED = 256, 64
+
+
+def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, float]:
+    """Return the seconds of reading, a call and a sample.
+
+    Args:
+        read: reads samples.
+        most: samples of the largest micro-batch.
+    """
+    one_s, most_s = (_seconds(read, torch.arange(num)) for num in (1, most))
+    sample_s = max(0.0, most_s - one_s) / max(most - 1, 1)
+    return max(0.0, one_s - sample_s), sample_s
+
+
+def measure_rows() -> tuple[float, float]:
+    """Return the seconds of fetching cached rows, a call and a byte."""
+    stamps = PrefixStamps("")
+    stamps.extend([])
+    with RowStore.in_memory(RowLayout((_ROW,)), _NUM_ROWS) as store:
+        rows = torch.zeros(_NUM_ROWS, *_ROW.shape, dtype=_ROW.dtype)
+        store.write(torch.arange(_NUM_ROWS), stamps[1], {HIDDEN: rows})
+        cache = PrefixCache(
+            _never,
+            chunk_size=1,
+            store=store,
+            stamps=stamps,
+            device=torch.device("cpu"),
+            keep=(),
+        )
+
+        def fetch(ids: Tensor) -> Batch:
+            return cache.fetch(ids, _never, depth=1)
+
+        order = torch.randperm(_NUM_ROWS, generator=torch.Generator().manual_seed(0))
+        one_s, many_s = (_seconds(fetch, order[:num]) for num in (1, _FETCHED))
+    byte_s = max(1e-12, many_s - one_s) / ((_FETCHED - 1) * _ROW.num_bytes)
+    return max(0.0, one_s - byte_s * _ROW.num_bytes), byte_s
+
+
+def _seconds(read: Callable[[Tensor], Batch], ids: Tensor) -> float:
+    return typical_s(lambda: read(ids), repeats=7, before=Displacer())
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("all rows are in the store")

@@ -1,0 +1,113 @@
+"""Time the sublayers and the optimizer on all ranks at once, and on one while the others wait."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from autodp import gather_json
+from autopipe.profile import MeasuredChain, ProfiledSublayer, time_rounds
+from freeze import GradientSignals
+from pipetransformer.data import Batch
+from pipetransformer.job import Task, trained_parameters
+from pipetransformer.measure.timing import Displacer, typical_s
+from pipetransformer.optimizer import take_state
+from pipetransformer.processes import World
+
+_UPDATED_BYTES = 64 << 20
+"""Parameters on which an update is timed: with gradients and state far beyond a cache's size."""
+
+
+def time_alone(
+    sublayers: Sequence[ProfiledSublayer], batches: Sequence[Batch], *, world: World, repeats: int
+) -> float | None:
+    """Time sublayers again, on the first rank of each node while the others wait. Collective.
+
+    Returns:
+        the mean of the repeats; None on the other ranks, and where a node has no others.
+    """
+    if world.slots_per_node == 1 or world.size == 1:
+        return None
+    gather_json(None, group=world.group)
+    alone_s = None
+    if world.rank % world.slots_per_node == 0:
+        rounds_s = time_rounds(sublayers, batches, repeats=repeats)
+        alone_s = sum(map(statistics.mean, rounds_s))
+    gather_json(None, group=world.group)
+    return alone_s
+
+
+def measure_company(
+    chain: MeasuredChain, alone_s: Sequence[float | None], world: World
+) -> tuple[tuple[float, ...], float]:
+    """Measure what it costs to compute side by side; every rank gets the same. Collective.
+
+    A step sums many times, so that their mean counts and not their median, and its ranks wait for
+    the slowest of them. On a machine of its own both hardly matter; where others compute, too,
+    they add a tenth. A stage that computes while the others wait escapes this, and has the node's
+    caches and memory to itself besides: the first rank of each node is timed so.
+
+    Args:
+        chain: this rank's times beside the others.
+        alone_s: its times alone, of the chain's spans at the largest size, from `time_alone`.
+        world: the ranks.
+    Returns:
+        how much longer than the chain's medians all ranks' computing takes in a step, for every
+        size; and what computing takes on an otherwise idle node, as a share of that.
+    """
+    gathered = gather_json([chain.rounds_s, chain.median_s()], group=world.group)
+    rounds_s, medians_s = zip(*gathered, strict=True)
+    usual_s = list(map(statistics.median, zip(*medians_s, strict=True)))
+    slowest_s = [
+        list(map(max, zip(*of_size, strict=True))) for of_size in zip(*rounds_s, strict=True)
+    ]
+    lengthening = tuple(
+        max(1.0, statistics.mean(slowest) / max(usual, 1e-9))
+        for slowest, usual in zip(slowest_s, usual_s, strict=True)
+    )
+    # Stages that wait are of longer pipelines, which alone run micro-batches of the largest size.
+    beside_s = statistics.mean(slowest_s[-1])
+    shares = [
+        sum(spans_s) / max(beside_s, 1e-9)
+        for spans_s in gather_json(list(alone_s), group=world.group)
+        if None not in spans_s
+    ]
+    return lengthening, min(1.0, statistics.median(shares or [1.0]))
+
+
+def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
+    """Return seconds of an update per parameter byte, and state bytes per parameter byte.
+
+    An update measures the gradients and steps the optimizer. It is timed on parameters of the same
+    names and shapes, so that nothing is changed.
+    """
+    # The parameters, their gradients and mostly two moments are to take half the limit at most.
+    limit = task.config.memory_limit_bytes
+    most_bytes = _UPDATED_BYTES if limit is None else min(_UPDATED_BYTES, limit // 8)
+    copies: dict[str, dict[str, nn.Parameter]] = {}
+    num_bytes = 0
+    for index, sublayer in enumerate(task.model.sublayers):
+        own = trained_parameters(task, range(index, index + 1))
+        if own and num_bytes < most_bytes:
+            copies[sublayer.name] = {
+                n: nn.Parameter(torch.zeros_like(p, device=device)) for n, p in own.items()
+            }
+            num_bytes += sum(p.nbytes for p in own.values())
+    if not copies:
+        return 0.0, 0.0
+    named = {name: p for own in copies.values() for name, p in own.items()}
+    optimizer = task.optimizer(list(named.items()))
+    signals = GradientSignals({name: list(own.values()) for name, own in copies.items()})
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def update() -> None:
+        float(signals.squared_norm(None))
+        optimizer.step()
+
+    seconds = typical_s(update, repeats=5, before=Displacer())
+    state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
+    return seconds / num_bytes, state_bytes / num_bytes

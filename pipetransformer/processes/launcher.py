@@ -1,0 +1,254 @@
+"""Start one process per device slot on this machine, end them together, and start them again.
+
+For several nodes start the same script with torchrun instead. Processes meet through a file and
+talk over the loopback interface, so that nothing listens for strangers. They end with their
+launcher, however that ends; killed, it leaves the folder of that file behind, a few hundred bytes.
+
+    rank 0   ----------- waits, fails |            ------------------- ends
+    rank 1   ----- killed             |            ------------------- ends
+    launcher ...... names rank 1, ends all, starts all again ......... returns
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+from uuid import uuid4
+
+import torch
+
+from autodp import PeerError
+from autopipe.engine import LinkError
+from pipetransformer.errors import WorkerFailedError
+from pipetransformer.processes.world import STORE_VARIABLE
+
+RESTART_VARIABLE = "PIPETRANSFORMER_RESTART_COUNT"
+LAUNCH_VARIABLE = "PIPETRANSFORMER_LAUNCH"
+"""Names one call of `launch`, whose restarts have it in common."""
+
+_LOGGER = logging.getLogger(__name__)
+_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of linux/prctl.h."""
+_PRELOADED = ["pipetransformer", "torch._dynamo"]
+"""What a fork server imports; torch imports the second when the first optimizer is built."""
+_GRACE_S = 2.0
+_FAILURE, _CONSEQUENCE = "first-failure", "first-consequence"
+"""Links that hold the rank that failed first by itself, and first because of another rank."""
+_NEIGHBOURS_S = 0.2
+"""How long a killed process may take to become visible after its neighbours noticed."""
+
+
+def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slots: int,
+           cores_per_slot: int = 1, max_restarts: int = 0,
+           start_method: Literal["spawn", "forkserver"] = "spawn") -> None:
+    """Run a function in `num_slots` processes and return when all have ended.
+
+    A failure of any kind ends all of them and, as torchrun does, starts all again: also an error
+    in the user's code, which may come from the machine. A run with checkpoints then continues.
+
+    Args:
+        entry: an importable function; it finds its place through the environment, as under
+            torchrun, and in PIPETRANSFORMER_RESTART_COUNT the number of restarts so far.
+        arguments: passed to it.
+        num_slots: processes to start.
+        cores_per_slot: CPU threads of each.
+        max_restarts: how often all are started again.
+        start_method: "spawn" starts a new interpreter for each process; "forkserver" forks them
+            from one that has imported this package, which saves seconds at every start. What
+            they print goes where the first launch's did, and one that a signal has stopped
+            outlives a launcher that is killed.
+    Raises:
+        ValueError: there is no slot, or none of its cores, or restarts are fewer than 0.
+        WorkerFailedError: a process failed or was killed once more than restarts are allowed; the
+            others have been ended.
+    """
+    if num_slots < 1 or cores_per_slot < 1 or max_restarts < 0:
+        raise ValueError(f"num_slots is {num_slots}, cores_per_slot {cores_per_slot} and "
+                         f"max_restarts {max_restarts}; slots and cores must be at least 1, "
+                         "restarts at least 0")
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(_PRELOADED)
+    name = uuid4().hex
+    with _cleaning_up_after_sigterm():
+        for restarts in range(max_restarts + 1):
+            own = {LAUNCH_VARIABLE: name, RESTART_VARIABLE: str(restarts)}
+            cause = _run(context, (entry, tuple(arguments)), num_slots, cores_per_slot, own)
+            if cause is None:
+                return
+            if restarts < max_restarts:
+                _LOGGER.warning("%s; all ranks have been ended and are started again (restart %d "
+                                "of %d)", cause, restarts + 1, max_restarts)
+    again = f" after {max_restarts} restart(s)" if max_restarts else ""
+    raise WorkerFailedError(f"{cause}{again}; the other ranks have been ended. A run with "
+                            "checkpoints continues with resume='auto'")
+
+
+def _run(context: Any, work: tuple[Callable[..., None], tuple[Any, ...]], num_slots: int,
+         cores: int, own: Mapping[str, str]) -> str | None:
+    """Start all ranks and wait for them; return what ended them early, or None."""
+    with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
+        processes: list[BaseProcess] = []
+        try:
+            for rank in range(num_slots):
+                environment = {**_environment(rank, num_slots, cores, Path(folder)), **own}
+                processes.append(context.Process(target=_enter, args=(*work, environment),
+                                                 name=f"rank{rank}"))
+                # The thread count must be in the environment before the child imports torch.
+                _start_with(environment, processes[-1])
+            return _watch(processes, Path(folder))
+        finally:
+            _end(processes)
+
+
+def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[str, str]:
+    environment = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_slots),
+        "LOCAL_WORLD_SIZE": str(num_slots), "OMP_NUM_THREADS": str(cores),
+        "MKL_NUM_THREADS": str(cores), STORE_VARIABLE: str(folder / "store")}
+    if sys.platform == "linux":
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return environment
+
+
+def _start_with(environment: dict[str, str], process: BaseProcess) -> None:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _enter(entry: Callable[..., None], arguments: tuple[Any, ...],
+           environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    # Forked from a server, this process has torch and its thread count from there.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    _leave_with_parent()
+    try:
+        entry(*arguments)
+    except Exception as error:
+        rank = environment["RANK"]
+        name = _CONSEQUENCE if isinstance(error, (LinkError, PeerError)) else _FAILURE
+        with suppress(OSError):  # Another rank was first, or the launcher is gone.
+            # Making a link is atomic, so the first one stays.
+            os.symlink(rank, Path(environment[STORE_VARIABLE]).parent / name)
+        sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}")
+        sys.stderr.flush()
+        # Other ranks' waits may never end, and so may this one's clean-up: leave at once.
+        os._exit(1)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent has gone, however it went."""
+    if sys.platform == "linux":
+        # A thread of a stopped process, or of one that is stuck in native code, would not run.
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _cleaning_up_after_sigterm() -> Iterator[None]:
+    """Let a SIGTERM end this process as an exit does, so that ranks and files go with it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ours = (threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    if ours:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _watch(processes: Sequence[BaseProcess], folder: Path) -> str | None:
+    """Wait until all have ended well, or one has not; say which, and how."""
+    running = dict(enumerate(processes))
+    while running:
+        ended = wait([process.sentinel for process in running.values()])
+        for rank, process in list(running.items()):
+            if process.sentinel in ended:
+                process.join()
+                del running[rank]
+                if process.exitcode:
+                    return _describe(_first_cause(processes, rank, folder), processes)
+    return None
+
+
+def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> int:
+    """Prefer a killed rank, then a stopped one, then the first that failed by itself.
+
+    An abort is how gloo and NCCL may end a process whose neighbour is gone: no cause by itself.
+    """
+    time.sleep(_NEIGHBOURS_S)
+    killed = [r for r, process in enumerate(processes)
+              if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT]
+    stopped = [r for r, process in enumerate(processes) if _is_stopped(process)]
+    if killed or stopped:
+        return (killed or stopped)[0]
+    links = [link for name in (_FAILURE, _CONSEQUENCE) if (link := folder / name).is_symlink()]
+    first = int(os.readlink(links[0])) if links else rank
+    processes[first].join(_GRACE_S)
+    return rank if processes[first].exitcode is None else first
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    """Tell whether a signal has stopped a process; only Linux says."""
+    with suppress(OSError):
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+        return process.exitcode is None and status.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _describe(rank: int, processes: Sequence[BaseProcess]) -> str:
+    code, pid = processes[rank].exitcode, processes[rank].pid
+    if code is None:
+        how = "was stopped by a signal, and another rank waited for it in vain"
+    elif code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"failed (exit status {code}; what it printed is above)"
+    return f"rank {rank} of {len(processes)} (process {pid}) {how}"
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in alive:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()  # This ends a stopped process too.
+            process.join()

@@ -1,0 +1,210 @@
+"""Find this process's place in the world: alone, under torchrun, or started by our launcher.
+
+A world that cannot train is refused on all ranks with one message: a rank that left alone would
+leave the others waiting.
+
+    2 nodes of 2 slots       RANK   LOCAL_RANK   LOCAL_WORLD_SIZE   WORLD_SIZE
+    first node               0 1        0 1             2                4
+    second node              2 3        0 1             2                4
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from autodp import Topology, gather_json, link_device
+from autopipe.plan import fitting_lengths
+from pipetransformer.processes.meeting import Place, check_places, meet
+
+STORE_VARIABLE = "PIPETRANSFORMER_STORE"
+
+_SHARED = "cuda-shared"
+"""Slots take a node's GPUs in turn, and talk over gloo: NCCL refuses two ranks on one GPU."""
+
+_LOGGER = logging.getLogger(__name__)
+_JOINED = itertools.count()
+"""Numbers the worlds that this process joins one after the other."""
+
+
+@dataclass
+class World:
+    """Hold this rank's coordinates.
+
+    Args:
+        rank, size: among all processes.
+        slots_per_node: processes of one node.
+        device: this rank's device slot.
+        group: all ranks, with a CPU backend; None where there is one process, and once closed.
+        owned: whether the default process group was initialised here, and is to be destroyed here.
+    """
+
+    rank: int
+    size: int
+    slots_per_node: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    owned: bool
+
+    @property
+    def is_main(self) -> bool:
+        """Tell whether this rank decides, records and reports."""
+        return self.rank == 0
+
+    @property
+    def link_device(self) -> torch.device:
+        """Return where messages live: on this rank's GPU over NCCL, on the CPU over gloo."""
+        return link_device(self.device, self.group)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the pipeline lengths that leave no rank idle, ascending."""
+        return fitting_lengths(self.size, self.slots_per_node)
+
+    def topology(self, length: int) -> Topology:
+        """Say which rank is which stage of pipelines of a length."""
+        return Topology(self.size, self.slots_per_node, length)
+
+    def close(self) -> None:
+        """Destroy the default process group and its threads, if it was initialised here."""
+        if self.owned and self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+            # gloo's threads end with the last reference, and might abort the process's end.
+            self.group = None
+
+
+def world_size() -> int:
+    """Return the number of processes this one was started with.
+
+    Raises:
+        ValueError: WORLD_SIZE is no number above 0.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE", range(1, 1 << 31), default=1)
+
+
+def slots_of_a_node() -> int:
+    """Return the processes of this node, as the launcher says.
+
+    Raises:
+        ValueError: LOCAL_WORLD_SIZE is missing, or is not between 1 and the world's size.
+    """
+    size = world_size()
+    return _number("LOCAL_WORLD_SIZE", range(1, size + 1), default=1 if size == 1 else None)
+
+
+def connect(device: str, *, timeout_s: float) -> World:
+    """Join the world that the environment describes (torchrun's variables), or be alone.
+
+    Args:
+        device: "auto", "cpu", "cuda" or "cuda-shared".
+        timeout_s: limit of every wait in the world's group.
+    Raises:
+        ValueError: a variable is missing or out of range; or, on every rank, nodes differ in size
+            or device, ranks are not numbered node by node, or a rank lacks the device asked for.
+        TimeoutError: ranks did not join in time; the message names them.
+    """
+    slots, size = slots_of_a_node(), world_size()
+    owned = not dist.is_initialized()
+    alone = 0 if size == 1 else None
+    rank = _number("RANK", range(size), default=alone) if owned else dist.get_rank()
+    local_rank = _number("LOCAL_RANK", range(slots), default=alone)
+    if size == 1 and owned:
+        return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
+    chosen = torch.device("cpu")
+    place = Place(local_rank, slots, socket.gethostname())
+    try:
+        chosen = choose_device(device, slots, local_rank)
+        place = replace(place, device=device if device == _SHARED else chosen.type)
+    except ValueError as error:
+        place = replace(place, refusal=f"rank {rank} on {place.host}: {error}")
+    if owned:
+        _initialise(rank, size, place, timedelta(seconds=timeout_s))
+    else:
+        check_places([Place(**one) for one in gather_json(asdict(place), group=dist.group.WORLD)])
+    return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
+
+
+def likely_device(device: str) -> torch.device:
+    """Return the kind of device that a setting asks for, before the world is joined."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
+    """Choose this slot's device; warn where "auto" leaves GPUs idle.
+
+    Raises:
+        ValueError: "cuda" was asked for and the node has fewer GPUs than slots, or "cuda-shared"
+            and it has none.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == _SHARED:
+        if num_gpus == 0:
+            raise ValueError("device='cuda-shared' needs a GPU on every node, and this one has "
+                             "none; use device='cpu'")
+        return torch.device("cuda", local_rank % num_gpus)
+    if device == "cuda" and num_gpus < slots:
+        raise ValueError(f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
+                         f"which has {num_gpus}; start fewer processes or use device='cpu'")
+    if device != "cpu" and num_gpus >= slots:
+        return torch.device("cuda", local_rank)
+    if device == "auto" and num_gpus and local_rank == 0:
+        _LOGGER.warning("this node has %d GPU(s) for %d slots, so training runs on the CPU; start "
+                        "%d process(es) to use the GPU(s)", num_gpus, slots, num_gpus)
+    return torch.device("cpu")
+
+
+def _initialise(rank: int, size: int, place: Place, timeout: timedelta) -> None:
+    """Meet the other ranks, and start the default process group if they can train together."""
+    # The first optimizer imports it, and it keeps a default group that is there by then for good.
+    import torch._dynamo  # noqa: F401
+    path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
+    meeting_store: dist.Store
+    if path is not None:
+        meeting_store = dist.FileStore(f"{path}-{number}", size)
+    else:
+        if not os.environ.get("MASTER_ADDR"):
+            raise ValueError(_complaint("MASTER_ADDR", "the name or address of the head node"))
+        _number("MASTER_PORT", range(1, 1 << 16))
+        meeting_store = next(rendezvous("env://", timeout=timeout))[0]
+    agreed = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
+    check_places(agreed.places)
+    backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
+    # Keys of a world that was left stay in the store; its addresses must not be found again.
+    store = dist.PrefixStore(agreed.name, meeting_store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _take(device: torch.device) -> torch.device:
+    """Make a GPU this process's current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _number(name: str, allowed: range, default: int | None = None) -> int:
+    """Read a number that a launcher sets; without a default it must be there."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal() or int(text) not in allowed:
+        raise ValueError(_complaint(name, f"a whole number, {allowed[0]} to {allowed[-1]}"))
+    return int(text)
+
+
+def _complaint(name: str, allowed: str) -> str:
+    text = os.environ.get(name)
+    state = "is not set" if text is None else f"is {text!r}"
+    return (f"the environment variable {name} {state}; it must be {allowed}. Start with torchrun, "
+            "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT")

@@ -1,0 +1,52 @@
+"""Sum up what a run took and reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autocache import CacheStats
+from pipetransformer.stage import StepResult
+from pipetransformer.transition import Change
+
+
+@dataclass
+class FitReport:
+    """Sum up a run; its seconds are training and transitions, without evaluation."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    transitions: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add_step(self, result: StepResult, stats: CacheStats, num_samples: int) -> None:
+        """Count a training step in."""
+        self.seconds += result.seconds
+        self.samples += num_samples
+        self.cache_hits += stats.hits
+        self.cache_misses += stats.misses + stats.upgrades
+
+    def add_change(self, change: Change, transition: Mapping[str, Any] | None) -> None:
+        """Count in what happened between two steps.
+
+        Args:
+            change: its seconds count; those of the start do not.
+            transition: its entry, where it is one.
+        """
+        if change.before is None:
+            return
+        self.seconds += change.seconds + (change.measured_s or 0.0)
+        if transition is not None:
+            self.transitions.append(dict(transition))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums so far, as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,214 @@
+"""Records: what happened in a run, one JSON line each, with the same numbers in TensorBoard.
+
+Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
+
+    kind         fields
+    step         epoch, loss, seconds, samples, frozen, length, replicas, micro_batches,
+                 cache_hits, cache_misses, learning_rate, gradient_norm
+    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category)
+    evaluation   epoch, loss, accuracy, seconds
+    transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
+                 predicted_seconds, bytes_moved, reason; a step's predicted_step_s,
+                 predicted_step_before_s, measured_step_before_s
+    outcome      changed_step (of the transition), predicted_step_s, measured_step_s
+    measurement  seconds; the devices were profiled anew, as steps had drifted from what they took
+    checkpoint   seconds (that training stopped), written_s (beside it), bytes
+
+Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the
+number of stages of a pipeline. Other kinds may be recorded too; the report leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pipetransformer.durable import LineFile
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Record = dict[str, Any]
+
+RECORDS_FILE = "records.jsonl"
+
+_LOGGER = logging.getLogger(__name__)
+
+BREAKDOWN_CATEGORIES = (
+    "compute",
+    "bubble",
+    "transfer",
+    "all_reduce",
+    "data",
+    "cache",
+    "transition",
+    "other",
+)
+
+
+class Records:
+    """Append one JSON line per step or event, and every number in it to TensorBoard.
+
+    A resumed run appends to what is there; its `elapsed_s` goes on from the last record, so time
+    spent dead is not counted. Steps repeated since the last checkpoint are recorded again. Where
+    the disk is full, records are lost, which is warned of once, and training goes on.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Open `folder`/records.jsonl and `folder`/tensorboard for appending.
+
+        Args:
+            folder: created if missing; None records nothing (ranks other than 0).
+        Raises:
+            ValueError: an earlier line of the file is not a record.
+        """
+        self._lines: LineFile | None = None
+        self._loses = False
+        self._board: SummaryWriter | None = None
+        self._started_s = time.monotonic()
+        if folder is None:
+            return
+        # torch's writer imports all of TensorFlow where that is installed, which takes seconds:
+        # only the one process that writes pays for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / RECORDS_FILE
+        self._started_s -= _recover(path)
+        self._lines = LineFile(path)
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, kind: str, step: int, **fields: object) -> None:
+        """Write one record.
+
+        Args:
+            kind: what happened, see the table above.
+            step: number of optimizer steps done.
+            fields: numbers, strings, None, and lists or dicts of these. A number that is not
+                finite becomes null, because JSON has none.
+        Raises:
+            ValueError: a field is named `elapsed_s`.
+            TypeError: a field is of another type.
+        """
+        if self._lines is None:
+            return
+        if "elapsed_s" in fields:
+            raise ValueError("field 'elapsed_s' is set by Records itself; give it another name")
+        elapsed_s = round(time.monotonic() - self._started_s, 6)
+        values = {name: _plain(value, name) for name, value in fields.items()}
+        record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            # Not durably: that would add a disk's latency to every step.
+            self._lines.append(line.encode())
+        except OSError as error:
+            self._warn_once(error)
+        if self._board is not None:
+            try:
+                for tag, number in _scalars(values, prefix=kind).items():
+                    self._board.add_scalar(tag, number, step)
+            except OSError as error:
+                self._warn_once(error)
+                self._close_board()
+
+    def close(self) -> None:
+        """Close both files; a second call does nothing."""
+        if self._lines is not None:
+            self._lines.close()
+        self._lines = None
+        self._close_board()
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            with suppress(OSError):  # It has been warned of.
+                self._board.close()
+        self._board = None
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._loses:
+            _LOGGER.warning("records are lost: %s; training goes on", error)
+        self._loses = True
+
+    def __enter__(self) -> Records:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close both files, also after an error."""
+        self.close()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read all records of a file in the order in which they were written.
+
+    A last line without its newline was torn by a kill and is left out.
+
+    Raises:
+        ValueError: another line is not a record.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_parse(line, path=path, number=number) for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: bytes, *, path: Path, number: int) -> Record:
+    """Parse one line; name the file and the line if that fails."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not {"kind", "step", "elapsed_s"} <= record.keys():
+        raise ValueError(
+            f"{path}, line {number}: {line[:60]!r} is not a record, a JSON object with kind, step "
+            "and elapsed_s; remove the line or choose another folder"
+        )
+    return record
+
+
+def _recover(path: Path) -> float:
+    """Cut off a torn last line, so that nothing is appended to it; return the seconds recorded."""
+    if not path.exists():
+        return 0.0
+    written = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(written.rfind(b"\n") + 1)
+    records = read_records(path)
+    return float(records[-1]["elapsed_s"]) if records else 0.0
+
+
+def _plain(value: object, name: str) -> object:
+    """Turn a field into what JSON can hold, with None for a number that is not finite."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item, f"{name}/{key}") for key, item in value.items()}
+    raise TypeError(
+        f"field {name!r} is a {type(value).__name__}; a record holds numbers, strings, None, "
+        "lists and dicts; call .item() on a tensor or array of one element, .tolist() on others"
+    )
+
+
+def _scalars(values: dict[str, object], *, prefix: str) -> dict[str, float]:
+    """Name every number as TensorBoard shows it: prefix/field, prefix/field/key inside a dict."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        tag = f"{prefix}/{name}"
+        if isinstance(value, dict):
+            found.update(_scalars(value, prefix=tag))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[tag] = value
+    return found

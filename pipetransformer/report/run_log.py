@@ -1,0 +1,267 @@
+"""Turn what the trainer did into records, progress and one line for every transition."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autocache import CacheStats
+from autodp import Topology, gather_json
+from autopipe.profile import Profile
+from pipetransformer.checkpoint import Saved
+from pipetransformer.config import TrainConfig
+from pipetransformer.position import Clock
+from pipetransformer.processes import World
+from pipetransformer.report.progress import Progress
+from pipetransformer.report.records import Records
+from pipetransformer.stage import StepResult
+from pipetransformer.transition import Change, Decision
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Collect a rank's times, and write and show the run's on rank 0.
+
+    Args:
+        world: the ranks; an epoch's breakdown is their mean.
+        config: says where records go, and whether and how progress is shown.
+    """
+
+    def __init__(self, world: World, config: TrainConfig) -> None:
+        self._world = world
+        self._folder = config.folder if world.is_main else None
+        self._records = Records(None)
+        self._shown = config.progress and world.is_main
+        self._label = config.label
+        self._bar: Progress | None = None
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._epoch_samples = 0
+        self._epoch_loss = 0.0
+        self._accuracy = ""
+        self._changed_step = 0
+
+    def open(self) -> None:
+        """Open the records; seconds count from now on.
+
+        Raises:
+            ValueError: see `Records`.
+        """
+        self._records = Records(None if self._folder is None else Path(self._folder))
+
+    def start(self, clock: Clock, profile: Profile) -> None:
+        """Begin to show progress.
+
+        Args:
+            clock: of the coming step.
+            profile: tells messages from bubbles in the time waited.
+        """
+        self._profile = profile
+        self._bar = Progress(clock.max_steps, shown=self._shown, label=self._label)
+
+    def close(self) -> None:
+        """Close the records and the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._records.close()
+
+    def step(
+        self,
+        result: StepResult,
+        stats: CacheStats,
+        *,
+        decision: Decision,
+        clock: Clock,
+        num_samples: int,
+    ) -> None:
+        """Note a training step over so many samples; the clock is of that step."""
+        cache_s = stats.read_s + stats.run_s + stats.write_s
+        for category, spent_s in result.breakdown.items():
+            self._spent[category] += spent_s
+        transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
+        for source, category, moved_s in (
+            ("data", "cache", cache_s),
+            ("bubble", "transfer", transfer_s),
+        ):
+            self._spent[source] -= moved_s
+            self._spent[category] += moved_s
+        self._epoch_samples += num_samples
+        self._epoch_loss += result.loss * num_samples
+        misses = stats.misses + stats.upgrades
+        plan = decision.plan
+        replicas = self._world.topology(plan.length).replicas
+        self._records.log(
+            "step",
+            clock.step,
+            epoch=clock.epoch,
+            samples=num_samples,
+            learning_rate=clock.learning_rate,
+            loss=result.loss,
+            seconds=result.seconds,
+            frozen=decision.num_frozen,
+            length=plan.length,
+            replicas=replicas,
+            micro_batches=plan.num_micro_batches,
+            cache_hits=stats.hits,
+            cache_misses=misses,
+            gradient_norm=result.gradient_norm,
+        )
+        if self._bar is not None and self._shown:
+            hit_rate = stats.hits / max(stats.hits + misses, 1)
+            self._bar.step(
+                clock.step + 1,
+                clock.max_steps,
+                {
+                    "epoch": str(clock.epoch),
+                    "loss": f"{result.loss:.3f}",
+                    "acc": self._accuracy or "-",
+                    "frozen": str(decision.num_frozen),
+                    "KxR": f"{plan.length}x{replicas}",
+                    "M": str(plan.num_micro_batches),
+                    "img/s": f"{num_samples / result.seconds:.0f}",
+                    "hits": f"{hit_rate:.0%}",
+                },
+            )
+
+    def change(self, change: Change) -> dict[str, Any] | None:
+        """Note what happened between two steps.
+
+        Returns:
+            a transition's entry for the run's report; None where nothing had to be done.
+        """
+        decision, before = change.decision, change.before
+        if change.measured_s is not None:
+            self._spent["other"] += change.measured_s
+            self._records.log("measurement", decision.step, seconds=change.measured_s)
+        if not change.is_transition:
+            return None
+        plan = decision.plan
+        topology = self._world.topology(plan.length)
+        if topology.spares and (before is None or before.plan.length != plan.length):
+            self._warn_of_spares(topology)
+        entry: dict[str, Any] = {
+            "step": decision.step,
+            "frozen": decision.num_frozen,
+            "length": plan.length,
+            "replicas": topology.replicas,
+            "micro_batches": plan.num_micro_batches,
+            "seconds": change.seconds,
+        }
+        was = before.num_frozen if before else 0
+        self._changed_step = decision.step
+        self._spent["transition"] += change.seconds if before else 0.0
+        self._records.log(
+            "transition",
+            **entry,
+            frozen_before=was,
+            boundaries=list(plan.boundaries),
+            bytes_moved=change.bytes_moved,
+            predicted_seconds=change.predicted_s,
+            predicted_step_s=plan.predicted_step_s,
+            predicted_step_before_s=before.plan.predicted_step_s if before else None,
+            measured_step_before_s=change.step_before_s,
+            reason=decision.reason,
+        )
+        if self._bar is not None:
+            cached = ", prefix cached" if decision.use_cache else ""
+            old = "start" if before is None else f"frozen {was}, {self._shape(before)}"
+            self._bar.say(
+                f"step {decision.step}: {old} -> frozen {decision.num_frozen}, "
+                f"{self._shape(decision)}{cached} in {change.seconds * 1e3:.0f} ms"
+            )
+        return entry
+
+    def _warn_of_spares(self, topology: Topology) -> None:
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no pipeline that uses all %d processes is feasible: K x R = %d x %d train, and "
+                "ranks %s stay idle; a higher memory_limit_bytes or another number of processes "
+                "may change that",
+                topology.num_ranks,
+                topology.length,
+                topology.replicas,
+                ", ".join(map(str, topology.spares)),
+            )
+
+    def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
+        """Note what steps take under a decision, beside what was predicted."""
+        self._records.log(
+            "outcome",
+            step,
+            changed_step=self._changed_step,
+            predicted_step_s=decision.plan.predicted_step_s,
+            measured_step_s=measured_step_s,
+        )
+
+    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
+        """Model the time on the links of what this rank receives in a step."""
+        plan, link = decision.plan, self._profile.link
+        topology = self._world.topology(plan.length)
+        if topology.is_spare(self._world.rank):
+            return 0.0
+        stage = topology.stage_of(self._world.rank)
+        per_replica = num_samples / topology.replicas
+        total_s = 0.0
+        for boundary, crossed in ((stage, stage > 0), (stage + 1, stage < plan.length - 1)):
+            if crossed:
+                sample_bytes = self._profile.sublayers[plan.boundaries[boundary] - 1].output_bytes
+                total_s += plan.num_micro_batches * link.latency_s
+                total_s += per_replica * sample_bytes / link.bytes_per_s
+        return total_s
+
+    def _shape(self, decision: Decision) -> str:
+        plan = decision.plan
+        replicas = self._world.topology(plan.length).replicas
+        return f"K x R = {plan.length}x{replicas}, M = {plan.num_micro_batches} ({plan.schedule})"
+
+    def epoch(self, step: int, epoch: int) -> None:
+        """Note that an epoch is over. Collective."""
+        gathered = gather_json(dict(self._spent), group=self._world.group)
+        breakdown = {
+            key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
+            for key in sorted({key for one in gathered for key in one})
+        }
+        seconds = sum(breakdown.values())
+        self._records.log(
+            "epoch",
+            step,
+            epoch=epoch,
+            seconds=seconds,
+            breakdown=breakdown,
+            loss=self._epoch_loss / max(self._epoch_samples, 1),
+            samples_per_s=self._epoch_samples / max(seconds, 1e-9),
+        )
+        self._spent.clear()
+        self._epoch_samples, self._epoch_loss = 0, 0.0
+
+    def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
+        """Note an evaluation."""
+        self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
+        fields: dict[str, Any] = {"epoch": epoch, "seconds": seconds, **metrics}
+        self._records.log("evaluation", step, **fields)
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Note that a checkpoint has been written."""
+        self._records.log(
+            "checkpoint",
+            saved.step,
+            seconds=saved.stopped_s,
+            written_s=saved.written_s,
+            bytes=saved.num_bytes,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return rank 0's part of the unfinished epoch, as plain values."""
+        return {
+            "spent": dict(self._spent),
+            "samples": self._epoch_samples,
+            "loss": self._epoch_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
+        self._spent = defaultdict(float, state["spent"])
+        self._epoch_samples, self._epoch_loss = state["samples"], state["loss"]

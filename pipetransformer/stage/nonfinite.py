@@ -1,0 +1,62 @@
+"""Find where a number that is not finite began, in a step that has one.
+
+A backward flows from the head down: of all sublayers whose gradient is not finite the highest is
+where it began, unless the loss itself was not finite already. Looking for it costs a few messages,
+which only such a step pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autodp import gather_json
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Report what one rank found.
+
+    Args:
+        loss: whether its own part of the loss is not finite.
+        sublayer: index of its highest sublayer whose gradient is not finite; -1 for none.
+        ranks: which replicas brought that gradient; none where only their sum overflowed.
+    """
+
+    loss: bool
+    sublayer: int = -1
+    ranks: tuple[int, ...] = ()
+
+
+def highest_nonfinite(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:
+    """Return the highest sublayer, by index, with a gradient that is not finite, or -1."""
+    found = [
+        index
+        for index, own in parameters.items()
+        if any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in own)
+    ]
+    return max(found, default=-1)
+
+
+def locate(
+    finding: Finding, name_of: Callable[[int], str], *, group: dist.ProcessGroup | None
+) -> str:
+    """Say where it began, from all ranks' findings; the same words on every rank. Collective."""
+    found = [Finding(**one) for one in gather_json(asdict(finding), group=group)]
+    if ranks := [rank for rank, one in enumerate(found) if one.loss]:
+        return f"it began before the backward, in the loss of {_name(ranks)}"
+    first = max(found, key=lambda one: one.sublayer)
+    if first.sublayer < 0:
+        return "every single value is finite, but their sum is too large for a number"
+    where = f"in the gradient of sublayer {name_of(first.sublayer)!r}"
+    if not first.ranks:
+        return f"it began {where}, in the sum over the replicas"
+    return f"it began {where} on {_name(first.ranks)}"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

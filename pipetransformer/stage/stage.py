@@ -1,0 +1,330 @@
+"""Train one stage of one replica: what a rank does between two transitions."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autodp import GradientReducer, Groups, Topology, split_evenly, waiting_for
+from autopipe.engine import StageReport, run_program
+from autopipe.plan import PipelinePlan
+from autopipe.schedule import SCHEDULES, forward_only
+from autopipe.trace import Recorder
+from freeze import GradientSignals
+from pipetransformer.errors import NonFiniteError
+from pipetransformer.job import Task, keep_mode, modules_of, set_training, trained_parameters
+from pipetransformer.loss import mean_of
+from pipetransformer.processes import World
+from pipetransformer.stage.forward_writes import ForwardWrites
+from pipetransformer.stage.loss_probe import SplitProbe
+from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
+from pipetransformer.stage.wiring import StageWiring
+from pipetransformer.stage.work import (
+    EvaluationWork,
+    LossSums,
+    MicroBatches,
+    Rows,
+    StageLayers,
+    TrainMoment,
+    TrainWork,
+)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Report a training step.
+
+    Args:
+        loss: mean over the global batch.
+        gradient_norm: of the whole model, before clipping.
+        skipped: whether a non-finite number made every rank leave its weights as they were.
+        seconds: this rank's time, in all and by what it was spent on.
+    """
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    seconds: float
+    breakdown: Mapping[str, float]
+
+
+class Stage:
+    """Hold a rank's links, optimizer and reducer for one plan.
+
+    Args:
+        task: what is trained.
+        world: this rank's place.
+        plan: what this stage does.
+        topology: which stage it is.
+        groups: those of the topology.
+    """
+
+    def __init__(
+        self, task: Task, world: World, *, plan: PipelinePlan, topology: Topology, groups: Groups
+    ) -> None:
+        self.plan = plan
+        self.topology = topology
+        self._task = task
+        self._world = world
+        self._index = topology.stage_of(world.rank)
+        self._replica = topology.replica_of(world.rank)
+        self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
+        self._groups = groups
+        # A spare is a stage without sublayers, in a replica that has no samples.
+        self._is_spare = topology.is_spare(world.rank)
+        self._trained = range(
+            *((0, 0) if self._is_spare else plan.boundaries[self._index : self._index + 2])
+        )
+        self._wiring = StageWiring(task, world, plan, topology, groups)
+        self._layers = self._wiring.layers(self._trained)
+        self._links = self._wiring.links()
+        self.parameters = trained_parameters(task, self._trained)
+        self.optimizer = self._build_optimizer()
+        self.signals = GradientSignals(
+            {
+                task.model.sublayers[i].name: list(
+                    trained_parameters(task, range(i, i + 1)).values()
+                )
+                for i in self._trained
+            }
+        )
+        self._modules = modules_of(task.model, self._trained)
+        prefix = range(plan.boundaries[0] if self._index == 0 else 0)
+        self._writes = ForwardWrites(task.model, (*prefix, *self._trained))
+        self._probe = SplitProbe(task.loss_fn)
+        self.recorder: Recorder | None = None
+        self._reducer: GradientReducer | None = None
+        if self._groups.stage is not None and self.parameters:
+            self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
+
+    @property
+    def index(self) -> int:
+        """Return which stage of its pipeline this rank is."""
+        return self._index
+
+    def close(self) -> None:
+        """Let go of all memory that is the stage's own, even if the stage itself is kept."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.parameters, self.optimizer, self.signals = {}, None, GradientSignals({})
+
+    def train_step(
+        self, ids: Tensor, rows: Rows, *, step: int, epoch: int, learning_rate_factor: float
+    ) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            ids: (B,) int64, the whole global batch; this replica takes its slice.
+            rows: gives stage 0 its micro-batches.
+            step, epoch: position in the run.
+            learning_rate_factor: on every group's own learning rate.
+        Raises:
+            ValueError: a forward has written into its own parameters or buffers, or the loss
+                depends on how the batch is split.
+            NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
+            LinkError, PeerError: a rank is gone, or silent for longer than a step may take.
+        """
+        start = time.perf_counter()
+        # Freed here and not at the end of a step, gradients leave their memory to the forward.
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        keep_mode(self._modules, training=True)
+        self._writes.begin()
+        first, size = self._share(len(ids))
+        moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
+        own = ids[first : first + size]
+        batches = MicroBatches(own, sizes := self._cut(own), rows)
+        work = TrainWork(
+            self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
+        )
+        report = self._run(work, sizes)
+        written = self._writes.find()
+        reduce_start = time.perf_counter()
+        was_early = self._reducer is not None and self._reducer.was_early
+        # What one rank finds wrong ends in the same way on all.
+        *sums, num_split, num_early, num_writing = self._sum_over_world(
+            [*work.loss_sums(), float(was_early), float(bool(written))]
+        )
+        if self._reducer is not None:
+            self._reducer.finish(again=num_early > 0)
+        reduce_s = time.perf_counter() - reduce_start
+        if num_split:
+            self._probe.refuse()
+        if num_writing:
+            raise ValueError(written or "a forward on another rank writes into its own tensors")
+        loss, norm = self._finish_gradients(sums, len(ids))
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if skipped:
+            self._report_nonfinite(
+                f"step {step}: the loss is {loss}, the gradient's norm {norm}", work.loss_sums()
+            )
+        self._update(learning_rate_factor, skipped)
+        total = time.perf_counter() - start
+        return StepResult(
+            loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total)
+        )
+
+    def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
+        """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
+        model, config = self._task.model, self._task.config
+        layers = self._wiring.layers(
+            range(0 if self._index == 0 else self._trained.start, self._trained.stop)
+        )
+        first, size = self._share(num_samples)
+        own = torch.arange(first, first + size)
+        per_step = max(1, config.batch_size // self.topology.replicas)
+        set_training(model, layers.indices, num_frozen=model.num_layers + 1)
+        with torch.no_grad():
+            # Every rank counts the largest replica's rounds, and hears of all others in each: a
+            # spare, or a replica without examples, waits for a round and not for the whole.
+            most = split_evenly(num_samples, self.topology.replicas)[0]
+            for begin in range(0, most, per_step):
+                ids = own[begin : begin + per_step]
+                if len(ids):
+                    self._evaluate_round(layers, MicroBatches(ids, self._cut(ids), rows), sums)
+                self._sum_over_world([0.0])
+        set_training(model, layers.indices, num_frozen=self._first_active_layer())
+
+    def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> None:
+        work = EvaluationWork(
+            layers,
+            batches,
+            loss_fn=self._task.loss_fn,
+            metrics=self._task.config.metrics,
+            sums=sums,
+        )
+        program = forward_only(self.topology.length, len(batches.sizes))[self._index]
+        run_program(program, work, self._links, batches.sizes)
+        work.finish_step()
+
+    def _cut(self, ids: Tensor) -> tuple[int, ...]:
+        """Return the sizes of a replica's micro-batches; none without samples."""
+        if len(ids) == 0:
+            return ()
+        return split_evenly(len(ids), min(len(ids), self.plan.num_micro_batches))
+
+    def _share(self, num_samples: int) -> tuple[int, int]:
+        """Return where this replica's samples begin, and how many they are."""
+        sizes = (*split_evenly(num_samples, self.topology.replicas), 0)
+        return sum(sizes[: self._replica]), sizes[self._replica]
+
+    def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
+        """Run the schedule; a replica left without samples has none to run."""
+        if not sizes:
+            return StageReport(0.0, 0.0, 0)
+        program = SCHEDULES[self.plan.schedule](self.topology.length, len(sizes))[self._index]
+        arm = self._reducer.arm if self._reducer is not None else lambda: None
+        report = run_program(
+            program,
+            work,
+            self._links,
+            sizes,
+            before_last_backward=arm,
+            recorder=self.recorder,
+        )
+        work.finish_step()
+        return report
+
+    def _finish_gradients(self, sums: list[float], num_samples: int) -> tuple[float, float]:
+        """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
+        loss_sum, count = sums
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if count not in (0, num_samples) and gradients:
+            torch._foreach_mul_(gradients, num_samples / count)
+        squared = self.signals.squared_norm(self._sum_over_pipeline)
+        norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
+        limit = self._task.config.clip_norm
+        if limit is not None and norm > limit and gradients:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        return mean_of(loss_sum, count), norm
+
+    def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
+        """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
+        parameters = {
+            index: tuple(trained_parameters(self._task, range(index, index + 1)).values())
+            for index in self._trained
+        }
+        highest = highest_nonfinite(parameters)
+        ranks: tuple[int, ...] = (self._world.rank,)
+        if highest >= 0 and self._reducer is not None:
+            members = self.topology.stage_ranks(self._index)
+            replicas = self._reducer.nonfinite_replicas(parameters[highest])
+            ranks = tuple(members[replica] for replica in replicas)
+        finding = Finding(not math.isfinite(loss_sums[0]), highest, ranks)
+        names = [sublayer.name for sublayer in self._task.model.sublayers]
+        where = locate(finding, names.__getitem__, group=self._world.group)
+        if self._task.config.on_nonfinite == "raise":
+            raise NonFiniteError(
+                f"{what}; {where}. Lower the learning rate, clip with clip_norm, or leave such "
+                "steps out with on_nonfinite='skip'"
+            )
+        if self._world.is_main:
+            _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
+
+    def _update(self, learning_rate_factor: float, skipped: bool) -> None:
+        if self.optimizer is None:
+            return
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * learning_rate_factor
+            self.optimizer.step()
+
+    def _sum_over_world(self, values: list[float]) -> list[float]:
+        if self._world.group is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        self._all_reduce(total, "their part of the loss")
+        return total.tolist()
+
+    def _all_reduce(self, values: Tensor, what: str) -> None:
+        """Add up all ranks' values on the CPU, waiting no longer than a step may take."""
+        with waiting_for(what, self._world.group):
+            work = dist.all_reduce(values, group=self._world.group, async_op=True)
+            # The world's group itself allows for the longer waits of a transition.
+            work.wait(timedelta(seconds=self._timeout_s))
+
+    def _sum_over_pipeline(self, value: Tensor) -> Tensor:
+        """Add up the stages' values, as the first replica holds them; the others' are equal."""
+        if self._world.group is None:
+            return value
+        own = value.to("cpu") if self._replica == 0 else torch.zeros((), dtype=value.dtype)
+        self._all_reduce(own, "their part of the gradient's norm")
+        return own.to(value.device)
+
+    def _breakdown(
+        self, work: TrainWork, report: StageReport, reduce_s: float, total_s: float
+    ) -> dict[str, float]:
+        # A spare has nothing to sum, and waits all the time.
+        idle_s = reduce_s if self._is_spare else 0.0
+        parts = {
+            "compute": report.compute_s,
+            "bubble": report.wait_s + idle_s,
+            "all_reduce": reduce_s - idle_s,
+            "data": work.data_s,
+        }
+        return {**parts, "other": total_s - sum(parts.values())}
+
+    def _build_optimizer(self) -> Optimizer | None:
+        if not self.parameters:
+            return None
+        optimizer = self._task.optimizer(list(self.parameters.items()))
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return optimizer
+
+    def _first_active_layer(self) -> int:
+        return self._task.model.sublayers[self.plan.boundaries[0]].layer

@@ -1,0 +1,300 @@
+"""Say what one stage computes on a micro-batch, in training and in evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autocache import HIDDEN
+from autodp import mix_seed
+from autopipe.engine import Payload, StageWork
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.config import Metric
+from pipetransformer.data import Batch
+from pipetransformer.loss import Loss, mean_of
+from pipetransformer.stage.loss_probe import SplitProbe
+from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+
+Rows = Callable[[Tensor], Batch]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Name what a stage runs.
+
+    Args:
+        model: the layered model.
+        indices: the sublayers this stage runs.
+        device: where they live.
+        side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
+        side_in: on those stages, where these arrive.
+        is_last: whether the targets are needed here, after the forward.
+    """
+
+    model: LayeredModel
+    indices: range
+    device: torch.device
+    side_out: tuple[SideSender, ...] = ()
+    side_in: SideReceiver | None = None
+    is_last: bool = True
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Name a replica's samples of a step, and how they are cut and fetched.
+
+    Args:
+        ids: (n,) int64 dataset indices, in order.
+        sizes: samples of every micro-batch.
+        rows: gives stage 0 the entries of samples, or, as "hidden", their activations behind the
+            frozen prefix.
+    """
+
+    ids: Tensor
+    sizes: Sequence[int]
+    rows: Rows
+
+
+@dataclass
+class LossSums:
+    """Add up losses and metrics as (sum, count) pairs."""
+
+    totals: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add one micro-batch's contribution."""
+        entry = self.totals.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(count)
+
+    @classmethod
+    def joined(cls, all_totals: Iterable[Mapping[str, Sequence[float]]]) -> LossSums:
+        """Return the sums over the totals of several."""
+        whole = cls()
+        for totals in all_totals:
+            for name, (total, count) in totals.items():
+                whole.add(name, total, count)
+        return whole
+
+    def means(self) -> dict[str, float]:
+        """Return every total over its count; 0 where nothing counts."""
+        return {name: mean_of(total, count) for name, (total, count) in self.totals.items()}
+
+
+class LayerWork(StageWork):
+    """Run a stage's sublayers, with the entries each of them takes.
+
+    Args:
+        layers: what the stage runs.
+        batches: the micro-batches it runs them on.
+    """
+
+    def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
+        self.layers = layers
+        self._parts = torch.split(batches.ids, list(batches.sizes))
+        self._rows = batches.rows
+        self._entries: dict[int, Batch] = {}
+        self.data_s = 0.0
+        if layers.side_in is not None:
+            # Until stage 0 has its data.
+            start = time.perf_counter()
+            layers.side_in.begin(batches.sizes)
+            self.data_s += time.perf_counter() - start
+
+    def first_input(self, micro_batch: int) -> Payload:
+        start = time.perf_counter()
+        batch = self._rows(self._parts[micro_batch])
+        for sender in self.layers.side_out:
+            sender.send(batch)
+        batch = {name: tensor.to(self.layers.device) for name, tensor in batch.items()}
+        self._entries[micro_batch] = batch
+        self.data_s += time.perf_counter() - start
+        name = HIDDEN if HIDDEN in batch else self.layers.model.inputs[0]
+        return Payload((batch[name],))
+
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        entries = self._entries_of(micro_batch)
+        value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
+        if self.layers.indices.start == 0:
+            value = entries
+        for index in self.layers.indices:
+            self.seed(micro_batch, index)
+            value = self.layers.model.call(index, value, sides=entries)
+        assert isinstance(value, Tensor)
+        size = len(self._parts[micro_batch])
+        if value.ndim == 0 or len(value) != size:
+            raise ValueError(
+                f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
+                "layer must keep the sample as its first dimension"
+            )
+        if not self.layers.is_last:
+            del self._entries[micro_batch]
+        return Payload((value,))
+
+    def finish_step(self) -> None:
+        """Wait until the side inputs have left."""
+        for sender in self.layers.side_out:
+            sender.finish_step()
+
+    def seed(self, micro_batch: int, index: int) -> None:
+        """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
+
+    def target(self, micro_batch: int) -> Any:
+        """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
+        names = self.layers.model.targets
+        entries = self._entries.pop(micro_batch)
+        return entries[names[0]] if len(names) == 1 else {name: entries[name] for name in names}
+
+    def _entries_of(self, micro_batch: int) -> Batch:
+        if micro_batch not in self._entries:
+            side_in = self.layers.side_in
+            entries = {} if side_in is None else side_in.receive(micro_batch)
+            self._entries[micro_batch] = {
+                name: tensor.to(self.layers.device) for name, tensor in entries.items()
+            }
+        return self._entries[micro_batch]
+
+
+@dataclass(frozen=True)
+class TrainMoment:
+    """Say when in the run a step happens.
+
+    Args:
+        step, epoch: from 0.
+        seed: the run's.
+        first_sample: position of this replica's first sample in the global batch.
+        global_batch: samples of the whole step.
+    """
+
+    step: int
+    epoch: int
+    seed: int
+    first_sample: int
+    global_batch: int
+
+
+class TrainWork(LayerWork):
+    """Scale each micro-batch's loss so that all gradients add up to the mean's."""
+
+    def __init__(
+        self,
+        layers: StageLayers,
+        batches: MicroBatches,
+        *,
+        loss_fn: Loss,
+        moment: TrainMoment,
+        probe: SplitProbe,
+    ) -> None:
+        super().__init__(layers, batches)
+        self._loss_fn = loss_fn
+        self._moment = moment
+        self._probe = probe
+        probe.begin_step()
+        sizes = batches.sizes
+        self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
+        self.losses: list[tuple[Tensor, Any]] = []
+
+    def seed(self, micro_batch: int, index: int) -> None:
+        # Dropout depends on the step, the layer and the samples, not on who computes them.
+        seed = mix_seed(self._moment.seed, self._moment.step, index, self._offsets[micro_batch])
+        torch.default_generator.manual_seed(seed)
+        if self.layers.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
+        """Return the micro-batch's part of the step's mean loss.
+
+        A loss given as (sum, count) is divided by the samples of the global batch for now; the
+        gradients are corrected once the counts of all replicas are known.
+        """
+        output = only_tensor(outputs)
+        target = self.target(micro_batch)
+        # Before the loss, which may write into them.
+        self._probe.watch(output, target)
+        loss = self._loss_fn(output, target)
+        num_samples = len(output)
+        if isinstance(loss, tuple):
+            total, count = loss
+            self.losses.append((total.detach(), count))
+            return total / self._moment.global_batch
+        if loss.ndim != 0:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
+            )
+        self.losses.append((loss.detach() * num_samples, num_samples))
+        return loss * (num_samples / self._moment.global_batch)
+
+    def loss_sums(self) -> list[float]:
+        """Return [sum of the losses, count, whether it depends on the split]; 0 without a loss."""
+        return [
+            float(sum(total for total, _ in self.losses)),
+            float(sum(count for _, count in self.losses)),
+            float(self._probe.finds_difference()),
+        ]
+
+
+class EvaluationWork(LayerWork):
+    """Add up losses and metrics, and keep nothing."""
+
+    def __init__(
+        self,
+        layers: StageLayers,
+        batches: MicroBatches,
+        *,
+        loss_fn: Loss,
+        metrics: Mapping[str, Metric] | None,
+        sums: LossSums,
+    ) -> None:
+        super().__init__(layers, batches)
+        self._loss_fn = loss_fn
+        self._metrics = metrics
+        self._sums = sums
+
+    def finish(self, micro_batch: int, outputs: Payload) -> None:
+        output = only_tensor(outputs)
+        target = self.target(micro_batch)
+        loss = self._loss_fn(output, target)
+        total, count = loss if isinstance(loss, tuple) else (loss * len(output), len(output))
+        self._sums.add("loss", float(total), float(count))
+        metrics = self._metrics
+        if metrics is None:
+            metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
+        for name, metric in metrics.items():
+            self._sums.add(name, *metric(output, target))
+
+
+def only_tensor(payload: Payload) -> Tensor:
+    """Return the tensor of a payload that holds one."""
+    (tensor,) = payload.tensors
+    assert tensor is not None
+    return tensor
+
+
+def default_metrics(output: Tensor, target: Any, *, ignore_index: int) -> Mapping[str, Metric]:
+    """Return the accuracy for a classifier's output and targets, nothing for others."""
+    if (
+        isinstance(target, Tensor)
+        and output.ndim == 2
+        and target.ndim == 1
+        and not target.is_floating_point()
+    ):
+        return {"accuracy": partial(accuracy, ignore_index=ignore_index)}
+    return {}
+
+
+def accuracy(output: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[float, float]:
+    """Count right answers, and the targets that are not ignored.
+
+    Args:
+        output: (N, classes).
+        target: (N,) class indices.
+        ignore_index: the class of targets that count neither as right nor as wrong.
+    """
+    counts = target != ignore_index
+    return float(((output.argmax(dim=1) == target) & counts).sum()), float(counts.sum())

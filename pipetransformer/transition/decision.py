@@ -1,0 +1,51 @@
+"""State what is decided at a step boundary, as it is published and written to the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopipe.plan import PipelinePlan
+
+
+@dataclass(frozen=True)
+class Decision:
+    """State what holds from a step on; published by rank 0 and written to the journal first.
+
+    Args:
+        step: the first step it holds for.
+        num_frozen: frozen layers.
+        plan: the pipeline over the others.
+        use_cache: whether the prefix's activations are cached.
+        reason: in one line.
+    """
+
+    step: int
+    num_frozen: int
+    plan: PipelinePlan
+    use_cache: bool
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "plan": self.plan.to_json()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Decision:
+        """Rebuild a decision from `to_json`."""
+        return Decision(**{**values, "plan": PipelinePlan.from_json(values["plan"])})
+
+    def changes(self, current: Decision | None) -> bool:
+        """Tell whether anything has to be done to go from the current decision to this one."""
+        return current is None or self._effect() != current._effect()
+
+    def _effect(self) -> tuple[Any, ...]:
+        plan = self.plan
+        return (
+            self.num_frozen,
+            self.use_cache,
+            plan.boundaries,
+            plan.num_micro_batches,
+            plan.schedule,
+        )

@@ -1,0 +1,250 @@
+"""Hold what this rank holds under the current plan, and change it at a transition.
+
+    decision -> topology -> leave the stage -> move shards -> freeze -> groups, optimizer -> cache
+
+The same ranks regroup: nothing is spawned or killed, and a sublayer that stays where it is is not
+touched. The old stage's gradients are gone before the first shard comes, and shards are placed and
+dropped as they travel: a rank never holds all of what it had and all of what it gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
+from pipetransformer.job import Task, set_frozen, set_training
+from pipetransformer.processes import World, free_bytes
+from pipetransformer.stage import FrozenPrefix, Stage
+from pipetransformer.transition.decision import Decision
+from pipetransformer.transition.held_shards import HeldShards
+from pipetransformer.transition.ownership import (
+    OPTIMIZER,
+    WEIGHTS,
+    Ownership,
+    held_by_rank_0,
+    place,
+    split_shard_name,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class Deployment:
+    """Hold a rank's sublayers, their optimizer state, its stage and its share of the cache."""
+
+    def __init__(self, task: Task, world: World, prefix: FrozenPrefix) -> None:
+        self._task = task
+        self._world = world
+        self._prefix = prefix
+        self._names = tuple(sublayer.name for sublayer in task.model.sublayers)
+        self._held = HeldShards(task, world.rank, world.device)
+        self._ownership: Ownership | None = None
+        self._groups = GroupPool(
+            world.rank,
+            [world.topology(length) for length in world.lengths],
+            on_cuda=world.link_device.type == "cuda",
+            timeout_s=task.config.setup_timeout_s,
+        )
+        self.stage: Stage | None = None
+
+    @property
+    def active_stage(self) -> Stage:
+        """Return the stage; there is one from the first decision on."""
+        assert self.stage is not None
+        return self.stage
+
+    @property
+    def parked(self) -> Mapping[str, Shard]:
+        """Return the optimizer state of frozen sublayers that waits here for a thaw."""
+        return self._held.states
+
+    def change(self, decision: Decision) -> int:
+        """Carry out a decision; every rank of the world calls it at the same step.
+
+        Returns:
+            bytes of the shards this rank received.
+        """
+        before = (
+            held_by_rank_0(self._names) if self._ownership is None else self._ownership.shards()
+        )
+        after = self._place(decision)
+        self._leave_stage()
+        self._held.release_others(before)
+        self._held.park(after.parked_by(self._world.rank))
+        num_bytes = self._move(before, after.shards())
+        self._adopt(decision, after)
+        return num_bytes
+
+    def needed_shards(self, decision: Decision) -> tuple[str, ...]:
+        """Name the shards that this rank holds under a decision."""
+        ranks_of = self._place(decision).shards()
+        return tuple(name for name, ranks in ranks_of.items() if self._world.rank in ranks)
+
+    def restore(self, decision: Decision, shards: dict[str, Shard]) -> None:
+        """Start with the shards that `needed_shards` named; every rank of the world calls it."""
+        after = self._place(decision)
+        self._held.release_others(after.shards())
+        self._held.park(after.parked_by(self._world.rank))
+        for name, tensors in shards.items():
+            self._held.put(name, tensors)
+        self._adopt(decision, after)
+
+    def held_shards(self) -> dict[str, Shard]:
+        """Return the shards that this rank holds; tensors are the live ones."""
+        assert self._ownership is not None
+        rank, optimizer = self._world.rank, self.active_stage.optimizer
+        trained = {self._names[index] for index in self._ownership.trained_by(rank)}
+        shards = {}
+        for name, ranks in self._ownership.shards().items():
+            sublayer, kind = split_shard_name(name)
+            if rank not in ranks:
+                continue
+            if kind == OPTIMIZER and sublayer in trained:
+                shards[name] = self._held.state_of(optimizer, sublayer)
+            else:
+                shards[name] = self._held.read(name)
+        return shards
+
+    def held_bytes(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state on this rank's device."""
+        if self.stage is None:
+            return 0
+        tensors = [t for shard in self.held_shards().values() for t in shard.values()]
+        tensors += [p.grad for p in self.stage.parameters.values() if p.grad is not None]
+        return sum(t.nbytes for t in tensors if t.device == self._world.device)
+
+    def owned_shards(self) -> dict[str, Shard]:
+        """Return the shards that this rank owns, to be saved; tensors are the live ones."""
+        assert self._ownership is not None
+        ranks_of = self._ownership.shards()
+        return {
+            name: shard
+            for name, shard in self.held_shards().items()
+            if min(ranks_of[name]) == self._world.rank
+        }
+
+    def gather_weights(self, device: torch.device) -> None:
+        """Bring every sublayer's weights to rank 0's model. Collective.
+
+        Args:
+            device: where rank 0 takes those that it does not hold.
+        """
+        assert self._ownership is not None
+        before = {
+            shard: ranks
+            for shard, ranks in self._ownership.shards().items()
+            if split_shard_name(shard)[1] == WEIGHTS
+        }
+        with self._held.receiving_on(device):
+            self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
+
+        Rank 0's model then holds what it held before: the other layers' weights would be old after
+        the next step.
+        """
+        assert self._ownership is not None
+        model, state = self._task.model, dict[str, Tensor]()
+        held = {id(t) for i in self._ownership.held_by(0) for t in model.tensors(i).values()}
+        with self.whole_on_rank_0():
+            if self._world.is_main:
+                for name, tensor in model.model.state_dict(keep_vars=True).items():
+                    state[name] = tensor.detach().to("cpu", copy=id(tensor) in held)
+        return state
+
+    @contextmanager
+    def whole_on_rank_0(self) -> Iterator[None]:
+        """Hold the whole model on rank 0 meanwhile, what it does not train in host memory.
+
+        Collective, at both ends.
+        """
+        if self._ownership is None:  # Every rank still has all of its own.
+            yield
+            return
+        self.gather_weights(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._held.release_others(self._ownership.shards())
+
+    def roomy_device(self) -> torch.device:
+        """Return this rank's device if the whole model fits there; else the CPU.
+
+        Rank 0, whose alone matters, warns.
+        """
+        model, device = self._task.model, self._world.device
+        tensors = [t for i in range(len(self._names)) for t in model.tensors(i).values()]
+        lacking = sum(t.nbytes for t in tensors if t.device != device)
+        free = free_bytes(device)
+        if free is None or lacking + ROUND_BYTES <= free:
+            return device
+        if self._world.is_main:
+            _LOG.warning(
+                "the model does not fit on %s, which has %d bytes left for layers of %d bytes: "
+                "they are in host memory; model.cpu() brings the others there",
+                device,
+                free,
+                lacking,
+            )
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        """Let go of the stage, and destroy the groups."""
+        if self.stage is not None:
+            self.stage.close()
+            self.stage = None
+        self._groups.close()
+
+    def _place(self, decision: Decision) -> Ownership:
+        topology = self._world.topology(decision.plan.length)
+        return place(self._names, topology, decision.plan)
+
+    def _move(self, before: Holders, after: Holders) -> int:
+        return move_shards(
+            before,
+            after,
+            self._held,
+            group=self._world.group,
+            device=self._world.device,
+            slots_per_node=self._world.slots_per_node,
+        )
+
+    def _leave_stage(self) -> None:
+        """Keep the optimizer's state, and let go of all else: gradients, buckets, links.
+
+        What comes needs their memory.
+        """
+        if self.stage is None:
+            return
+        assert self._ownership is not None
+        self._held.take_from(self.stage.optimizer, self._ownership.trained_by(self._world.rank))
+        self.stage.close()
+        self.stage = None
+
+    def _adopt(self, decision: Decision, after: Ownership) -> None:
+        """Become what a decision asks for; the shards are there."""
+        model, rank = self._task.model, self._world.rank
+        held = after.held_by(rank)
+        self._held.release_others(after.shards())
+        self._held.settle(held)
+        set_frozen(self._task, decision.num_frozen)
+        set_training(model, held, num_frozen=decision.num_frozen)
+        self._ownership = after
+        limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
+        self.stage = Stage(
+            self._task,
+            self._world,
+            plan=decision.plan,
+            topology=after.topology,
+            groups=self._groups.open(after.topology, timeout_s=limit_s),
+        )
+        self._held.give_to(self.stage.optimizer, after.trained_by(rank))
+        self._prefix.set_depth(
+            decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
+        )

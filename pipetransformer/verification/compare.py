@@ -1,0 +1,116 @@
+"""Verify a model: rank 0 by itself first, then all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from autodp import broadcast_json
+from pipetransformer.adapters import LayeredModel
+from pipetransformer.data import Batch
+from pipetransformer.errors import VerificationError
+from pipetransformer.job import Task
+from pipetransformer.loss import LossFunction
+from pipetransformer.processes import World
+from pipetransformer.verification.local import find_difference
+from pipetransformer.verification.pipelined import compare_steps
+from pipetransformer.verification.tolerance import Tolerance
+from pipetransformer.verification.twin import OwnForward, converted, make_twin
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Report a model that trains as its own forward does in a plain loop.
+
+    Args:
+        dtype: in which that was found: "float64", or "float32" where the model computes in no
+            other, and rounding hides what is smaller.
+        num_samples: of the batch.
+        num_tensors: parameters and buffers that were compared.
+    """
+
+    dtype: str
+    num_samples: int
+    num_tensors: int
+
+
+def verify(
+    task: Task, world: World, *, model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
+) -> Verification:
+    """Compare a model's layers, loss and pipelines with its own forward. Collective.
+
+    Args:
+        task, world: what is to be trained, and where.
+        model: a copy of the task's, complete on rank 0; it is changed.
+        loss_fn: the user's own; None is the model's.
+        batch: two samples or more, in host memory.
+    Raises:
+        VerificationError: on every rank: they differ, or the model cannot be copied, called or
+            made deterministic.
+        ValueError: the batch has fewer than two samples.
+    """
+    num_samples = min(len(entry) for entry in batch.values())
+    if num_samples < 2:
+        raise ValueError(f"a batch of {num_samples} samples cannot be split; give two or more")
+    answer = ["", ""]
+    if world.is_main:
+        answer = _verify_locally(task, model, loss_fn, batch)
+    name, outcome = broadcast_json(answer, group=world.group)
+    if not outcome:
+        dtype: torch.dtype = getattr(torch, name)
+        own = OwnForward(make_twin(model, dtype), loss_fn) if world.is_main else None
+        twin = replace(
+            task,
+            model=make_twin(model, dtype),
+            config=replace(
+                task.config,
+                clip_norm=None,
+                folder=None,
+                resume=False,
+                checkpoint_every_epochs=0,
+                checkpoint_every_steps=0,
+                cache=False,
+                on_nonfinite="raise",
+            ),
+        )
+        outcome = compare_steps(
+            twin, world, own=own, batch=converted(batch, dtype), tolerance=Tolerance.of(dtype)
+        )
+    if outcome:
+        raise VerificationError(outcome)
+    num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
+    return Verification(name, num_samples, num_tensors)
+
+
+def _verify_locally(
+    task: Task, model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
+) -> list[str]:
+    """Return the dtype that the model computes in, and what differs."""
+    try:
+        dtype = _dtype_of(model, loss_fn, batch)
+        own = OwnForward(make_twin(model, dtype), loss_fn)
+        own.model.model.train()
+        found = find_difference(own, task.loss_fn, converted(batch, dtype), Tolerance.of(dtype))
+    except Exception as error:
+        # The other ranks wait for an answer.
+        _LOGGER.exception("the model's own forward could not be called")
+        return ["", f"the model's own forward could not be called: {error!r}"]
+    return [str(dtype).removeprefix("torch."), found]
+
+
+def _dtype_of(
+    model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
+) -> torch.dtype:
+    """Return float64 where the model's forward takes it, else float32."""
+    own = OwnForward(make_twin(model, torch.float64), loss_fn)
+    try:
+        with torch.no_grad():
+            own(converted(batch, torch.float64))
+    except RuntimeError as error:
+        _LOGGER.warning("the model does not compute in float64 (%s): float32 is compared", error)
+        return torch.float32
+    return torch.float64

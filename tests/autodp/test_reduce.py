@@ -1,0 +1,392 @@
+"""Prove that replicas end a step with the sum of their gradients, sent while they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autodp.reduce import GradientReducer
+from tests.pool import Pool
+
+BUCKET_BYTES = [1, 64, 25 << 20]
+WORLD = 4
+
+
+def make_parameters() -> list[nn.Parameter]:
+    """Make parameters of three dtypes, one of them 0-dim, one empty, one not contiguous."""
+    f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
+    tensors = [torch.zeros(3, 4), torch.zeros(4), torch.zeros((), dtype=f64),
+               torch.zeros(2, 5, dtype=bf16), torch.zeros(0), torch.zeros(5, 2, dtype=f32).t(),
+               torch.zeros(7, dtype=f64), torch.zeros(1, dtype=bf16), torch.zeros(6)]
+    return [nn.Parameter(tensor) for tensor in tensors]
+
+
+def factor(index: int, like: Tensor, replica: int, micro_batch: int = 0, *,
+           whole: bool = True) -> Tensor:
+    """Return a replica's gradient; small whole numbers add up exactly in any order."""
+    generator = torch.Generator().manual_seed(1000 * replica + 10 * index + micro_batch)
+    if whole:
+        return torch.randint(-9, 10, like.shape, generator=generator).to(like.dtype)
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+
+def backward(parameters: Sequence[nn.Parameter], used: Sequence[int], micro_batch: int = 0, *,
+             whole: bool = True) -> None:
+    """Back-propagate a loss whose gradient for each used parameter is its factor."""
+    rank = dist.get_rank()
+    terms = [(parameters[k] * factor(k, parameters[k], rank, micro_batch, whole=whole)).sum()
+             for k in used]
+    sum(terms, torch.zeros((), dtype=torch.float64)).backward()
+
+
+def total(index: int, like: Tensor, replicas: Sequence[int], num_micro_batches: int = 1) -> Tensor:
+    return sum((factor(index, like, r, m) for r in replicas for m in range(num_micro_batches)),
+               torch.zeros_like(like.detach()))
+
+
+def wrong_sums(parameters: Sequence[nn.Parameter], users: Sequence[Sequence[int]],
+               num_micro_batches: int = 1) -> list[str]:
+    """Name the parameters whose gradient is not exactly the sum over their users' gradients."""
+    wrong = []
+    for k, (parameter, replicas) in enumerate(zip(parameters, users, strict=True)):
+        if not replicas:
+            if parameter.grad is not None:
+                wrong.append(f"{k}: a gradient that nobody computed")
+        elif parameter.grad is None:
+            wrong.append(f"{k}: no gradient")
+        elif not torch.equal(parameter.grad, total(k, parameter, replicas, num_micro_batches)):
+            wrong.append(f"{k}: another sum")
+    return wrong
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@contextmanager
+def reducing(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[GradientReducer]:
+    reducer = GradientReducer(parameters, world(), bucket_bytes=bucket_bytes)
+    try:
+        yield reducer
+    finally:
+        reducer.close()
+
+
+def reduce_with_users(users: list[list[int]], silent: list[int], bucket_bytes: int) -> list[str]:
+    """Use parameter k on replicas users[k]; silent replicas run no backward and do not arm."""
+    parameters, rank = make_parameters(), dist.get_rank()
+    with reducing(parameters, bucket_bytes) as reducer:
+        if rank not in silent:
+            reducer.arm()
+            backward(parameters, [k for k, replicas in enumerate(users) if rank in replicas])
+        reducer.finish()
+        return wrong_sums(parameters, users)
+
+
+EVERYBODY = [list(range(WORLD))] * 9
+MIXED = [[0, 1, 2, 3], [2], [], [0, 3], [1], [], [], [3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_gradients_become_the_sum_over_the_replicas(four_ranks: Pool, bucket_bytes: int) -> None:
+    assert four_ranks.run(reduce_with_users, EVERYBODY, [], bucket_bytes) == [[]] * WORLD
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_a_parameter_gets_the_users_sum_everywhere_and_none_where_nobody_used_it(
+        four_ranks: Pool, bucket_bytes: int) -> None:
+    assert four_ranks.run(reduce_with_users, MIXED, [], bucket_bytes) == [[]] * WORLD
+
+
+@pytest.mark.parametrize("silent", [[0], [1, 3], [0, 1, 2, 3]])
+def test_a_replica_without_backward_contributes_zeros(four_ranks: Pool, silent: list[int]) -> None:
+    users = [[r for r in range(WORLD) if r not in silent]] * 9
+    for bucket_bytes in BUCKET_BYTES:
+        assert four_ranks.run(reduce_with_users, users, silent, bucket_bytes) == [[]] * WORLD
+
+
+def reduce_noise(bucket_bytes: int) -> list[bytes]:
+    """Return the reduced gradients' bytes, of random numbers whose sum depends on the order."""
+    parameters = [*make_parameters(), nn.Parameter(torch.zeros(10_007))]
+    with reducing(parameters, bucket_bytes) as reducer:
+        reducer.arm()
+        backward(parameters, range(len(parameters)), whole=False)
+        reducer.finish()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for g in gradients]
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_replicas_hold_the_same_bits_and_a_repetition_does_too(
+        four_ranks: Pool, bucket_bytes: int) -> None:
+    first = four_ranks.run(reduce_noise, bucket_bytes)
+    assert len(first[0]) == 10
+    assert first == [first[0]] * WORLD
+    assert four_ranks.run(reduce_noise, bucket_bytes) == first
+
+
+@contextmanager
+def recording() -> Iterator[list[str]]:
+    """Note every all-reduce, in order with what the caller notes."""
+    events: list[str] = []
+    original = dist.all_reduce
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        events.append("send")
+        return original(*arguments, **options)
+
+    dist.all_reduce = noted
+    try:
+        yield events
+    finally:
+        dist.all_reduce = original
+
+
+def accumulate(num_micro_batches: int, num_steps: int) -> tuple[list[int], list[str]]:
+    """Arm before the last of several backwards; count the messages sent by each backward's end."""
+    parameters, sent, wrong = make_parameters(), list[int](), list[str]()
+    used = range(len(parameters))
+    with reducing(parameters, 1) as reducer, recording() as events:
+        for _ in range(num_steps):
+            for micro_batch in range(num_micro_batches):
+                if micro_batch == num_micro_batches - 1:
+                    reducer.arm()
+                backward(parameters, used, micro_batch)
+                sent.append(len(events))
+            reducer.finish()
+            wrong += wrong_sums(parameters, EVERYBODY, num_micro_batches)
+            for parameter in parameters:
+                parameter.grad = None
+            events.clear()
+    return sent, wrong
+
+
+def test_only_the_armed_backward_sends_and_it_sends_the_sum_of_all(four_ranks: Pool) -> None:
+    for sent, wrong in four_ranks.run(accumulate, 3, 2):
+        assert wrong == []
+        assert sent == [0, 0, 9, 0, 0, 9], "each of nine parameters has a bucket of its own"
+
+
+def only_early_micro_batch_uses_some() -> list[str]:
+    """Leave parameters out of the armed backward that an earlier one used."""
+    parameters = make_parameters()
+    with reducing(parameters, 64) as reducer:
+        backward(parameters, [0, 3, 6])
+        reducer.arm()
+        backward(parameters, [1, 2, 4, 5, 7, 8])
+        reducer.finish()
+        return wrong_sums(parameters, EVERYBODY)
+
+
+def test_gradients_from_before_the_armed_backward_count(four_ranks: Pool) -> None:
+    assert four_ranks.run(only_early_micro_batch_uses_some) == [[]] * WORLD
+
+
+def note_order_of_hooks() -> list[str]:
+    """Run a chain of layers, a bucket each, and note when a gradient reaches a layer's output."""
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(4)]
+    with reducing(parameters, 1) as reducer, recording() as events:
+        hidden = torch.ones(2, 4)
+        for number, weight in enumerate(parameters):
+            hidden = hidden @ weight
+            hidden.register_hook(lambda _, n=number: events.append(f"at {n}"))
+        reducer.arm()
+        hidden.sum().backward()
+        events.append("end")
+        reducer.finish()
+        return list(events)
+
+
+def test_a_full_bucket_leaves_before_the_backward_goes_on(two_ranks: Pool) -> None:
+    assert two_ranks.run(note_order_of_hooks) == [[
+        "at 3", "send", "at 2", "send", "at 1", "send", "at 0", "send", "end"]] * 2
+
+
+def finish_in_another_order_on_each_rank() -> list[float]:
+    """Let replicas fill their buckets in opposite orders."""
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    with reducing([first, second], 1) as reducer:
+        order = [first, second] if dist.get_rank() else [second, first]
+        hidden = torch.ones(3)
+        for parameter in order:
+            hidden = hidden * (1 + parameter)
+        reducer.arm()
+        (hidden * (dist.get_rank() + 1)).sum().backward()
+        reducer.finish()
+        assert first.grad is not None and second.grad is not None
+        return first.grad.tolist() + second.grad.tolist()
+
+
+def test_replicas_whose_backwards_end_in_another_order_do_not_mix_buckets(two_ranks: Pool) -> None:
+    assert two_ranks.run(finish_in_another_order_on_each_rank) == [[3.0] * 6] * 2
+
+
+def reuse_after_a_step() -> list[str]:
+    """Use another set of parameters in each step; what one step left must not reach the next."""
+    parameters, wrong, rank = make_parameters(), list[str](), dist.get_rank()
+    with reducing(parameters, 64) as reducer:
+        for users in (EVERYBODY, MIXED, MIXED[::-1], EVERYBODY):
+            reducer.arm()
+            backward(parameters, [k for k, replicas in enumerate(users) if rank in replicas])
+            reducer.finish()
+            wrong += wrong_sums(parameters, users)
+            for parameter in parameters:
+                parameter.grad = None
+    return wrong
+
+
+def test_a_step_leaves_nothing_behind_for_the_next(four_ranks: Pool) -> None:
+    assert four_ranks.run(reuse_after_a_step) == [[]] * WORLD
+
+
+def share_one_parameter() -> list[float]:
+    """List a parameter under two names, in two buckets."""
+    tied, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with reducing([tied, other, tied], 1) as reducer:
+        reducer.arm()
+        (tied * other * tied).sum().backward()
+        reducer.finish()
+        assert tied.grad is not None and other.grad is not None
+        return tied.grad.tolist() + other.grad.tolist()
+
+
+def test_a_parameter_listed_twice_is_summed_once(two_ranks: Pool) -> None:
+    assert two_ranks.run(share_one_parameter) == [[4.0, 4.0, 2.0, 2.0]] * 2
+
+
+def backward_after_close() -> tuple[int, bool]:
+    parameters = make_parameters()
+    reducer = GradientReducer(parameters, world(), bucket_bytes=64)
+    reducer.arm()
+    reducer.close()
+    with recording() as events:
+        backward(parameters, range(len(parameters)))
+    local = all(p.grad is not None and torch.equal(p.grad, factor(k, p, dist.get_rank()))
+                for k, p in enumerate(parameters))
+    return len(events), local
+
+
+def test_a_closed_reducer_has_left_no_hook(two_ranks: Pool) -> None:
+    assert two_ranks.run(backward_after_close) == [(0, True)] * 2
+
+
+def poison(culprits: dict[int, int], value: float, bucket_bytes: int) -> list[list[list[int]]]:
+    """Let replica r's gradient of parameter culprits[r] hold a bad value, then none; return who is
+    found to have brought one, by step and parameter."""
+    parameters, rank, found = make_parameters(), dist.get_rank(), []
+    with reducing(parameters, bucket_bytes) as reducer:
+        for bad in (culprits.get(rank), None):
+            handle = parameters[bad].register_hook(lambda g: g.fill_(value)) if bad else None
+            reducer.arm()
+            backward(parameters, range(len(parameters)))
+            reducer.finish()
+            found.append([reducer.nonfinite_replicas([p]) for p in parameters])
+            if handle is not None:
+                handle.remove()
+            for parameter in parameters:
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_replica_learns_who_brought_a_bad_number_and_to_which_parameter(
+        four_ranks: Pool, value: float) -> None:
+    expected: list[list[int]] = [[] for _ in range(9)]
+    expected[3], expected[8] = [1], [0, 3]
+    found = four_ranks.run(poison, {1: 3, 0: 8, 3: 8}, value, 1)
+    assert found == [[expected, [[]] * 9]] * WORLD
+
+
+def test_a_bad_number_is_looked_for_in_the_parameter_s_message(four_ranks: Pool) -> None:
+    found = four_ranks.run(poison, {2: 8}, float("nan"), 25 << 20)
+    # Messages hold neighbours of one dtype: 8 alone, 7, 6, then 5 and 4, ...
+    assert found == [[[[]] * 8 + [[2]], [[]] * 9]] * WORLD
+
+
+def large_sums() -> list[list[int]]:
+    """Bring finite float16 gradients whose sum no float16 holds."""
+    parameters = [nn.Parameter(torch.zeros(64, dtype=torch.float16))]
+    with reducing(parameters, 64) as reducer:
+        reducer.arm()
+        (parameters[0] * 10_000.0).sum().backward()
+        reducer.finish()
+        return [reducer.nonfinite_replicas(parameters)]
+
+
+def test_large_gradients_are_no_bad_numbers(two_ranks: Pool) -> None:
+    assert two_ranks.run(large_sums) == [[[]]] * 2
+
+
+def reduce_in_two_backwards(bucket_bytes: int) -> list[Any]:
+    """Let the armed backward be two, on odd replicas alone; return what was seen and is wrong."""
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes) as reducer:
+        found: list[Any] = []
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = None
+            reducer.arm()
+            backward(parameters, range(9))
+            if dist.get_rank() % 2:
+                backward(parameters, range(9))
+            early = torch.tensor(int(reducer.was_early))
+            found.append(bool(early))
+            dist.all_reduce(early)
+            reducer.finish(again=bool(early))
+            # The second backward adds the same once more.
+            twice = [[0, 1, 1, 2, 3, 3]] * 9
+            found.append(wrong_sums(parameters, twice))
+        return found
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_a_gradient_that_grows_after_it_was_sent_is_sent_anew(
+        four_ranks: Pool, bucket_bytes: int) -> None:
+    for rank, found in enumerate(four_ranks.run(reduce_in_two_backwards, bucket_bytes)):
+        # From the second time on all wait for the end of the backward.
+        assert found == [bool(rank % 2), [], False, []]
+
+
+def refuse_to_lose() -> str:
+    """Finish as if nothing had come late."""
+    parameters = make_parameters()
+    with reducing(parameters, 1) as reducer:
+        reducer.arm()
+        backward(parameters, range(9))
+        backward(parameters, range(9))
+        with pytest.raises(RuntimeError, match="a gradient grew after it was sent") as caught:
+            reducer.finish()
+        reducer.finish(again=True)
+        return str(caught.value)
+
+
+def test_a_gradient_that_grew_is_never_lost_silently(four_ranks: Pool) -> None:
+    assert len(set(four_ranks.run(refuse_to_lose))) == 1
+
+
+def strides_of_sums() -> bool:
+    """Sum gradients of parameters of unusual strides; tell whether the sums have them."""
+    parameters = [
+        nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.zeros(5, 2).t()),
+        nn.Parameter(torch.zeros(4, 6)[:, ::2]),
+    ]
+    with reducing(parameters, 1 << 20) as reducer:
+        reducer.arm()
+        sum((p * p.new_ones(p.shape)).sum() for p in parameters).backward()
+        own = [p.grad.stride() for p in parameters if p.grad is not None]
+        reducer.finish()
+        sums = [p.grad.stride() for p in parameters if p.grad is not None]
+        return sums == own and sums[:2] == [p.stride() for p in parameters[:2]]
+
+
+def test_a_summed_gradient_has_the_strides_of_autograd_s_own(four_ranks: Pool) -> None:
+    assert four_ranks.run(strides_of_sums) == [True] * WORLD

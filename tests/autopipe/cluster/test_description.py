@@ -1,0 +1,173 @@
+"""Prove that a cluster's file is read in any unit, and refused with its key and file named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from autopipe.cluster.description import Cluster, load_cluster, parse_bytes
+from autopipe.profile.network import LinkCost
+
+VALUES = {
+    "nodes": "2",
+    "slots_per_node": "4",
+    "memory_bytes": '"16 GiB"',
+    "memory_bytes_per_s": '"400 GB/s"',
+    "flops_per_s": "{float32 = 10e12}",
+    "link": '{latency_s = "500 ms", bytes_per_s = "10 GB/s"}',
+    "node_link": '{latency_s = 0.001, bytes_per_s = "100 Gbit/s"}',
+}
+
+
+def write(folder: Path, **changes: str | None) -> Path:
+    """Write a cluster's file, some values changed and those of None left out."""
+    values = {**VALUES, **changes}
+    path = folder / "cluster.toml"
+    path.write_text("\n".join(f"{k} = {v}" for k, v in values.items() if v is not None))
+    return path
+
+
+def test_numbers_are_in_the_key_s_unit_and_texts_in_their_own(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, name='"ours"', cache_bytes_per_s="7e9"))
+    assert cluster == Cluster(
+        "ours", 2, 4, 16 << 30, 400e9, {"float32": 10e12}, LinkCost(0.5, 10e9),
+        LinkCost(1e-3, 12.5e9), cache_bytes_per_s=7e9,
+    )  # fmt: skip
+    assert cluster.num_slots == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "number"),
+    [
+        ("memory_bytes", "80 GB", 80_000_000_000),
+        ("memory_bytes", "512MiB", 512 << 20),
+        ("memory_bytes", "1.5 kB", 1500),
+        ("memory_bytes_per_s", "3.35 TB/s", 3.35e12),
+        ("memory_bytes_per_s", "2 GiB/s", 2 << 30),
+        ("kernel_overhead_s", "8 us", 8e-6),
+        ("step_overhead_s", "1e-1 ms", 1e-4),
+        ("read_s", "2 ms", 2e-3),
+        ("cache_bytes_per_s", "8 Gbit/s", 1e9),
+    ],
+)
+def test_every_unit_is_understood(tmp_path: Path, key: str, text: str, number: float) -> None:
+    cluster = load_cluster(write(tmp_path, **{key: f'"{text}"'}))
+    assert getattr(cluster, key) == pytest.approx(number, rel=1e-12)
+
+
+def test_efficiency_scales_the_peak_of_every_dtype(tmp_path: Path) -> None:
+    rates = '{float32 = "67 TFLOP/s", bfloat16 = "0.989 PFLOP/s"}'
+    cluster = load_cluster(write(tmp_path, flops_per_s=rates, efficiency="0.5"))
+    assert cluster.flops_per_s == pytest.approx({"float32": 33.5e12, "bfloat16": 494.5e12})
+
+
+def test_links_that_do_not_exist_need_no_description(tmp_path: Path) -> None:
+    alone = load_cluster(write(tmp_path, nodes="1", slots_per_node="1", link=None, node_link=None))
+    assert alone.link == alone.node_link == LinkCost(0.0, math.inf)
+    assert alone.all_reduce_costs() == ()
+    node = load_cluster(write(tmp_path, nodes="1", node_link=None))
+    assert node.node_link == node.link == LinkCost(0.5, 10e9)
+
+
+def test_infinite_rates_are_allowed(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, memory_bytes_per_s="inf"))
+    assert cluster.memory_bytes_per_s == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"node": "3"}, r"cluster\.toml has unknown key\(s\) node; allowed are name, nodes, "),
+        ({"nodes": None}, r"cluster\.toml lacks nodes; give a whole number, at least 1"),
+        ({"nodes": "0"}, r"nodes in .*cluster\.toml is 0; give a whole number, at least 1"),
+        ({"nodes": "2.0"}, r"nodes in .* is 2\.0; give a whole number"),
+        ({"nodes": "true"}, r"nodes in .* is True; give a whole number"),
+        ({"name": "3"}, r"name in .* is 3; give a text"),
+        ({"memory_bytes": None}, "lacks memory_bytes; give a number of B from 1 on, or a text"),
+        ({"memory_bytes": '"16 GHz"'}, r"memory_bytes in .* is '16 GHz'; .* B, kB, MB, GB, TB, K"),
+        ({"memory_bytes": '"GB"'}, "memory_bytes in .* is 'GB'; give a number of B"),
+        ({"memory_bytes": '"16 GB/s"'}, "memory_bytes in .* is '16 GB/s'; give a number of B"),
+        ({"memory_bytes": "inf"}, "memory_bytes in .* is inf; give a number of B"),
+        ({"memory_bytes": "-1"}, "memory_bytes in .* is -1; give a number of B from 1 on"),
+        ({"memory_bytes_per_s": "nan"}, "memory_bytes_per_s in .* is nan; give a number of B/s"),
+        ({"memory_bytes_per_s": '"4 GB"'}, "memory_bytes_per_s in .* is '4 GB'; .* B/s, kB/s"),
+        ({"kernel_overhead_s": "-1"}, "kernel_overhead_s in .* is -1; give a number of s from 0"),
+        ({"step_overhead_s": "true"}, "step_overhead_s in .* is True; give a number of s"),
+        ({"efficiency": "70"}, "efficiency in .* is 70; give the share of the peaks"),
+        ({"efficiency": "0"}, "efficiency in .* is 0; give the share of the peaks"),
+        ({"flops_per_s": "1e12"}, r"flops_per_s in .* give a table \[flops_per_s\] with keys out"),
+        ({"flops_per_s": "{}"}, "flops_per_s in .* is empty; give at least one of float32, bflo"),
+        ({"flops_per_s": "{int8 = 1e12}"}, r"unknown key\(s\) flops_per_s.int8; allowed are flop"),
+        ({"flops_per_s": '{float32 = "1 TB/s"}'}, "flops_per_s.float32 in .* is '1 TB/s'; .*OP/s"),
+        ({"link": None}, r"lacks link; give a table \[link\] with keys out of latency_s, bytes_"),
+        ({"node_link": None}, r"lacks node_link; give a table \[node_link\]"),
+        ({"link": "{latency_s = 1}"}, "lacks link.bytes_per_s; give a number of B/s"),
+        ({"link": "{latency_s = inf, bytes_per_s = 1}"}, "link.latency_s in .* is inf; give a nu"),
+        ({"nodes": "= 2"}, r"cluster\.toml is not TOML: "),
+    ],
+)
+def test_a_bad_file_is_refused_by_key_file_and_what_is_allowed(
+    tmp_path: Path, changes: dict[str, str | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_cluster(write(tmp_path, **changes))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="file cannot be read: .*No such file.*none.toml"):
+        load_cluster(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("65536", 65536), ("16GiB", 16 << 30), ("1.5 MB", 1_500_000)]
+)
+def test_a_size_on_the_command_line_takes_the_same_units(text: str, number: int) -> None:
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "GiB", "-3 GB", "16 GB/s", "1e999 GB x"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size; give bytes as a number, or with one of B,"):
+        parse_bytes(text)
+
+
+def cluster(**changes: object) -> Cluster:
+    values: dict[str, object] = {
+        "name": "test", "nodes": 2, "slots_per_node": 4, "memory_bytes": 1, "link": LinkCost(1, 8),
+        "memory_bytes_per_s": 1.0, "flops_per_s": {"float32": 1.0}, "node_link": LinkCost(2, 4),
+    }  # fmt: skip
+    return Cluster(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_sum_within_a_node_is_the_ring_s() -> None:
+    costs = {c.num_replicas: c for c in cluster(nodes=1).all_reduce_costs()}
+    assert list(costs) == [2, 4]
+    # 2 (R - 1) messages of 1 / R of the bytes, at 1 s and 8 bytes/s; up to 1e-9 as the line
+    # through two far sizes is read between them.
+    assert costs[4].at(800) == pytest.approx(6 * (1 + 200 / 8), rel=1e-9)
+    assert costs[2].at(800) == pytest.approx(2 * (1 + 400 / 8), rel=1e-9)
+
+
+def test_a_sum_over_nodes_shares_their_link_with_those_of_the_other_stages() -> None:
+    costs = {c.num_replicas: c for c in cluster().all_reduce_costs()}
+    assert list(costs) == [2, 4, 8]
+    # One ring of 8 has the link of 4 bytes/s to itself, two rings of 4 halve it, four of 2 ...
+    assert costs[8].at(800) == pytest.approx(14 * (2 + 100 / 4), rel=1e-9)
+    assert costs[4].at(800) == pytest.approx(6 * (2 + 200 / 2), rel=1e-9)
+    assert costs[2].at(800) == pytest.approx(2 * (2 + 400 / 1), rel=1e-9)
+
+
+def test_a_ring_over_fast_nodes_is_as_slow_as_the_link_within() -> None:
+    costs = cluster(node_link=LinkCost(0.5, 1000)).all_reduce_costs()
+    assert costs[-1].at(800) == pytest.approx(14 * (1 + 100 / 8), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).parents[3] / "docs/clusters").glob("*.toml")),
+    ids=lambda p: p.stem,
+)
+def test_example_files_can_be_read(path: Path) -> None:
+    assert load_cluster(path).num_slots in (16, 64)

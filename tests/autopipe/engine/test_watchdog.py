@@ -1,0 +1,185 @@
+"""Prove that a stream's waits have a limit, that an excess is said once, and that no thread stays.
+
+Marks, the clock and the abort are the test's: no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from autopipe.engine.watchdog import LinkError, Mark, Watchdog
+
+PATIENCE_S = 30.0
+FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"
+
+
+class HandMark(Mark):
+    """Be reached when the test says so."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.error: str | None = None
+        stream.marks.append(self)
+        self.reached = threading.Event()
+
+    def is_reached(self) -> bool:
+        self._stream.looked.set()
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return self.reached.is_set()
+
+    def wait(self) -> None:
+        assert self.reached.wait(PATIENCE_S)
+
+
+class Stream:
+    """Stand for a GPU's stream, a clock, and the links' groups."""
+
+    def __init__(self) -> None:
+        self.marks: list[HandMark] = []
+        self.looked = threading.Event()
+        self.now_s = 100.0
+        self.num_aborts = 0
+        self.watchdog = Watchdog(
+            self.abort, mark=lambda: HandMark(self), clock=lambda: self.now_s
+        )
+
+    def abort(self) -> None:
+        """Let the stream go on, as NCCL's kernels do when they are told to end."""
+        self.num_aborts += 1
+        for mark in self.marks:
+            mark.reached.set()
+
+    def wait_for_a_look(self) -> None:
+        """Return when the thread has looked again."""
+        self.looked.clear()
+        assert self.looked.wait(PATIENCE_S)
+
+
+def thread_of(stream: Stream) -> threading.Thread | None:
+    return stream.watchdog._thread
+
+
+def end_of_thread(stream: Stream) -> None:
+    """Wait for the thread's end, if there is one."""
+    thread = thread_of(stream)
+    if thread is not None:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert thread_of(stream) is None
+
+
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Return a stream whose watchdog looks only when the test calls it."""
+    monkeypatch.setattr(Watchdog, "_watch_all", lambda self: None)
+    return Stream()
+
+
+def test_a_wait_within_its_limit_is_forgotten_when_it_is_over(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = unwatched(monkeypatch)
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.now_s += 4.9
+    stream.watchdog.look()
+    stream.marks[0].reached.set()
+    stream.now_s += 60.0
+    stream.watchdog.look()
+    stream.watchdog.check()
+    assert stream.num_aborts == 0
+
+
+def test_a_wait_that_exceeds_its_limit_is_logged_once_and_raised_at_every_next_call(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stream = unwatched(monkeypatch)
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.watchdog.watch(SECOND, 5.0)
+    stream.now_s += 5.0
+    with caplog.at_level(logging.ERROR):
+        stream.watchdog.look()
+        stream.watchdog.look()
+    said = f"{FIRST} (limit 5 s): the links have been aborted"
+    assert [record.message for record in caplog.records] == [said]
+    assert stream.num_aborts == 1
+    for call in (stream.watchdog.check, stream.watchdog.settle,
+                 lambda: stream.watchdog.watch(SECOND, 5.0)):
+        with pytest.raises(LinkError, match=r"^rank 1 waited for the activations .*limit 5 s"):
+            call()
+    assert len(stream.marks) == 2, "nothing is watched after a failure"
+
+
+def test_a_wait_s_time_begins_when_the_one_before_it_is_over(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    stream = unwatched(monkeypatch)
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.watchdog.watch(SECOND, 5.0)  # Launched ahead: the stream is not there yet.
+    stream.now_s += 4.0
+    stream.marks[0].reached.set()
+    stream.watchdog.look()
+    stream.now_s += 4.9
+    stream.watchdog.look()
+    stream.watchdog.check()
+    stream.now_s += 0.1
+    stream.watchdog.look()
+    with pytest.raises(LinkError, match="waited for its gradients"):
+        stream.watchdog.check()
+
+
+def test_a_pause_without_waits_counts_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = unwatched(monkeypatch)
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.marks[0].reached.set()
+    stream.watchdog.settle()
+    stream.now_s += 60.0  # An evaluation, a checkpoint.
+    stream.watchdog.watch(SECOND, 5.0)
+    stream.now_s += 4.9
+    stream.watchdog.look()
+    stream.watchdog.check()
+
+
+def test_a_device_that_fails_is_a_failed_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = unwatched(monkeypatch)
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.marks[0].error = "illegal memory access"
+    stream.watchdog.look()
+    with pytest.raises(LinkError, match="rank 0: the device has failed: illegal memory access"):
+        stream.watchdog.check()
+    assert stream.num_aborts == 1
+
+
+def test_there_is_a_thread_while_there_are_waits_and_none_before_or_afterwards() -> None:
+    before = threading.active_count()
+    stream = Stream()
+    assert threading.active_count() == before
+    for step in range(2):
+        for _ in range(3):
+            stream.watchdog.watch(FIRST, 5.0)
+        assert threading.active_count() == before + 1
+        stream.wait_for_a_look()
+        for mark in stream.marks:
+            mark.reached.set()
+        stream.watchdog.settle()
+        end_of_thread(stream)
+        assert threading.active_count() == before, f"step {step}"
+
+
+def test_the_thread_ends_by_itself_when_the_waits_are_over() -> None:
+    stream = Stream()
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.wait_for_a_look()
+    stream.marks[0].reached.set()
+    end_of_thread(stream)  # An exception ended the step: nobody settles.
+
+
+def test_a_host_that_sits_in_a_synchronisation_is_freed_by_the_abort_and_told_why() -> None:
+    stream = Stream()
+    stream.watchdog.watch(FIRST, 5.0)
+    stream.watchdog.watch(SECOND, 5.0)
+    stream.wait_for_a_look()
+    stream.now_s += 5.0
+    with pytest.raises(LinkError, match=r"activations of rank 0 \(limit 5 s\)"):
+        stream.watchdog.settle()  # Returns from the marks only because the thread aborts.
+    assert stream.num_aborts == 1
+    end_of_thread(stream)

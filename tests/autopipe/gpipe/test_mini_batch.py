@@ -1,0 +1,289 @@
+"""Prove that a GPipe module computes what the wrapped module does, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autopipe.engine.forward_pass import is_recomputing
+from autopipe.gpipe.module import GPipe
+from autopipe.schedule import Op
+from tests.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
+from tests.pool import Pool
+
+MODES = ("always", "except_last", "never")
+BALANCES = ((6,), (3, 3), (1, 2, 2, 1))
+
+
+def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
+    x, y = tiny_data(num_samples=num_samples).tensors
+    return x, y
+
+
+def sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
+    """Weigh samples differently, so that a gradient that reaches the wrong one is seen."""
+    return (output * torch.arange(1, len(output) + 1)[:, None]).square().sum()
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def assert_equal_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    """Compare every parameter's gradient; float64 sums in another order differ by 1e-9 at most."""
+    names = [name for name, _ in theirs.named_parameters()]
+    for name, mine, other in zip(names, gradients(ours), gradients(theirs), strict=True):
+        assert mine is not None and other is not None, name
+        assert (mine - other).abs().max() <= 1e-9 + 1e-7 * other.abs().max(), name
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+@pytest.mark.parametrize("chunks", [1, 2, 5, 9])
+def test_outputs_and_gradients_equal_the_plain_modules(
+    balance: Sequence[int], chunks: int, checkpoint: str
+) -> None:
+    plain, (x, y) = tiny_model(), batch()
+    ours = GPipe(tiny_model(), balance, chunks=chunks, checkpoint=checkpoint)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, expected = ours(mine), plain(theirs)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    sum_of_squares(output, y).backward()
+    sum_of_squares(expected, y).backward()
+    assert_equal_gradients(ours, plain)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_a_step_gives_the_plain_loss_and_gradients(
+    balance: Sequence[int], checkpoint: str, schedule: str
+) -> None:
+    plain, (x, y) = tiny_model(), batch()
+    ours = GPipe(tiny_model(), balance, chunks=3, checkpoint=checkpoint, schedule=schedule)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = ours.step(mine, y, nn.functional.cross_entropy)
+    expected = nn.functional.cross_entropy(plain(theirs), y)
+    expected.backward()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert_equal_gradients(ours, plain)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_takes_a_mean_over_something_else_than_samples(schedule: str) -> None:
+    plain, (x, y) = tiny_model(), batch()
+    ours = GPipe(tiny_model(), [2, 4], chunks=3)
+    kept = torch.tensor([1, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
+
+    def masked(output: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        labels, mask = target
+        losses = nn.functional.cross_entropy(output, labels, reduction="none")
+        return losses[mask].sum(), mask.sum()
+
+    loss = ours.step(x, (y, kept), masked, schedule=schedule)
+    expected = nn.functional.cross_entropy(plain(x)[kept], y[kept])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert_equal_gradients(ours, plain)
+
+
+def test_one_micro_batch_without_checkpointing_is_bitwise_the_plain_module() -> None:
+    plain = tiny_model(dropout=0.3, dtype=torch.float32)
+    ours = GPipe(copy.deepcopy(plain), [2, 2, 2], chunks=1, checkpoint="never")
+    x, y = (t.float() if t.is_floating_point() else t for t in batch())
+    outputs = []
+    for model in (ours, plain):
+        torch.manual_seed(4)
+        outputs.append(model(x))
+        nn.functional.cross_entropy(outputs[-1], y).backward()
+    assert torch.equal(*outputs)
+    for mine, other in zip(gradients(ours), gradients(plain), strict=True):
+        assert mine is not None and other is not None and torch.equal(mine, other)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Say how often a parameter's hooks were called."""
+
+    tensor_hook: int
+    accumulate_hook: int
+
+
+def ddp_gradients(checkpoint: str) -> tuple[list[list[float]], Counts]:
+    """Train a GPipe module inside DistributedDataParallel on this rank's half of a batch."""
+    rank, counts = dist.get_rank(), [0, 0]
+    ours = GPipe(tiny_model(), [3, 3], chunks=2, checkpoint=checkpoint)
+    wrapped = DistributedDataParallel(ours)
+    parameter = ours[0].weight
+    assert isinstance(parameter, nn.Parameter)
+    parameter.register_hook(lambda _: counts.__setitem__(0, counts[0] + 1))
+    parameter.register_post_accumulate_grad_hook(
+        lambda _: counts.__setitem__(1, counts[1] + 1))
+    x, y = batch(8)
+    half = slice(4 * rank, 4 * rank + 4)
+    nn.functional.cross_entropy(wrapped(x[half]), y[half]).backward()
+    values = [gradient.flatten().tolist() for gradient in gradients(ours) if gradient is not None]
+    return values, Counts(*counts)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_distributed_data_parallel_trains_a_gpipe_module(
+    two_ranks: Pool, checkpoint: str
+) -> None:
+    plain, (x, y) = tiny_model(), batch(8)
+    nn.functional.cross_entropy(plain(x), y).backward()
+    for values, counts in two_ranks.run(ddp_gradients, checkpoint):
+        assert counts == Counts(1, 1)
+        for mine, other in zip(values, gradients(plain), strict=True):
+            assert other is not None
+            torch.testing.assert_close(
+                torch.tensor(mine, dtype=torch.float64), other.flatten(), rtol=1e-7, atol=1e-9)
+
+
+class Fails(nn.Module):
+    """Raise in the forward, in its repetition or in the backward of one micro-batch."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.where == "forward" or (self.where == "recomputation" and is_recomputing()):
+            raise ArithmeticError("deliberate")
+        return FailingBackward.apply(hidden) if self.where == "backward" else hidden * 1
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("deliberate")
+
+
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_step", [False, True])
+def test_a_failing_layer_reaches_the_caller_and_leaves_the_module_usable(
+    where: str, position: int, use_step: bool
+) -> None:
+    layers = [nn.Linear(NUM_FEATURES, NUM_FEATURES).double() for _ in range(3)]
+    fails = Fails(where)
+    model = nn.Sequential(*layers[:position], fails, *layers[position:])
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    ours = GPipe(model, [1, 1, 1, 1], chunks=4, checkpoint="always")
+    x, _ = batch()
+    threads = threading.active_count()
+
+    def train() -> None:
+        if use_step:
+            ours.step(x.clone().requires_grad_(), x, lambda o, _: o.square().sum())
+        else:
+            ours(x.clone().requires_grad_()).square().sum().backward()
+
+    with pytest.raises(ArithmeticError, match="deliberate") as caught:
+        train()
+    assert str(caught.traceback[-1].path) == __file__
+    assert threading.active_count() == threads
+    assert all(gradient is None for gradient in gradients(ours))
+    fails.where = "nowhere"
+    ours(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_equal_gradients(ours, plain)
+
+
+def test_frozen_partitions_are_neither_repeated_nor_sent_gradients() -> None:
+    repeated: list[int] = []
+
+    class Notes(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            if is_recomputing():
+                repeated.append(1)
+            return hidden
+
+    frozen = nn.Linear(NUM_FEATURES, 4).double().requires_grad_(False)
+    head = nn.Linear(4, NUM_CLASSES).double()
+    ours = GPipe(nn.Sequential(frozen, Notes(), head), [2, 1], chunks=3, checkpoint="always")
+    x, y = batch()
+    nn.functional.cross_entropy(ours(x), y).backward()
+    assert repeated == []
+    assert frozen.weight.grad is None and head.weight.grad is not None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 9])
+def test_what_ran_follows_the_dependency_graph(
+    schedule: str, checkpoint: str, num_micro_batches: int
+) -> None:
+    """Compare real times with figures 1 to 3 of torchgpipe's paper."""
+    ours = GPipe(tiny_model(num_blocks=6), [2, 2, 2, 2], chunks=num_micro_batches,
+                 checkpoint=checkpoint, schedule=schedule)
+    x, y = batch(9)
+    with ours.trace() as trace:
+        ours.step(x, y, nn.functional.cross_entropy)
+    spans = {(span.op, span.micro_batch, span.stage): span for span in trace.spans}
+    for stage in range(4):
+        for i in range(num_micro_batches):
+            forward, backward = spans[Op.FORWARD, i, stage], spans[Op.BACKWARD, i, stage]
+            assert forward.end_s <= backward.start_s
+            if stage > 0:
+                assert spans[Op.FORWARD, i, stage - 1].end_s <= forward.start_s
+                assert backward.end_s <= spans[Op.BACKWARD, i, stage - 1].start_s
+            if i > 0:
+                assert spans[Op.FORWARD, i - 1, stage].end_s <= forward.start_s
+                first, then = (i, i - 1) if schedule == "gpipe" else (i - 1, i)
+                assert (spans[Op.BACKWARD, first, stage].end_s
+                        <= spans[Op.BACKWARD, then, stage].start_s)
+            repeated = checkpoint == "always" or (
+                checkpoint == "except_last" and i < num_micro_batches - 1)
+            assert ((Op.RECOMPUTE, i, stage) in spans) == repeated
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_tensor_that_a_forward_leaves_in_its_layer_does_not_join_the_next_step(
+    balance: list[int], checkpoint: str
+) -> None:
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.feature = super().forward(x)
+            return self.feature
+
+    ours = GPipe(nn.Sequential(Leaves(3, 3), Leaves(3, 3)), balance, chunks=2,
+                 checkpoint=checkpoint)
+    for _ in range(2):
+        ours(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_failed_backward_is_not_continued(balance: list[int]) -> None:
+    fails = Fails("backward")
+    layers = nn.Sequential(nn.Linear(3, 3), fails)
+    ours = GPipe(layers, balance, chunks=3, checkpoint="never")
+    loss = ours(torch.ones(6, 3)).sum()
+    with pytest.raises(ArithmeticError, match="deliberate"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run its forward again"):
+        loss.backward(retain_graph=True)
+    assert all(gradient is None for gradient in gradients(ours))
+
+
+def test_a_step_in_inference_mode_is_refused() -> None:
+    ours = GPipe(nn.Sequential(nn.Linear(3, 3)), [1])
+    with (torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode")):
+        ours.step(torch.ones(2, 3), torch.ones(2, 3), nn.functional.mse_loss)

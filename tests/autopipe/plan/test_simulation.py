@@ -1,0 +1,166 @@
+"""Prove that a simulated step is its schedule's longest path."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import cache
+
+import pytest
+
+from autopipe.plan.simulation import Simulation, StageTimes, simulate
+from autopipe.schedule import SCHEDULES, Instruction, Op, Schedule, gpipe, one_f_one_b
+
+
+def uniform(length: int, num_micro_batches: int, *, transfer_s: float = 0.0,
+            lead_s: tuple[float, ...] = ()) -> StageTimes:
+    """Give every forward 1 s and every backward 2 s."""
+    return StageTimes(((1.0,) * num_micro_batches,) * length,
+                      ((2.0,) * num_micro_batches,) * length,
+                      ((transfer_s,) * num_micro_batches,) * (length - 1), lead_s)
+
+
+def grid(simulation: Simulation) -> list[str]:
+    """Draw a stage's whole seconds a row, as the module's docstring does."""
+    rows = [[".."] * round(simulation.step_s) for _ in simulation.busy_s]
+    for event in simulation.timeline:
+        for second in range(round(event.start_s), round(event.end_s)):
+            rows[event.stage][second] = f"{event.op.name[0]}{event.micro_batch}"
+    return [" ".join(row) for row in rows]
+
+
+def longest_path(schedule: Schedule, times: StageTimes) -> float:
+    """Find a step's end by recursion over what each instruction waits for."""
+    def rank(stage: int, op: Op, micro_batch: int) -> int:
+        return schedule[stage].index(Instruction(op, micro_batch))
+
+    @cache
+    def finished(stage: int, number: int) -> float:
+        if number < 0:
+            return 0.0
+        op, i = schedule[stage][number].op, schedule[stage][number].micro_batch
+        before = finished(stage, number - 1)
+        if op is Op.FORWARD:
+            return before + times.forward_s[stage][i]
+        if op is Op.BACKWARD:
+            return before + times.backward_s[stage][i]
+        if op is Op.RECV_ACTIVATION:
+            return max(before, arrived(stage - 1, rank(stage - 1, Op.SEND_ACTIVATION, i)))
+        if op is Op.RECV_GRADIENT:
+            return max(before, arrived(stage + 1, rank(stage + 1, Op.SEND_GRADIENT, i)))
+        return before
+
+    @cache
+    def arrived(stage: int, number: int) -> float:
+        op, i = schedule[stage][number].op, schedule[stage][number].micro_batch
+        earlier = [n for n in range(number) if schedule[stage][n].op is op]
+        boundary = stage if op is Op.SEND_ACTIVATION else stage - 1
+        free = arrived(stage, earlier[-1]) if earlier else 0.0
+        return max(finished(stage, number), free) + times.transfer_s[boundary][i]
+
+    return max(finished(stage, len(program) - 1) for stage, program in enumerate(schedule))
+
+
+def test_timeline_is_the_documented_grid() -> None:
+    assert grid(simulate(one_f_one_b(2, 2), uniform(2, 2, transfer_s=1.0))) == [
+        "F0 F1 .. .. .. .. B0 B0 .. B1 B1",
+        ".. .. F0 B0 B0 F1 B1 B1 .. .. ..",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("length", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 8])
+def test_uniform_stages_idle_for_the_bubble_of_the_formula(
+        name: str, length: int, num_micro_batches: int) -> None:
+    result = simulate(SCHEDULES[name](length, num_micro_batches),
+                      uniform(length, num_micro_batches))
+    assert result.step_s == 3.0 * (num_micro_batches + length - 1)
+    assert result.idle_s == (3.0 * (length - 1),) * length
+    assert result.busy_s == (3.0 * num_micro_batches,) * length
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(20))
+def test_step_of_random_times_is_the_longest_path(name: str, seed: int) -> None:
+    generator = random.Random(seed)
+    length, num_micro_batches = generator.randint(1, 5), generator.randint(1, 7)
+    forward_s, backward_s, transfer_s = (
+        tuple(tuple(generator.random() for _ in range(num_micro_batches)) for _ in range(stages))
+        for stages in (length, length, length - 1))
+    times = StageTimes(forward_s, backward_s, transfer_s)
+    schedule = SCHEDULES[name](length, num_micro_batches)
+    assert simulate(schedule, times).step_s == pytest.approx(longest_path(schedule, times))
+
+
+def test_1f1b_keeps_one_micro_batch_less_on_each_later_stage() -> None:
+    assert simulate(one_f_one_b(4, 8), uniform(4, 8)).peak_in_flight == (4, 3, 2, 1)
+
+
+def test_gpipe_keeps_all_micro_batches_on_every_stage() -> None:
+    assert simulate(gpipe(4, 8), uniform(4, 8)).peak_in_flight == (8, 8, 8, 8)
+
+
+def test_link_carries_one_message_at_a_time_while_its_sender_computes_on() -> None:
+    result = simulate(gpipe(2, 3), uniform(2, 3, transfer_s=5.0))
+    starts_s = [event.start_s for event in result.timeline if event.op is Op.FORWARD]
+    # Sent after 1, 2 and 3 s, delivered after 6, 11 and 16 s.
+    assert starts_s == [0.0, 1.0, 2.0, 6.0, 11.0, 16.0]
+
+
+def test_work_before_the_first_instruction_delays_the_stage_and_counts_as_busy() -> None:
+    result = simulate(gpipe(2, 1), uniform(2, 1, lead_s=(4.0, 0.0)))
+    assert (result.step_s, result.busy_s, result.idle_s) == (10.0, (7.0, 3.0), (3.0, 7.0))
+
+
+def test_stages_that_wait_for_each_other_are_named() -> None:
+    wait_first = ((Instruction(Op.RECV_GRADIENT, 0), Instruction(Op.FORWARD, 0),
+                   Instruction(Op.SEND_ACTIVATION, 0)),
+                  (Instruction(Op.RECV_ACTIVATION, 0), Instruction(Op.SEND_GRADIENT, 0)))
+    with pytest.raises(ValueError, match="stage 0 waits for recv_gradient 0, "
+                                         "stage 1 waits for recv_activation 0"):
+        simulate(wait_first, uniform(2, 1))
+
+
+def test_messages_expected_in_another_order_than_sent_are_refused() -> None:
+    sends = tuple(Instruction(Op.SEND_ACTIVATION, i) for i in (0, 1))
+    receives = tuple(Instruction(Op.RECV_ACTIVATION, i) for i in (1, 0))
+    with pytest.raises(ValueError, match="stage 1 waits for recv_activation 1"):
+        simulate((sends, receives), uniform(2, 2))
+
+
+def test_message_that_nobody_receives_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation 0 over boundary 0 is never received"):
+        simulate(((Instruction(Op.SEND_ACTIVATION, 0),), ()), uniform(2, 1))
+
+
+def test_times_of_another_number_of_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 3, 2, 2\) rows; a schedule of 2 stages"):
+        simulate(gpipe(2, 1), uniform(3, 1))
+
+
+def test_handling_a_message_takes_both_ends_their_own_time() -> None:
+    times = dataclasses.replace(uniform(2, 1, transfer_s=1.0), handling_s=(0.5,))
+    result = simulate(one_f_one_b(2, 1), times)
+    # F, hand over, 1 s on the way, take, F and B, hand over, 1 s, take, B.
+    assert result.step_s == 1 + 0.5 + 1 + 0.5 + 3 + 0.5 + 1 + 0.5 + 2
+    assert result.busy_s == (3 + 2 * 0.5,) * 2
+
+
+def test_handling_times_are_one_a_boundary() -> None:
+    times = dataclasses.replace(uniform(3, 1), handling_s=(0.5,))
+    with pytest.raises(ValueError, match="1 times to handle a message for 2 boundaries"):
+        simulate(one_f_one_b(3, 1), times)
+
+
+@pytest.mark.parametrize(("length", "num_micro_batches", "company"), [
+    (1, 4, 1.0), (2, 1, 1.0), (4, 1, 1.0),
+    # Forwards of 1 s alone: one stage is at work in the first and the last of 5 s, else two.
+    (2, 4, (2 * 1 + 3 * 4) / (2 * 1 + 3 * 2))])
+def test_company_is_how_many_stages_compute_while_one_does(
+        length: int, num_micro_batches: int, company: float) -> None:
+    times = StageTimes(((1.0,) * num_micro_batches,) * length,
+                       ((0.0,) * num_micro_batches,) * length,
+                       ((0.0,) * num_micro_batches,) * (length - 1))
+    result = simulate(gpipe(length, num_micro_batches), times)
+    assert result.company == pytest.approx(company)

@@ -1,0 +1,213 @@
+"""Prove that partitions of one process hand over each tensor once, and stop together."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopipe.engine.link import Payload
+from autopipe.gpipe.module import GPipe
+from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.threads.thread_link import Crossing, Mailbox, Stopped
+
+CPU = torch.device("cpu")
+
+
+def in_thread(action: Callable[[], object]) -> Callable[[], object]:
+    """Start an action in a thread; return what waits for its result or failure."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except Stopped as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> object:
+        thread.join(10)
+        return results[0]
+
+    return result
+
+
+def test_a_mailbox_gives_each_micro_batch_to_whoever_asks_for_it() -> None:
+    mailbox = Mailbox()
+    waiting = in_thread(lambda: mailbox.take(1))
+    mailbox.put(0, "zero")
+    mailbox.put(1, "one")
+    assert waiting() == "one"
+    assert mailbox.take(0) == "zero"
+
+
+def test_a_mailbox_that_is_full_is_awaited_until_it_is_emptied() -> None:
+    mailbox = Mailbox()
+    mailbox.put(0, "zero")
+    waiting = in_thread(mailbox.await_empty)
+    assert mailbox.take(0) == "zero"
+    assert waiting() is None
+
+
+def test_stopping_ends_present_and_future_waits_and_gives_nothing_more_out() -> None:
+    mailbox = Mailbox()
+    waiting = in_thread(lambda: mailbox.take(1))
+    mailbox.put(0, "zero")
+    mailbox.stop()
+    assert isinstance(waiting(), Stopped)
+    with pytest.raises(Stopped, match="^$"):
+        mailbox.take(0)
+
+
+def test_room_is_given_after_a_failure_too_but_not_where_something_still_waits() -> None:
+    mailbox = Mailbox()
+    mailbox.stop()
+    mailbox.await_empty()
+    mailbox.put(0, "zero")
+    with pytest.raises(Stopped, match="^$"):
+        mailbox.await_empty()
+
+
+def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
+    crossing = Crossing(CPU, CPU)
+    hidden = torch.rand(2, 3, requires_grad=True) * 2
+    crossing.send(0, Payload((hidden, None), is_bare=False))
+    received = crossing.receive(0)
+    leaf, nothing = received.tensors
+    assert nothing is None and not received.is_bare and leaf is not None
+    assert leaf.data_ptr() == hidden.data_ptr() and leaf.is_leaf and leaf.requires_grad
+
+
+class Root(nn.Module):
+    """The first of parallel branches: its output goes to every one of them."""
+
+    def __init__(self, num_branches: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.num_branches = num_branches
+
+
+@skippable(stash=["x1", "x2"])
+class Trunk(Root):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        hidden = self.layer(x)
+        yield stash("x1", hidden)
+        yield stash("x2", hidden)
+        return hidden
+
+
+@skippable(pop=["x1"], stash=["branch1"])
+class FirstBranch(Root):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        root = yield pop("x1")
+        yield stash("branch1", self.layer(root).tanh())
+        return x
+
+
+@skippable(pop=["x2"], stash=["branch2"])
+class SecondBranch(Root):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        root = yield pop("x2")
+        yield stash("branch2", self.layer(root).sin())
+        return x
+
+
+@skippable(pop=["branch1", "branch2"])
+class Join(Root):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        first = yield pop("branch1")
+        second = yield pop("branch2")
+        return self.layer(first + second) + x
+
+
+def parallel_branches() -> nn.Sequential:
+    """Build the model of parallel branches of torchgpipe's paper, section 3.3."""
+    torch.manual_seed(0)
+    return nn.Sequential(Trunk(2), FirstBranch(2), SecondBranch(2), Join(2))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Count the tensors of every message, up and down."""
+    counts: dict[str, list[int]] = {"activations": [], "gradients": []}
+    send, send_gradients = Crossing.send, Crossing.send_gradients
+
+    def counting_send(self: Crossing, micro_batch: int, payload: Payload) -> None:
+        counts["activations"].append(len(payload.tensors))
+        send(self, micro_batch, payload)
+
+    def counting_gradients(self: Crossing, micro_batch: int, gradients: tuple) -> None:
+        counts["gradients"].append(sum(gradient is not None for gradient in gradients))
+        send_gradients(self, micro_batch, gradients)
+
+    monkeypatch.setattr(Crossing, "send", counting_send)
+    monkeypatch.setattr(Crossing, "send_gradients", counting_gradients)
+    return counts
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_skips_cross_once_from_where_they_are_stashed_to_where_they_are_popped(
+    sent: dict[str, list[int]], checkpoint: str
+) -> None:
+    plain, chunks = parallel_branches(), 3
+    ours = GPipe(copy.deepcopy(plain), [1, 1, 1, 1], chunks=chunks, checkpoint=checkpoint)
+    x = torch.rand(6, 4, dtype=torch.float64)
+    ours(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
+    # A micro-batch crosses three boundaries, and its four skips one edge each.
+    assert sum(sent["activations"]) == chunks * (3 + 4)
+    assert sum(sent["gradients"]) == chunks * (3 + 4)
+
+
+def test_a_skip_within_a_partition_never_crosses(sent: dict[str, list[int]]) -> None:
+    ours = GPipe(parallel_branches(), [4], chunks=3)
+    ours(torch.rand(6, 4, dtype=torch.float64)).sum().backward()
+    assert sent == {"activations": [], "gradients": []}
+
+
+@skippable(stash=["skip"])
+class Stasher(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        yield stash("skip", x * 2)
+        return x
+
+
+@skippable(pop=["skip"])
+class Popper(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[object]:
+        skip = yield pop("skip")
+        popped.append(weakref.ref(skip))
+        return x + skip
+
+
+class Later(nn.Module):
+    """Note whether the skip popped before is still alive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        alive.append(popped[-1]() is not None)
+        return x.sin()
+
+
+popped: list[weakref.ref[Tensor]] = []
+alive: list[bool] = []
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_skip_is_released_when_it_has_been_popped(checkpoint: str) -> None:
+    popped.clear()
+    alive.clear()
+    model = nn.Sequential(Stasher(), nn.Linear(3, 3), Popper(), Later())
+    ours = GPipe(model, [1, 1, 2], chunks=2, checkpoint=checkpoint)
+    output = ours(torch.rand(4, 3, requires_grad=True))
+    assert alive == [False, False]
+    output.sum().backward()
+    assert not any(alive)

@@ -1,0 +1,42 @@
+"""Hold the conformance list to the tests it names, and the package to the documented names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import autopipe
+import pipetransformer
+
+TESTS = Path(__file__).parent
+
+
+def test_every_test_that_the_conformance_list_names_exists() -> None:
+    listed = set(re.findall(r"`(test_\w+)`", (TESTS / "manual.md").read_text()))
+    defined = {
+        node.name
+        for path in TESTS.parent.rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(listed) > 100
+    assert sorted(listed - defined) == []
+
+
+def test_every_line_of_the_conformance_list_names_a_test_or_says_why_not() -> None:
+    text = (TESTS / "manual.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    claims = [row for row in rows if not row.startswith(("| Section", "| ---"))]
+    assert len(claims) > 100
+    for row in claims:
+        assert re.search(r"`test_\w+`", row) or "not tested:" in row, row
+
+
+def test_documented_names_are_where_the_manual_has_them() -> None:
+    for name in ("GPipe", "balance", "skip", "is_checkpointing", "is_recomputing"):
+        assert getattr(pipetransformer, name) is getattr(autopipe, name)
+    for name in ("skippable", "stash", "pop", "Namespace", "verify_skippables"):
+        assert callable(getattr(autopipe.skip, name))
+    assert callable(autopipe.balance.balance_by_time)
+    assert callable(autopipe.balance.balance_by_size)

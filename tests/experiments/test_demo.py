@@ -1,0 +1,72 @@
+"""Prove that the demo compares its runs by what they recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import demo
+from experiments.demo import RUNS, DemoSettings, run_folder, run_settings, write_report
+from tests.autopipe.plan.test_paper import vit_base
+from tests.pipetransformer.report.test_pictures import run_of
+
+SECONDS = {"elastic": 50.0, "published": 80.0, "baseline": 100.0}
+
+
+def pretend(settings: DemoSettings, run: str) -> None:
+    """Leave what a run leaves: two epochs of two steps, with other samples a second."""
+    folder = run_folder(settings, run)
+    folder.mkdir(parents=True)
+    records = run_of(2)
+    for record in records:
+        if record["kind"] == "step":
+            frozen = 0 if run == "baseline" else record["epoch"]
+            record |= {"frozen": frozen, "samples": 8, "micro_batches": 2}
+    for record in records:
+        record.setdefault("step", 0)
+        record.setdefault("elapsed_s", 0.0)
+    (folder / "records.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    result = {
+        "seconds": SECONDS[run],
+        "samples": 400,
+        "cache_hits": 3,
+        "cache_misses": 1,
+        "transitions": [],
+        "metrics": {"accuracy": 0.9},
+        "profile": vit_base().to_json(),
+        "copy_bytes_per_s": 1e9,
+        "num_samples": 16,
+        "device": "cpu",
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def test_the_report_compares_all_runs_with_the_baseline(tmp_path: Path) -> None:
+    settings, said = DemoSettings(folder=str(tmp_path / "demo")), list[str]()
+    for run in RUNS:
+        pretend(settings, run)
+    runs = write_report(settings, said.append)["runs"]
+    assert list(runs) == ["baseline", "published", "elastic"]
+    assert [runs[run].get("speedup") for run in runs] == [None, 1.25, 2.0]
+    assert [runs[run]["samples_per_s"] for run in runs] == [4.0, 5.0, 8.0]
+    assert runs["elastic"]["cache_hit_rate"] == 0.75
+    # The same was frozen in both.
+    assert runs["elastic"]["ideal_speedup"] == runs["published"]["ideal_speedup"] > 1
+    (text,) = said
+    assert "speed-up                                       1.25 x   2.00 x" in text
+    assert (tmp_path / "demo/report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "demo" / "summary.json").read_text())["runs"] == runs
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_runs_differ_in_nothing_but_how_pipelines_are_planned(run: str) -> None:
+    settings = DemoSettings()
+    differing = {"length", "plan", "folder", "label"}
+    own, elastic = (run_settings(settings, one) for one in (run, "elastic"))
+    rates = [one.pop("learning_rate_schedule")(3, 10) for one in (own, elastic)]
+    assert rates[0] == rates[1]
+    assert {k for k in own if own[k] != elastic[k]} <= differing
+    assert own["length"] == (demo.NUM_SLOTS if run == "baseline" else None)
+    assert own["plan"] == ("paper" if run == "published" else "fastest")

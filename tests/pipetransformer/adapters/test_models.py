@@ -1,0 +1,136 @@
+"""Train timm and transformers models in a pipeline, as a hand-written loop over the original model
+does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from autodp.sampler import EpochSampler
+from pipetransformer import FreezeSchedule, Trainer
+from tests.pool import Pool
+
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 10, 4, 3
+
+
+class Entries(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Serve rows of named tensors."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: t[index] for name, t in self.tensors.items()}
+
+
+def build(kind: str) -> tuple[nn.Module, Entries]:
+    """Build a tiny model of a library, in float64 and without dropout, and data for it."""
+    torch.manual_seed(0)
+    if kind == "timm":
+        from timm.models.vision_transformer import VisionTransformer
+
+        model = VisionTransformer(
+            img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=3, num_heads=2
+        )
+        x = torch.randn(NUM_SAMPLES, 1, 8, 8, dtype=torch.float64)
+        return model.double(), Entries({"x": x, "y": torch.arange(NUM_SAMPLES) % 3})
+    from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    lengths = torch.arange(NUM_SAMPLES) % 6 + 4
+    mask = (torch.arange(10) < lengths[:, None]).long()
+    entries = {
+        "input_ids": torch.randint(1, 30, (NUM_SAMPLES, 10)),
+        "attention_mask": mask,
+        "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, 10)),
+    }
+    if kind == "classification":
+        return (
+            BertForSequenceClassification(config).double(),
+            Entries({**entries, "labels": torch.arange(NUM_SAMPLES) % 3}),
+        )
+    config.num_labels = 2
+    return BertForQuestionAnswering(config).double(), Entries(
+        {
+            **entries,
+            "start_positions": torch.zeros(NUM_SAMPLES, dtype=torch.long),
+            "end_positions": torch.arange(NUM_SAMPLES) % 4,
+        }
+    )
+
+
+def train(kind: str, length: int) -> dict[str, Tensor]:
+    """Train in a pipeline, freezing a layer in the second epoch."""
+    model, data = build(kind)
+    with Trainer(
+        model,
+        data,
+        optimizer=lambda named: SGD([p for _, p in named], lr=0.1, momentum=0.9),
+        epochs=EPOCHS,
+        batch_size=BATCH_SIZE,
+        length=length,
+        micro_batches=2,
+        progress=False,
+        freeze=FreezeSchedule((0, 1, 2)),
+    ) as trainer:
+        trainer.fit()
+        return {name: t.clone() for name, t in trainer.state_dict().items()}
+
+
+def plain(kind: str) -> dict[str, Tensor]:
+    """Train the original model in a plain loop, by its own forward and its own loss."""
+    model, data = build(kind)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sampler = EpochSampler(NUM_SAMPLES, seed=0)
+    for epoch in range(EPOCHS):
+        freeze_bottom(model, kind, epoch)
+        for position in range(0, NUM_SAMPLES, BATCH_SIZE):
+            ids = sampler.global_batch(epoch, position, BATCH_SIZE)
+            batch = {name: t[ids] for name, t in data.tensors.items()}
+            optimizer.zero_grad(set_to_none=True)
+            loss: Any = (
+                nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+                if kind == "timm"
+                else model(**batch).loss
+            )
+            loss.backward()
+            optimizer.step()
+    return dict(model.state_dict())
+
+
+def freeze_bottom(model: nn.Module, kind: str, num_layers: int) -> None:
+    """Freeze the embedding and so many blocks."""
+    bottom = (
+        ("cls_token", "pos_embed", "patch_embed", *(f"blocks.{i}." for i in range(num_layers)))
+        if kind == "timm"
+        else ("bert.embeddings", *(f"bert.encoder.layer.{i}." for i in range(num_layers)))
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (num_layers and name.startswith(bottom)))
+
+
+@pytest.mark.parametrize("kind", ["timm", "classification", "question_answering"])
+@pytest.mark.parametrize("length", [1, 2])
+def test_every_parameter_ends_as_in_a_plain_loop(two_ranks: Pool, kind: str, length: int) -> None:
+    ours, theirs = two_ranks.run(train, kind, length)[0], plain(kind)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        allowed = 1e-9 + 1e-7 * float(theirs[name].abs().max())
+        assert float((tensor - theirs[name]).abs().max()) <= allowed, name

@@ -1,0 +1,204 @@
+"""Prove that one run at a time trains in a folder, and that nothing of an ended one keeps it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipetransformer import Trainer
+from pipetransformer.checkpoint import saver as saving
+from pipetransformer.checkpoint.folder_lock import FolderLock, clear_folder
+from pipetransformer.checkpoint.format import write_shards
+from tests.models import tiny_data, tiny_model
+from tests.pool import Pool
+
+
+def make_trainer(folder: Path, **settings: Any) -> Trainer:
+    """Build a trainer that saves into a folder, and continues what is there."""
+    defaults = {"resume": "auto", "checkpoint_every_epochs": 1, "epochs": 2, "batch_size": 8}
+    return Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), folder=folder,
+                   progress=False, **{**defaults, **settings})
+
+
+def train_and_wait(folder: Path, pipe: Connection) -> None:
+    """Take a step, and keep the trainer until told to close it, or killed."""
+    with make_trainer(folder) as trainer:
+        trainer.step()
+        pipe.send(os.getpid())
+        pipe.poll(60.0)
+    pipe.send("closed")
+    pipe.poll(60.0)
+
+
+def assert_free(folder: Path) -> None:
+    """Lock a folder, and let go of it."""
+    lock = FolderLock(folder)
+    lock.take()
+    lock.close()
+
+
+@contextmanager
+def another_run(folder: Path) -> Iterator[tuple[BaseProcess, Connection, int]]:
+    """Let another process train in a folder; yield it, a pipe to it and its id."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=train_and_wait, args=(folder, theirs))
+    child.start()
+    try:
+        assert ours.poll(60.0)
+        yield child, ours, ours.recv()
+    finally:
+        child.kill()
+        child.join(60.0)
+
+
+def contents(folder: Path) -> list[tuple[str, bytes]]:
+    """Return every file below a folder but TensorBoard's, which a thread writes at its leisure."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(
+        (str(path), path.read_bytes()) for path in files if path.parent.name != "tensorboard"
+    )
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_folder_in_which_another_process_trains_is_refused_until_it_ends(
+        tmp_path: Path, end: str) -> None:
+    run = tmp_path / "run"
+    with another_run(run) as (child, pipe, pid):
+        before = contents(run)
+        with pytest.raises(ValueError, match=rf"process {pid} on .* is training in .*wait for it"):
+            with make_trainer(run) as trainer:
+                trainer.step()
+        with pytest.raises(ValueError, match="is training in folder"):
+            clear_folder(tmp_path)
+        assert contents(run) == before
+        if end == "close":
+            pipe.send("close")
+            assert pipe.recv() == "closed"
+        else:
+            child.kill()
+            child.join(60.0)
+        with make_trainer(run) as trainer:
+            trainer.fit()
+
+
+def test_a_second_trainer_of_one_process_is_refused_and_the_first_keeps_the_folder(
+        tmp_path: Path) -> None:
+    with make_trainer(tmp_path) as first:
+        first.step()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"process {os.getpid()} on .* is training"):
+                with make_trainer(tmp_path) as second:
+                    second.step()
+        (tmp_path / "lock").read_text()
+        with pytest.raises(ValueError, match="is training in folder"):
+            FolderLock(tmp_path).take()
+        first.fit()
+
+
+def step_into(folder: Path) -> str:
+    """Return with what error this world is refused a folder."""
+    with pytest.raises(ValueError) as caught:
+        with make_trainer(folder) as trainer:
+            trainer.step()
+    return str(caught.value)
+
+
+def test_every_rank_hears_that_the_folder_is_refused(two_ranks: Pool, tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.take()
+    try:
+        for message in two_ranks.run(step_into, tmp_path):
+            assert message.startswith(f"rank 0: process {os.getpid()} on ")
+    finally:
+        lock.close()
+
+
+def test_damaged_records_are_refused_on_every_rank_and_leave_the_folder_free(
+        two_ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text("no record\n{}\n")
+    for message in two_ranks.run(step_into, tmp_path):
+        assert message.startswith("rank 0: ") and "records.jsonl" in message
+    assert_free(tmp_path)
+
+
+def test_a_restarted_run_waits_for_its_predecessor(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    with pytest.raises(ValueError, match="is training in folder"):
+        second.take(patience_s=0.3)
+    timer = threading.Timer(0.3, first.close)
+    timer.start()
+    second.take(patience_s=60.0)
+    timer.join()
+    second.close()
+    assert "waiting up to 60 s for it to end" in caplog.text
+
+
+def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        assert opened.wait(60.0)
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(saving, "write_shards", slow)
+    monkeypatch.setattr(saving, "_GRACE_S", 0.0)
+    with pytest.raises(KeyError, match="the cause"):
+        with make_trainer(tmp_path, checkpoint_every_steps=1) as trainer:
+            trainer.step()
+            raise KeyError("the cause")
+    writer = trainer._state._saver._writer
+    try:
+        with pytest.raises(ValueError, match="is training in folder"):
+            FolderLock(tmp_path).take()
+    finally:
+        opened.set()
+        writer.join(60.0)
+    trainer.close()
+    assert_free(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written to.*Not a directory.*another"):
+        FolderLock(tmp_path / "file" / "run").take()
+
+
+def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    descriptors = len(os.listdir("/dev/fd"))
+    with caplog.at_level(logging.WARNING):
+        FolderLock(tmp_path).take(patience_s=60.0)
+    assert f"cannot be locked: [Errno {errno.ENOLCK}] No locks available" in caplog.text
+    assert len(os.listdir("/dev/fd")) == descriptors
+
+
+def test_clearing_leaves_an_empty_folder_that_can_be_locked(tmp_path: Path) -> None:
+    (tmp_path / "run" / "baseline").mkdir(parents=True)
+    for name in ("records.jsonl", "lock", "baseline/lock", "baseline/weights"):
+        (tmp_path / "run" / name).touch()
+    clear_folder(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    assert_free(tmp_path / "run")
+    clear_folder(tmp_path / "absent")

@@ -1,0 +1,326 @@
+"""Prove that all ranks find the same checkpoint, or end with the same error."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from pipetransformer import Trainer, launch
+from pipetransformer.checkpoint import run_state
+from pipetransformer.checkpoint import saver as saving
+from pipetransformer.checkpoint.format import (
+    Checkpoint,
+    ShardRecord,
+    checkpoint_folder,
+    open_checkpoint,
+    publish,
+    write_shards,
+)
+from pipetransformer.checkpoint.resume import open_latest
+from pipetransformer.checkpoint.snapshot import HostShard, Snapshot
+from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.processes.agreement import agree
+from pipetransformer.processes.world import connect
+from pipetransformer.transition import transitions as steering
+from tests.models import tiny_data, tiny_model
+from tests.pool import PATIENCE_STEPS, Pool
+from tests.scenario import build_adamw
+
+
+def save(directory: Path, step: int) -> Path:
+    """Publish a checkpoint of four shards."""
+    folder = checkpoint_folder(directory, step)
+    shards = {
+        f"{i}/{kind}": {"w": torch.full((50,), float(step + i))}
+        for i in range(2)
+        for kind in ("weights", "optimizer")
+    }
+    publish(folder, write_shards(folder, Snapshot().take(shards)), {}, keep=3)
+    return folder
+
+
+def damage(folder: Path, shard: str) -> None:
+    """Flip a bit of a shard's file."""
+    file = folder / open_checkpoint(folder).records[shard].file
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def fail_on(rank: int, kind: type[Exception]) -> str:
+    """Let a rank fail; return what each raises."""
+    world = connect("cpu", timeout_s=60.0)
+
+    def action() -> int:
+        if world.rank == rank:
+            raise kind("here is the cause")
+        return world.rank
+
+    with pytest.raises(kind, match=f"^rank {rank}: here is the cause$") as caught:
+        agree(action, group=world.group)
+    assert agree(lambda: world.rank, group=world.group) == world.rank
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("kind", [CorruptCheckpointError, ValueError])
+def test_one_rank_s_failure_is_every_rank_s(two_ranks: Pool, kind: type[Exception]) -> None:
+    for rank in range(2):
+        assert two_ranks.run(fail_on, rank, kind) == [kind.__name__] * 2
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_every_file_is_verified_by_just_one_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
+) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, 10))
+    real, opened = open, list[str]()
+
+    def note_open(path: Path, mode: str) -> Any:
+        opened.append(Path(path).name)
+        return real(path, mode)
+
+    monkeypatch.setattr("builtins.open", note_open)
+    for part in range(num_parts):
+        checkpoint.verify(part=part, num_parts=num_parts)
+    assert sorted(opened) == sorted(record.file for record in checkpoint.records.values())
+
+
+def latest_step(directory: Path) -> int | None:
+    """Return the step of the checkpoint that this world finds."""
+    found = open_latest(directory, group=connect("cpu", timeout_s=60.0).group)
+    return found.step if found else None
+
+
+def test_damage_that_one_rank_sees_makes_all_fall_back(two_ranks: Pool, tmp_path: Path) -> None:
+    assert two_ranks.run(latest_step, tmp_path) == [None, None]
+    folders = [save(tmp_path, step) for step in (10, 20, 30)]
+    assert two_ranks.run(latest_step, tmp_path) == [30, 30]
+    for shard in ("0/weights", "0/optimizer", "1/weights", "1/optimizer"):
+        damage(folders[2], shard)
+        assert two_ranks.run(latest_step, tmp_path) == [20, 20]
+        damage(folders[2], shard)
+    (folders[2] / "manifest.json").unlink()
+    damage(folders[1], "1/optimizer")
+    assert two_ranks.run(latest_step, tmp_path) == [10, 10]
+
+
+def refused(directory: Path) -> str:
+    """Return with what error this world finds no checkpoint."""
+    with pytest.raises(CorruptCheckpointError) as caught:
+        latest_step(directory)
+    return str(caught.value)
+
+
+def test_without_a_usable_checkpoint_every_rank_says_so(two_ranks: Pool, tmp_path: Path) -> None:
+    for step in (10, 20):
+        damage(save(tmp_path, step), "1/weights")
+    for message in two_ranks.run(refused, tmp_path):
+        assert "is usable (step-00000020, step-00000010)" in message
+    for folder in tmp_path.glob("step-*"):
+        (folder / "manifest.json").unlink()
+    (tmp_path / "latest").write_bytes(b"")
+    for message in two_ranks.run(refused, tmp_path):
+        assert message.startswith("rank 0: ") and "latest is not what was written" in message
+
+
+def make_trainer(folder: Path, **settings: Any) -> Trainer:
+    """Build a trainer of the tiny model that saves every second of 10 steps."""
+    model = settings.pop("model", None) or tiny_model()
+    defaults = {
+        "epochs": 2,
+        "batch_size": 6,
+        "progress": False,
+        "checkpoint_every_steps": 2,
+        "optimizer": build_adamw,
+        "evaluate_every_epochs": 0,
+    }
+    data = settings.pop("data", None) or tiny_data()
+    return Trainer(
+        model, data, loss_fn=nn.CrossEntropyLoss(), folder=folder, **{**defaults, **settings}
+    )
+
+
+def train(folder: Path, **settings: Any) -> None:
+    """Train to the end."""
+    with make_trainer(folder, **settings) as trainer:
+        trainer.fit()
+
+
+def train_in_two_stages(folder: Path, **settings: Any) -> None:
+    """Train with ranks that read different files."""
+    train(folder, length=2, **settings)
+
+
+def resume_with_a_file_that_goes_bad(folder: Path) -> str:
+    """Resume; a file that rank 1 needs goes bad after all have verified all."""
+    world = connect("cpu", timeout_s=60.0)
+    read = Checkpoint.read
+
+    def read_damaged(self: Checkpoint, name: str) -> Any:
+        if world.rank == 1 and name.endswith("/weights"):
+            damage(self.folder, name)
+        return read(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "read", read_damaged)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            train_in_two_stages(folder, resume=True, epochs=3)
+    return str(caught.value)
+
+
+def test_a_file_that_goes_bad_before_it_is_read_ends_all_ranks_alike(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    two_ranks.run(train_in_two_stages, tmp_path)
+    first, second = two_ranks.run(resume_with_a_file_that_goes_bad, tmp_path)
+    assert first == second
+    assert first.startswith("rank 1: ") and "has SHA-256" in first
+
+
+def resume_wrongly(folder: Path, settings: dict[str, Any]) -> str:
+    """Return with what error a run with other settings refuses to resume."""
+    if "num_blocks" in settings:
+        settings = {"model": tiny_model(num_blocks=settings["num_blocks"])}
+    elif "dtype" in settings:
+        settings = {
+            "model": tiny_model(dtype=settings["dtype"]),
+            "data": tiny_data(dtype=settings["dtype"]),
+        }
+    elif "num_samples" in settings:
+        settings = {"data": tiny_data(num_samples=settings["num_samples"])}
+    with pytest.raises(ValueError) as caught:
+        train(folder, resume="auto", epochs=3, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 3}, "saved with {'seed': 0, .* this run has {'seed': 3"),
+        ({"num_samples": 20}, "'num_samples': 26}, .* resume with the same seed and training set"),
+        ({"num_blocks": 3}, r"sublayers \['0', '1', '2', '3', '4', '5'\], but this one has"),
+        ({"num_blocks": 5}, "resume with the model that was saved"),
+        ({"dtype": torch.float32}, r"saved with \[.*float64.*this model has \[.*float32"),
+    ],
+    ids=str,
+)
+def test_another_run_s_checkpoint_is_refused_on_every_rank(
+    two_ranks: Pool, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    two_ranks.run(train, tmp_path)
+    for text in two_ranks.run(resume_wrongly, tmp_path, settings):
+        assert re.search(message, text)
+
+
+class Measured(Exception):
+    """Tell that a run is measured anew."""
+
+
+def measures_on_resume(folder: Path, changed_rank: int | None) -> bool:
+    """Resume, perhaps with other hardware under a rank; tell whether this world is measured."""
+
+    def measured(*arguments: Any, **options: Any) -> None:
+        raise Measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steering, "measure", measured)
+        if connect("cpu", timeout_s=60.0).rank == changed_rank:
+            patch.setattr(run_state, "_describe_hardware", lambda device: {"device": "another"})
+        try:
+            train(folder, resume="auto")
+        except Measured:
+            return True
+    return False
+
+
+def test_what_was_measured_is_kept_for_as_many_equal_ranks(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    two_ranks.run(train, tmp_path)
+    assert two_ranks.run(measures_on_resume, tmp_path, None) == [False, False]
+    assert two_ranks.run(measures_on_resume, tmp_path, 1) == [True, True]
+    assert measures_on_resume(tmp_path, None)
+
+
+def train_and_kill(folder: Path, killed_save: int) -> None:
+    """Train; in its first life rank 1 kills itself in the thread that writes a checkpoint."""
+    life, calls = os.environ["PIPETRANSFORMER_RESTART_COUNT"], []
+
+    def dying(target: Path, shards: Iterable[HostShard]) -> dict[str, ShardRecord]:
+        calls.append(target)
+        if life == "0" and os.environ["RANK"] == "1" and len(calls) == killed_save:
+            (folder / "checkpoints" / "notes.txt").touch()
+            write_shards(target, list(shards)[:1])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_shards(target, shards)
+
+    saving.write_shards = dying
+    run_state._PATIENCE_STEPS = PATIENCE_STEPS
+    # Two runs may measure the machine differently; bits depend on the plan.
+    with make_trainer(folder, length=2, micro_batches=2, schedule="1f1b") as trainer:
+        trainer._set_up()
+        (folder / f"life-{life}").write_text(str(trainer._timeline.position.step))
+        trainer.fit()
+        trainer.save_model(folder / "model.safetensors")
+
+
+def test_a_rank_killed_while_it_writes_costs_that_checkpoint_and_the_restart_continues(
+    tmp_path: Path,
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    launch(train_and_kill, (whole, 0), num_slots=2, start_method="forkserver")
+    launch(train_and_kill, (cut, 2), num_slots=2, max_restarts=1, start_method="forkserver")
+    assert [(cut / f"life-{life}").read_text() for life in range(2)] == ["0", "2"]
+    ours, theirs = (safetensors.torch.load_file(p / "model.safetensors") for p in (cut, whole))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    left = sorted(path.name for path in (cut / "checkpoints").iterdir())
+    assert left == ["latest", "notes.txt", "step-00000008", "step-00000010"]
+
+
+def test_steps_taken_one_by_one_are_evaluated_and_saved_as_those_of_fit(tmp_path: Path) -> None:
+    fitted, stepped = tmp_path / "fitted", tmp_path / "stepped"
+    settings = {"eval_set": tiny_data(), "evaluate_every_epochs": 1, "micro_batches": 1}
+    with make_trainer(fitted, **settings) as trainer:
+        expected = trainer.fit().metrics
+    with make_trainer(stepped, **settings) as trainer:
+        for _ in range(10):
+            trainer.step()
+        assert trainer.report.metrics == expected
+    ours, theirs = (open_latest(f / "checkpoints", group=None) for f in (stepped, fitted))
+    assert ours is not None and theirs is not None and ours.step == theirs.step == 10
+    assert ours.records.keys() == theirs.records.keys()
+    for name in ours.records:
+        assert ours.records[name].sha256 == theirs.records[name].sha256, name
+
+
+def test_auto_without_a_checkpoint_starts_with_the_journal_s_decisions(tmp_path: Path) -> None:
+    frozen = iter([0, 2])
+    with make_trainer(tmp_path, freeze=lambda context: next(frozen)) as trainer:
+        trainer.step()
+    with make_trainer(tmp_path, freeze=lambda context: 3, resume="auto") as trainer:
+        trainer.step()
+        assert trainer.decision is not None and trainer.decision.num_frozen == 0
+
+
+def test_a_run_of_a_longer_pipeline_ends_alike_on_one_rank(tmp_path: Path) -> None:
+    whole, continued = tiny_model(), tiny_model()
+    # Bits depend on the micro-batches, which two runs might plan differently.
+    train(tmp_path / "whole", model=whole, micro_batches=1)
+    train(tmp_path / "cut", epochs=1, micro_batches=1)
+    again = {"model": continued, "resume": True, "length": 4, "micro_batches": 1}
+    with make_trainer(tmp_path / "cut", **again) as trainer:
+        trainer.fit()
+        assert trainer.decision is not None and trainer.decision.plan.length == 1
+    for name, parameter in continued.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name

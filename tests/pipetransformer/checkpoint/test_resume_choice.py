@@ -1,0 +1,126 @@
+"""Prove when a run continues what its folder holds, and when it refuses the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipetransformer import Trainer
+from pipetransformer.checkpoint.resume import note_launchers, resumes
+from pipetransformer.checks import check_world
+from pipetransformer.config import TrainConfig
+from pipetransformer.processes.world import connect
+from tests.models import tiny_data, tiny_model
+from tests.pipetransformer.checkpoint.test_resume import save
+
+
+def config(folder: Path, resume: Any) -> TrainConfig:
+    """Configure a run that saves."""
+    return TrainConfig(folder=folder, checkpoint_every_epochs=1, resume=resume)
+
+
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_an_empty_folder_is_started_in(tmp_path: Path, resume: Any) -> None:
+    assert resumes(config(tmp_path / "absent", resume)) == (resume == "auto")
+
+
+@pytest.mark.parametrize("content", [[], ["journal.jsonl"], ["checkpoints/step-00000005/w"]])
+def test_resume_true_insists_on_a_checkpoint(tmp_path: Path, content: list[str]) -> None:
+    for name in content:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="holds no checkpoint to continue.*resume='auto'"):
+        resumes(config(tmp_path, True))
+    save(tmp_path / "checkpoints", 10)
+    assert resumes(config(tmp_path, True))
+
+
+def test_the_trainer_refuses_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint to continue"):
+        Trainer(
+            tiny_model(),
+            tiny_data(),
+            loss_fn=nn.CrossEntropyLoss(),
+            folder=tmp_path / "new",
+            checkpoint_every_epochs=1,
+            resume=True,
+        )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("found", ["checkpoints", "journal.jsonl"])
+def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path, found: str) -> None:
+    (tmp_path / found).mkdir()
+    with pytest.raises(ValueError, match=rf"already holds a run \({found}\); .*resume='auto'"):
+        resumes(config(tmp_path, False))
+    assert resumes(config(tmp_path, "auto"))
+
+
+RESTARTED = [
+    {"TORCHELASTIC_RESTART_COUNT": "1"},
+    {"PIPETRANSFORMER_RESTART_COUNT": "2"},
+]
+
+
+@pytest.mark.parametrize("environment", RESTARTED, ids=str)
+def test_a_restarted_process_continues_what_its_own_launcher_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert not resumes(config(tmp_path, False))
+    note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
+    (tmp_path / "journal.jsonl").touch()
+    assert resumes(config(tmp_path, False))
+    monkeypatch.setenv("PIPETRANSFORMER_LAUNCH", "another run that the same process launched")
+    with pytest.raises(ValueError, match="already holds a run"):
+        resumes(config(tmp_path, False))
+    monkeypatch.delenv("PIPETRANSFORMER_LAUNCH")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(ValueError, match="already holds a run"):
+        resumes(config(tmp_path, False))
+
+
+@pytest.mark.parametrize("noted", [None, "", "{", "3", "[]"])
+def test_a_restart_in_a_folder_that_nobody_known_began_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: str | None
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (tmp_path / "journal.jsonl").touch()
+    if noted is not None:
+        (tmp_path / "launchers.json").write_text(noted)
+    with pytest.raises(ValueError, match="already holds a run"):
+        resumes(config(tmp_path, False))
+
+
+def test_a_process_that_was_started_twice_from_one_place_is_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("PIPETRANSFORMER_RESTART_COUNT", "0")
+    note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
+    (tmp_path / "journal.jsonl").touch()
+    with pytest.raises(ValueError, match="already holds a run"):
+        resumes(config(tmp_path, False))
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_goes_on_with_the_longest_pipeline_that_fewer_ranks_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: Any
+) -> None:
+    set_to = dataclasses.replace(config(tmp_path, resume), length=4)
+    with pytest.raises(ValueError, match=r"length 4 does not fit|holds no checkpoint"):
+        check_world(set_to, 2, 2)
+    save(tmp_path / "checkpoints", 10)
+    check_world(set_to, 2, 2)
+    assert caplog.messages == [
+        "pipeline length 4 does not fit 2 processes with 2 slots a node: the run continues with "
+        "at most 2"
+    ]
+    with pytest.raises(ValueError, match="already holds a run"):
+        check_world(dataclasses.replace(set_to, resume=False), 2, 2)

@@ -1,0 +1,102 @@
+"""Prove what the parts of a measurement time, and that they leave out what they should."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopipe.profile.profile import MeasuredChain, SublayerCost
+from pipetransformer.data.samples import Batch
+from pipetransformer.measure import sublayer_times as compute_module
+from pipetransformer.measure.measurements import first_sublayers
+from pipetransformer.measure.reading_times import measure_rows, measure_samples
+from pipetransformer.measure.sublayer_times import measure_company, time_alone
+from pipetransformer.measure.timing import typical_s
+from pipetransformer.processes.world import World
+
+CPU = torch.device("cpu")
+
+
+def test_links_are_timed_beside_as_many_sublayers_as_take_long_enough() -> None:
+    costs = []
+    for seconds in (9.0, 1.0, 2.0, 4.0, 8.0):
+        cost = SublayerCost.__new__(SublayerCost)
+        object.__setattr__(cost, "forward_s", (seconds, 100.0))
+        costs.append(cost)
+    span = range(1, 5)
+    assert [first_sublayers(costs, span, s) for s in (0.5, 1.0, 3.5, 7.0, 99.0)] == [
+        range(1, 2), range(1, 2), range(1, 4), range(1, 4), range(1, 5)
+    ]  # fmt: skip
+
+
+class Clock:
+    """Stand for the time, which only passes where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_typical_seconds_are_the_median_without_warm_up_and_preparation(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seconds = Clock(monkeypatch), iter([50.0, 3.0, 1.0, 40.0, 2.0, 4.0])
+    assert typical_s(lambda: clock.spend(next(seconds)), repeats=5,
+                     before=lambda: clock.spend(1000.0)) == 3.0
+
+
+def test_reading_is_divided_into_the_call_and_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def read(ids: Tensor) -> Batch:
+        clock.spend(5.0 + 2.0 * len(ids))
+        return {}
+
+    assert measure_samples(read, 8) == (pytest.approx(5.0), pytest.approx(2.0))
+    assert measure_samples(read, 1) == (pytest.approx(7.0), 0.0)
+
+
+def test_a_cached_row_costs_a_call_and_its_bytes() -> None:
+    call_s, byte_s = measure_rows()
+    assert 0.0 <= call_s < 0.1
+    assert 1e-12 <= byte_s < 1e-6
+
+
+def chain(*rounds_s: float) -> MeasuredChain:
+    """Make a chain of one sublayer at one size, 4 s by its medians."""
+    cost = SublayerCost("only", 0, (1.0,), (1.0,), (1.0,), (1.0,), 0, 0, 0, 0, 0.0, 0.0)
+    return MeasuredChain((cost,), (rounds_s,))
+
+
+def world(rank: int, size: int, slots: int) -> World:
+    return World(rank, size, slots, CPU, None, owned=False)
+
+
+def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([
+        [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
+        # Rank 0 of the node alone, in two spans.
+        [[2.5, 1.0], [None, None]],
+    ])
+    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
+    longer, alone = measure_company(chain(4.0, 4.0, 12.0), [None, None], world(1, 2, 2))
+    assert longer == (pytest.approx(7.0 / 4.0),)
+    assert alone == pytest.approx(3.5 / 7.0)
+
+
+@pytest.mark.parametrize(("size", "slots"), [(1, 1), (2, 1)])
+def test_where_no_node_has_two_slots_none_computes_alone(
+        monkeypatch: pytest.MonkeyPatch, size: int, slots: int) -> None:
+    one = [((4.0, 4.4, 4.0),), (4.0,)]
+    answers = iter([[one] * size, [[None]] * size])
+    monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
+    own = chain(4.0, 4.4, 4.0)
+    assert time_alone([], [], world=world(0, size, slots), repeats=3) is None
+    longer, alone = measure_company(own, [None], world(0, size, slots))
+    assert (longer, alone) == ((pytest.approx(12.4 / 3 / 4),), 1.0)

@@ -1,0 +1,163 @@
+"""Prove that a model which does not fit a device is measured in parts, to the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from freeze.rules import FreezeSchedule
+from pipetransformer import Trainer
+from pipetransformer.data.samples import Batch
+from pipetransformer.job import Task
+from pipetransformer.measure import stretches as measure_spans
+from pipetransformer.measure.measurements import measure
+from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.processes.world import connect
+from tests.models import tiny_data, tiny_model
+from tests.pipetransformer.measure.test_measurements import (
+    ALONE,
+    disturbed_model,
+    make_task,
+    read,
+    snapshot,
+)
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def spans_noted() -> Iterator[list[range]]:
+    """Note which sublayers are lent together."""
+    noted, lent = list[range](), measure_spans.lent
+
+    @contextmanager
+    def noting(task: Task, device: torch.device, span: range) -> Iterator[None]:
+        noted.append(span)
+        with lent(task, device, span):
+            yield
+
+    measure_spans.lent = noting
+    try:
+        yield noted
+    finally:
+        measure_spans.lent = lent
+
+
+def test_spans_are_the_fewest_that_fit() -> None:
+    needs = [Need(10, 1.0), Need(10, 1.0), Need(50, 1.0), Need(5, 2.0), Need(5, 0.0)]
+    assert cut_spans(needs, 5, 1000) == (range(5),)
+    assert cut_spans(needs, 5, 1000, parts=2) == (range(0, 2), range(2, 5))
+    assert cut_spans(needs, 5, 30) == (range(0, 2), range(2, 3), range(3, 5))
+    assert cut_spans(needs, 5, 29) == (range(0, 1), range(1, 2), range(2, 3), range(3, 5))
+    assert cut_spans(needs, 5, -1) == tuple(range(i, i + 1) for i in range(5))
+
+
+def test_a_span_s_output_is_what_the_model_computes() -> None:
+    task, batch = make_task(), read(torch.arange(6))
+    whole = forward_of(task, [range(6)], batch)
+    for spans in ([range(0, 2), range(2, 6)], [range(i, i + 1) for i in range(6)]):
+        assert torch.equal(forward_of(task, spans, batch), whole)
+    model, (x, y) = task.model.model, batch.values()
+    assert float(whole) == pytest.approx(
+        nn.functional.cross_entropy(model(x), y, reduction="sum").item()
+    )
+
+
+def forward_of(task: Task, spans: list[range], batch: Batch) -> torch.Tensor:
+    """Return what the last span hands on: the loss."""
+    return run_spans(
+        task, CPU, spans, [batch], lambda subs, inputs: forward(subs, inputs[0]).detach()
+    )[-1]
+
+
+def test_needs_are_bytes_in_training() -> None:
+    task = make_task()
+    task.model.sublayers[1].module.requires_grad_(False)
+    task = make_task(task.model.model)
+    for index, need in enumerate(sublayer_needs(task, CPU, read(torch.arange(1)))):
+        size = sum(t.nbytes for t in task.model.tensors(index).values())
+        assert need.fixed_bytes == (size if index == 1 else 2 * size)
+        assert need.sample_bytes >= 3 * (8 if index == 5 else 64)
+
+
+def test_in_parts_the_same_bytes_are_found_and_every_time_is_measured() -> None:
+    settings = {"batch_size": 8}
+    whole = measure(make_task(**settings), ALONE, read).profile
+    task = make_task(**settings, memory_limit_bytes=12_000)
+    with spans_noted() as noted:
+        parts = measure(task, ALONE, read).profile
+    assert {len(span) for span in noted} >= {1, 2}
+    assert max(len(span) for span in noted) < 6
+    assert parts.batch_sizes == whole.batch_sizes
+    for one, other in zip(parts.sublayers, whole.sublayers, strict=True):
+        for name in ("name", "layer", "parameter_bytes", "gradient_bytes", "buffer_bytes",
+                     "output_bytes"):
+            assert getattr(one, name) == getattr(other, name)
+        assert one.optimizer_bytes == pytest.approx(other.optimizer_bytes, rel=0.01)
+        assert one.saved_bytes == pytest.approx(other.saved_bytes, rel=0.01)
+        assert min(*one.forward_s, *one.backward_s, *one.frozen_s) > 0
+
+
+def test_sizes_at_which_no_sublayer_fits_are_left_out() -> None:
+    needs = sublayer_needs(make_task(), CPU, read(torch.arange(1)))
+    limit = int(max(need.at(4) for need in needs)) + 1
+    task = make_task(batch_size=16, memory_limit_bytes=limit)
+    assert measure(task, ALONE, read).profile.batch_sizes == (1, 2, 4)
+    # What training holds meanwhile is not there for measuring.
+    assert measure(task, ALONE, read, held_bytes=limit).profile.batch_sizes == (1,)
+
+
+def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
+    model = disturbed_model()
+    task, before = make_task(model, memory_limit_bytes=1), snapshot(model)
+    with spans_noted() as noted:
+        measure(task, ALONE, read)
+    assert {len(span) for span in noted} == {1}
+    after = snapshot(model)
+    for kind in ("parameters", "gradients", "buffers", "random"):
+        for name, tensor in before[kind].items():
+            assert torch.equal(after[kind][name], tensor), (kind, name)
+    for kind in ("flags", "needs", "objects", "generators"):
+        assert after[kind] == before[kind], kind
+
+
+def spans_of_two_ranks(batch_size: int) -> set[range]:
+    """Measure on this world; return what was lent together."""
+    with spans_noted() as noted:
+        measure(make_task(batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
+    return {*noted}
+
+
+def test_a_size_beyond_a_rank_s_share_is_measured_over_half_of_the_layers(two_ranks: Pool) -> None:
+    halves = {range(0, 3), range(3, 6)}
+    for spans in two_ranks.run(spans_of_two_ranks, 8):
+        assert spans == {range(6), *halves}
+    # Of one sample, one rank has all.
+    for spans in two_ranks.run(spans_of_two_ranks, 1):
+        assert spans == {range(6)}
+
+
+def present_while_measuring() -> tuple[list[int], int]:
+    """Measure anew in the middle of a run; list how many foreign sublayers were there at once."""
+    # Three of six sublayers fit, also in a transition; all six do not.
+    with Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(),
+                 freeze=FreezeSchedule([0]), batch_size=8, length=2, micro_batches=8,
+                 memory_limit_bytes=32_500, progress=False) as trainer:
+        trainer.step()
+        model = trainer._task.model
+        own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}
+        with spans_noted() as noted:
+            trainer.measure()
+        trainer.step()
+        return [len({*span} - own) for span in noted], trainer._deployment.held_bytes()
+
+
+def test_measuring_anew_leaves_room_for_what_is_trained(two_ranks: Pool) -> None:
+    for foreign, held_bytes in two_ranks.run(present_while_measuring):
+        assert held_bytes > 10_000
+        assert max(foreign) < 3  # The other rank has three.

@@ -1,0 +1,117 @@
+"""Prove that ranks meet those of their own attempt only, and that a world which cannot train is
+refused on every rank with one message."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pipetransformer.processes.meeting import Meeting, Place, check_places, meet
+
+
+def two_nodes(slots: int = 2) -> list[Place]:
+    """List the places of two nodes' ranks."""
+    return [Place(local, slots, host) for host in ("a", "b") for local in range(slots)]
+
+
+def test_ranks_numbered_node_by_node_are_accepted() -> None:
+    for slots in (1, 2, 4):
+        check_places(two_nodes(slots))
+    # Two launchers on one machine are two nodes.
+    check_places([Place(local, 2, "a") for _ in range(2) for local in range(2)])
+
+
+def test_nodes_of_different_sizes_are_refused_by_name() -> None:
+    uneven = [*two_nodes()[:2], *(Place(local, 3, "b") for local in range(3))]
+    with pytest.raises(
+        ValueError,
+        match=r"the 5 processes .* a starts 2 \(ranks 0, 1\), "
+        r"b starts 3 \(ranks 2, 3, 4\); start as many",
+    ):
+        check_places(uneven)
+    with pytest.raises(ValueError, match=r"a starts 2 \(ranks 0, 1\), b starts 2 \(ranks 2\)"):
+        check_places(two_nodes()[:3])
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (1, 0, 2, 3)])
+def test_ranks_not_numbered_node_by_node_are_refused(order: tuple[int, ...]) -> None:
+    places = [two_nodes()[index] for index in order]
+    with pytest.raises(
+        ValueError,
+        match=r"rank \d is process \d of [ab]; with 2 slots a node it "
+        r"must be process \d of [ab]: number the ranks node by",
+    ):
+        check_places(places)
+
+
+def test_different_devices_are_refused() -> None:
+    places = [
+        replace(place, device="cuda" if place.host == "a" else "cpu") for place in two_nodes()
+    ]
+    with pytest.raises(ValueError, match=r"a uses cuda \(ranks 0, 1\), b uses cpu \(ranks 2, 3"):
+        check_places(places)
+
+
+def join(store: dist.Store, places: list[Place], *, timeout_s: float = 20.0) -> list[Meeting]:
+    """Meet in a thread for each place."""
+    with ThreadPoolExecutor(len(places)) as threads:
+        return list(
+            threads.map(
+                lambda rank: meet(store, rank, len(places), places[rank], timeout_s=timeout_s),
+                range(len(places)),
+            )
+        )
+
+
+def test_all_ranks_agree_on_a_name_and_on_each_other_s_places() -> None:
+    places = two_nodes()
+    meetings = join(dist.HashStore(), places)
+    assert meetings == [Meeting(meetings[0].name, tuple(places))] * 4
+
+
+def test_a_restarted_world_meets_on_the_store_of_the_dead_one() -> None:
+    store, names = dist.HashStore(), set()
+    for number in (4, 4, 2, 4):  # Among them a smaller world, which another node's loss left.
+        places = two_nodes(number // 2)
+        meetings = join(store, places)
+        assert {meeting.places for meeting in meetings} == {tuple(places)}
+        names |= {meeting.name for meeting in meetings}
+    assert len(names) == 4
+
+
+def test_a_rank_that_restarts_while_others_wait_is_met_and_not_its_predecessor() -> None:
+    store, places = dist.HashStore(), two_nodes()
+    with ThreadPoolExecutor(4) as threads:
+        early = [
+            threads.submit(meet, store, rank, 4, places[rank], timeout_s=20.0)
+            for rank in (0, 1, 3)
+        ]
+        store.set("hello-2", json.dumps(asdict(places[2])))  # It dies before it answers.
+        store.wait(["ack-0", "ack-1", "ack-3"], timedelta(seconds=20))
+        successor = replace(places[2], word="successor")
+        late = threads.submit(meet, store, 2, 4, successor, timeout_s=20.0)
+        met = {place.word for meeting in (late, *early) for place in meeting.result().places}
+    assert met == {places[0].word, places[1].word, "successor", places[3].word}
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    store, places = dist.HashStore(), two_nodes()
+    store.set("hello-2", json.dumps(asdict(places[2])))
+    with pytest.raises(TimeoutError, match=r"rank 0 on a waited 0 s for rank\(s\) 1, 3 of 4,"):
+        meet(store, 0, 4, places[0], timeout_s=0)
+    for rank in (1, 3):
+        store.set(f"hello-{rank}", json.dumps(asdict(places[rank])))
+    with pytest.raises(TimeoutError, match=r"rank 0 on a waited 0 s for rank\(s\) 1, 2, 3 of 4,"):
+        meet(store, 0, 4, places[0], timeout_s=0)
+
+
+def test_ranks_wait_for_rank_0_where_only_its_predecessor_s_keys_are_left() -> None:
+    store = dist.HashStore()
+    join(store, two_nodes())
+    with pytest.raises(TimeoutError, match=r"rank 1 on a waited 0 s for rank\(s\) 0 of 4,"):
+        meet(store, 1, 4, two_nodes()[1], timeout_s=0)

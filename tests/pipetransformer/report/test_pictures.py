@@ -1,0 +1,124 @@
+"""The report draws whatever a run recorded, and its tables add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from pipetransformer.report.pictures import (
+    LABELS,
+    breakdown_table,
+    draw_report,
+    summary_table,
+    total_breakdown,
+)
+from pipetransformer.report.records import BREAKDOWN_CATEGORIES, Record
+
+FIGURES = {
+    "baseline": {"seconds": 180.0, "samples_per_s": 160.0, "accuracy": 0.981},
+    "published": {
+        "seconds": 120.0, "samples_per_s": 240.0, "accuracy": 0.98, "cache_hit_rate": 0.6,
+        "speedup": 1.5, "ideal_speedup": 2.0,
+    },
+    "elastic": {
+        "seconds": 90.0, "samples_per_s": 320.0, "accuracy": 0.979, "cache_hit_rate": 0.63,
+        "speedup": 2.0, "ideal_speedup": 2.5,
+    },
+}  # fmt: skip
+
+
+def epoch_of(epoch: int, *, compute: float, bubble: float = 0.0) -> Record:
+    """Make the record of an epoch that spent its time in two categories."""
+    seconds = dict.fromkeys(BREAKDOWN_CATEGORIES, 0.0) | {"compute": compute, "bubble": bubble}
+    return {
+        "kind": "epoch",
+        "step": 2 * epoch + 2,
+        "elapsed_s": 10.0 * epoch + 9.0,
+        "epoch": epoch,
+        "loss": 1.0 / (epoch + 1),
+        "seconds": compute + bubble,
+        "samples_per_s": 64 / (compute + bubble),
+        "breakdown": seconds,
+    }
+
+
+def run_of(num_epochs: int) -> list[Record]:
+    """Make the records of a run of two steps an epoch that freezes one layer in each epoch."""
+    records: list[Record] = []
+    for epoch in range(num_epochs):
+        start = {"step": 2 * epoch, "elapsed_s": 10.0 * epoch}
+        shape = {"epoch": epoch, "frozen": epoch, "length": 2, "replicas": 1}
+        records += [
+            {"kind": "transition", **start, "frozen": epoch},
+            {"kind": "step", **start, **shape, "loss": 1.0},
+            {"kind": "step", **start, **shape, "loss": None},
+            epoch_of(epoch, compute=4.0, bubble=1.0),
+            {"kind": "evaluation", **start, "epoch": epoch, "accuracy": 0.9},
+        ]
+    return records
+
+
+def assert_drawn(path: Path) -> None:
+    """Check that a picture of the promised size is there and is not blank."""
+    pixels = matplotlib.image.imread(path)
+    assert pixels.shape == (880, 1320, 4)
+    assert pixels[..., :3].std() > 0.05
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num_epochs", [1, 24])
+def test_report_is_drawn_for_all_runs_without_a_warning(tmp_path: Path, num_epochs: int) -> None:
+    draw_report({name: run_of(num_epochs) for name in LABELS}, tmp_path / "report.png")
+    assert_drawn(tmp_path / "report.png")
+
+
+@pytest.mark.filterwarnings("error")
+def test_report_is_drawn_without_other_runs_steps_and_evaluations(tmp_path: Path) -> None:
+    draw_report({"elastic": [epoch_of(0, compute=1.0)]}, tmp_path / "report.png")
+    assert_drawn(tmp_path / "report.png")
+
+
+@pytest.mark.filterwarnings("error")
+def test_report_is_drawn_beside_a_baseline_without_a_whole_epoch(tmp_path: Path) -> None:
+    draw_report({"baseline": run_of(1)[:2], "elastic": run_of(2)}, tmp_path / "report.png")
+    assert_drawn(tmp_path / "report.png")
+
+
+def test_report_of_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the 3 records given hold no epoch"):
+        draw_report({"elastic": run_of(1)[:3]}, tmp_path / "report.png")
+
+
+def test_breakdown_counts_an_epoch_repeated_after_a_resume_once() -> None:
+    records = [epoch_of(0, compute=4.0), epoch_of(1, compute=9.0), epoch_of(1, compute=2.0)]
+    assert total_breakdown(records) == dict.fromkeys(BREAKDOWN_CATEGORIES, 0.0) | {"compute": 6.0}
+
+
+def test_breakdown_table_has_a_row_for_each_category_and_the_sum() -> None:
+    elastic = [epoch_of(0, compute=4.0, bubble=1.0), epoch_of(1, compute=2.0)]
+    baseline = [epoch_of(0, compute=8.0, bubble=2.5)]
+    header, _, *rows = breakdown_table({"baseline": baseline, "elastic": elastic}).splitlines()
+    assert header.split() == ["seconds", "without", "freezing", "elastic"]
+    cells = {name: (float(first), float(second)) for name, first, second in map(str.split, rows)}
+    assert len(cells) == len(BREAKDOWN_CATEGORIES) + 1
+    assert cells["compute"] == (8.0, 6.0)
+    assert cells["bubble"] == (2.5, 1.0)
+    assert cells["sum"] == (10.5, 7.0)
+
+
+def test_summary_table_shows_all_runs_and_their_shares_of_the_ideal() -> None:
+    assert summary_table(FIGURES) == "\n".join(
+        [
+            "                    without freezing  published rules  elastic",
+            "--------------------------------------------------------------",
+            "time (s)                       180.0            120.0     90.0",
+            "samples/s                      160.0            240.0    320.0",
+            "test accuracy                 98.10%           98.00%   97.90%",
+            "cache hits                                      60.0%    63.0%",
+            "speed-up                                       1.50 x   2.00 x",
+            "ideal speed-up                                 2.00 x   2.50 x",
+            "share of the ideal                                75%      80%",
+        ]
+    )

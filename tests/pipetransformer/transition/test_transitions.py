@@ -1,0 +1,55 @@
+"""Prove that plans keep to the memory there is."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from torch import nn
+
+from pipetransformer import Trainer
+from pipetransformer.transition import transitions as steering
+from tests.models import tiny_data, tiny_model
+from tests.pool import Pool
+
+
+def plan_with(
+    free: tuple[int | None, int | None], limit: int | None, length: int | None = None
+) -> tuple[int, int] | str:
+    """Return K and the largest stage's bytes, where so much is free on the ranks, or the error."""
+
+    def free_bytes(device: object) -> int | None:
+        return free[trainer.world.rank]
+
+    trainer = Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        batch_size=8,
+        micro_batches=2,
+        progress=False,
+        length=length,
+        memory_limit_bytes=limit,
+    )
+    with mock.patch.object(steering, "free_bytes", free_bytes), trainer:
+        try:
+            trainer.step()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        assert trainer.decision is not None
+        plan = trainer.decision.plan
+        return plan.length, max(plan.peak_bytes)
+
+
+def test_no_stage_needs_more_than_is_free_on_the_fullest_device(two_ranks: Pool) -> None:
+    much = 9**9
+    (_, most), _ = two_ranks.run(plan_with, (None, None), None, 1)
+    # Bytes a sample are measured at the largest size that was timed, which may differ.
+    enough, less = most * 105 // 100, most * 95 // 100
+    for length, peak in two_ranks.run(plan_with, (enough, much), None, 1):
+        assert length == 1 and less < peak <= enough
+    cases = (((enough, less), None), ((None, None), less), ((much, enough), less))
+    for free, limit in cases:
+        for message in two_ranks.run(plan_with, free, limit, 1):
+            assert f"memory_limit_bytes = {less}" in message
+        for length, peak in two_ranks.run(plan_with, free, limit):
+            assert length == 2 and peak <= less
