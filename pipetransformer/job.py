@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -45,17 +46,32 @@ def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
 def set_training(
     model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
 ) -> None:
-    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
+    """Put sublayers of frozen layers in eval mode, and the others in training mode.
+
+    Each module gets the flag that the model's own `train()` or `eval()` gives it: one that keeps a
+    part of itself in eval mode does so here.
+    """
     for index in indices:
         sublayer = model.sublayers[index]
-        sublayer.module.train(sublayer.layer >= num_frozen)
+        flags = model.flags(training=sublayer.layer >= num_frozen)
+        for module in sublayer.module.modules():
+            module.training = flags[module]
 
 
-def keep_mode(modules: Iterable[nn.Module], *, training: bool) -> None:
-    """Put modules back into a mode that the user's `model.train()` or `model.eval()` changed."""
-    for module in modules:
-        if module.training is not training:
-            module.train(training)
+@contextmanager
+def in_mode(
+    model: LayeredModel, modules: Iterable[nn.Module], *, training: bool
+) -> Iterator[None]:
+    """Have modules in a mode meanwhile, whatever the user or a layer that shares them has set."""
+    flags = model.flags(training=training)
+    changed = [module for module in modules if module.training is not flags[module]]
+    for module in changed:
+        module.training = flags[module]
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = not module.training
 
 
 def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, ...]:

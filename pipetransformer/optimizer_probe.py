@@ -7,7 +7,7 @@ parameter's gradients, state and settings. What needs more is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetransformer.optimizer import OptimizerFactory, take_state
+from pipetransformer.optimizer import OptimizerFactory, put_state, take_state
 
 _STEPS = 3
 _LOUD = 100.0
@@ -53,33 +53,61 @@ def try_optimizer(
         model: whose parameters' names, dimensions, dtypes and attributes the stand-ins have.
         device: of the stand-ins.
     Raises:
-        ValueError: it needs a closure or sparse gradients, trains other parameters than it was
-            given, keeps state elsewhere than with its parameters, or updates a parameter
-            depending on others.
+        ValueError: it needs a closure or sparse gradients, cannot be built over a part of the
+            parameters, trains others than it was given, keeps state elsewhere than with its
+            parameters, or updates a parameter depending on others.
     """
     shapes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not shapes:
         return OptimizerTraits("", 0.0, ())
     names = list(shapes)
-    first_half = names[: (len(names) + 1) // 2]
-    loud = set(names) - set(first_half)
+    middle = (len(names) + 1) // 2
     with _own_random_numbers(device):
-        whole = _Trial(factory, {name: shapes[name] for name in names}, device, loud)
-        rate = float(whole.optimizer.param_groups[0]["lr"])
-        whole.run()
-        part = _Trial(factory, {name: shapes[name] for name in first_half}, device, loud)
-        part.run()
-    for name, parameter in part.parameters.items():
-        if not _close(parameter, whole.parameters[name]):
-            raise ValueError(
-                f"{whole.name} updates {name!r} in another way where it does not train the other "
-                "parameters, too, as in a stage of a pipeline or above frozen layers: by a norm "
-                "or step size over all parameters, perhaps; switch that off (the Trainer can clip "
-                "by the whole model's norm), or use another optimizer"
+        for name in names:
+            _Trial(factory, {name: shapes[name]}, device)
+        for part in (names[:middle], names[middle:]):
+            loud = set(names) - set(part)
+            whole = _Trial(factory, shapes, device, loud)
+            whole.run(range(_STEPS))
+            alone = _Trial(factory, {name: shapes[name] for name in part}, device)
+            alone.run(range(_STEPS))
+            _compare(
+                alone,
+                whole,
+                "in another way where it does not train the other parameters, too, as in a stage "
+                "of a pipeline or above frozen layers: by a norm or step size over all "
+                "parameters, perhaps; switch that off (the Trainer can clip by the whole model's "
+                "norm)",
             )
-    state = take_state(whole.optimizer, whole.parameters)
+        resumed = _Trial(factory, shapes, device)
+        resumed.take_over(_after_steps(factory, shapes, device))
+        resumed.run(range(_STEPS, 2 * _STEPS))
+        going_on = _after_steps(factory, shapes, device)
+        going_on.run(range(_STEPS, 2 * _STEPS))
+        _compare(
+            resumed,
+            going_on,
+            "in another way once it is built anew with the state of its parameters, as whenever "
+            "layers move: it keeps something elsewhere",
+        )
+    state = take_state(going_on.optimizer, going_on.parameters)
     entries = sorted({key.rpartition("/")[2] for key in state})
-    return OptimizerTraits(whole.name, rate, tuple(entries))
+    return OptimizerTraits(going_on.name, going_on.learning_rate, tuple(entries))
+
+
+def _after_steps(
+    factory: OptimizerFactory, shapes: Mapping[str, nn.Parameter], device: torch.device
+) -> _Trial:
+    """Return a trial over all parameters that has taken some steps."""
+    trial = _Trial(factory, shapes, device)
+    trial.run(range(_STEPS))
+    return trial
+
+
+def _compare(one: _Trial, other: _Trial, how: str) -> None:
+    for name, parameter in one.parameters.items():
+        if not _close(parameter, other.parameters[name]):
+            raise ValueError(f"{one.name} updates {name!r} {how}; or use another optimizer")
 
 
 class _Trial:
@@ -90,11 +118,19 @@ class _Trial:
         factory: OptimizerFactory,
         shapes: Mapping[str, nn.Parameter],
         device: torch.device,
-        loud: set[str],
+        loud: Collection[str] = (),
     ) -> None:
         self._loud = loud
         self.parameters = {name: _stand_in(name, p, device) for name, p in shapes.items()}
-        self.optimizer: Optimizer = factory(list(self.parameters.items()))
+        try:
+            self.optimizer: Optimizer = factory(list(self.parameters.items()))
+            self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        except Exception as error:
+            raise ValueError(
+                f"the optimizer= function fails for the parameters {', '.join(list(shapes)[:3])}, "
+                f"as a process may train them alone: {error!r}; build no empty groups, give every "
+                "group a learning rate, and set requires_grad_(False) on what is not to be trained"
+            ) from error
         kind = type(self.optimizer)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
         own = set(self.parameters.values())
@@ -105,10 +141,17 @@ class _Trial:
                 "trains only some of them"
             )
 
-    def run(self) -> None:
-        """Take a few steps; refuse what keeps state that is no parameter's."""
+    def take_over(self, other: _Trial) -> None:
+        """Continue from another trial's weights and its optimizer's state of them."""
+        for name, parameter in other.parameters.items():
+            self.parameters[name].data.copy_(parameter.data)
+        state = take_state(other.optimizer, other.parameters)
+        put_state(self.optimizer, self.parameters, {k: t.clone() for k, t in state.items()})
+
+    def run(self, steps: range) -> None:
+        """Take some steps; refuse what keeps state that is no parameter's."""
         before = self._other_state()
-        for step in range(_STEPS):
+        for step in steps:
             for name, parameter in self.parameters.items():
                 scale = _LOUD if name in self._loud else 1.0
                 parameter.grad = scale * _random(f"{name} {step}", parameter)

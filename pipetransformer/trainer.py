@@ -17,12 +17,12 @@ from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, Saved, resumes
 from pipetransformer.checks import (
     check_world,
-    refuse_batch_norm,
-    refuse_parameters,
+    probe_sublayers,
+    refuse_model,
     refuse_surroundings,
 )
 from pipetransformer.config import make_config
-from pipetransformer.data import Batch, SizedDataset, check_dataset
+from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.measure import Measurements
@@ -31,7 +31,7 @@ from pipetransformer.optimizer_probe import try_optimizer
 from pipetransformer.position import Timeline
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
 from pipetransformer.report import FitReport, RunLog
-from pipetransformer.stage import FrozenPrefix, LossSums, StepResult, refuse_forward_writes
+from pipetransformer.stage import FrozenPrefix, LossSums, StepResult
 from pipetransformer.transition import Change, Decision, Deployment, Transitions
 from pipetransformer.verification import Verification, verify
 
@@ -71,8 +71,7 @@ class Trainer:
     ) -> None:
         self.config = make_config(settings)
         layered = adapt(model)
-        refuse_batch_norm(layered.model)
-        refuse_parameters(layered.model)
+        refuse_model(layered)
         optimizer = optimizer or adamw()
         traits = try_optimizer(optimizer, layered.model, likely_device(self.config.device))
         self._task = Task(
@@ -171,35 +170,8 @@ class Trainer:
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
-        refuse_surroundings(trains=True)
-        self._set_up()
-        timeline = self._timeline
-        if timeline.is_over:
-            raise RuntimeError(
-                f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
-            )
-        self._note_change(self._transitions.decide_if_due(self.report.metrics))
-        position = timeline.position
-        ids = self._sampler.global_batch(
-            position.epoch, position.sample, timeline.global_batch(self._transitions.replicas)
-        )
-        stage = self._deployment.active_stage
-        if self._trace is not None:
-            stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
-        result = stage.train_step(
-            ids,
-            self._prefix.rows(position.epoch),
-            step=position.step,
-            epoch=position.epoch,
-            learning_rate_factor=timeline.learning_rate_factor(self._transitions.replicas),
-        )
-        stage.recorder = None
-        self._note_step(result, len(ids))
-        timeline.advance(len(ids))
-        if timeline.at_epoch_start:
-            self._end_epoch()
-        self._note_saved(self._state.save_if_due(self._transitions.decider))
-        return result
+        with own_random_numbers(self.world.device):
+            return self._step()
 
     def trace_step(self) -> Trace:
         """Train on the next global batch, as `step` does, and take down what ran when. Collective.
@@ -228,11 +200,12 @@ class Trainer:
         if dataset is None:
             raise ValueError("there is no eval_set; give one to Trainer, or a dataset to evaluate")
         check_dataset(dataset, "dataset")
-        self._set_up()
         sums = LossSums()
-        self._deployment.active_stage.evaluate(
-            len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums
-        )
+        with own_random_numbers(self.world.device):
+            self._set_up()
+            self._deployment.active_stage.evaluate(
+                len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums
+            )
         return LossSums.joined(gather_json(sums.totals, group=self.world.group)).means()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -272,11 +245,7 @@ class Trainer:
             ValueError: the batch has fewer than two samples.
         """
         refuse_surroundings(trains=True)
-        device = self.world.device
-        with (
-            self._deployment.whole_on_rank_0(),
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-        ):
+        with self._deployment.whole_on_rank_0(), own_random_numbers(self.world.device):
             if batch is None:
                 batch = self._read_train_set(torch.arange(2 * max(2, self.world.size)))
             return verify(
@@ -318,6 +287,37 @@ class Trainer:
         """Read samples to measure and to probe with; ids may exceed the training set's length."""
         return self._prefix.read(self._train_set, ids % len(self._train_set), 0)
 
+    def _step(self) -> StepResult:
+        refuse_surroundings(trains=True)
+        self._set_up()
+        timeline = self._timeline
+        if timeline.is_over:
+            raise RuntimeError(
+                f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
+            )
+        self._note_change(self._transitions.decide_if_due(self.report.metrics))
+        position = timeline.position
+        ids = self._sampler.global_batch(
+            position.epoch, position.sample, timeline.global_batch(self._transitions.replicas)
+        )
+        stage = self._deployment.active_stage
+        if self._trace is not None:
+            stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
+        result = stage.train_step(
+            ids,
+            self._prefix.rows(position.epoch),
+            step=position.step,
+            epoch=position.epoch,
+            learning_rate_factor=timeline.learning_rate_factor(self._transitions.replicas),
+        )
+        stage.recorder = None
+        self._note_step(result, len(ids))
+        timeline.advance(len(ids))
+        if timeline.at_epoch_start:
+            self._end_epoch()
+        self._note_saved(self._state.save_if_due(self._transitions.decider))
+        return result
+
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
         refuse_surroundings(trains=False)
@@ -327,7 +327,7 @@ class Trainer:
             self._prefix.check_repeatable()
         checkpoint = self._state.open()
         agree(self._log.open, group=self.world.group)
-        refuse_forward_writes(self._task, self.world, self._read_train_set)
+        probe_sublayers(self._task, self.world, self._read_train_set)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
         self._transitions.begin(self._policy, kept)
         decider = self._transitions.decider

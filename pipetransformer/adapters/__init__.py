@@ -3,7 +3,21 @@
 timm_vit, transformers_bert, transformers_vit, sequential, or yours ─► base: LayeredModel
 """
 
-from pipetransformer.adapters.base import LayeredModel, Sublayer, laid_out_as, refuse_hooks
+from pipetransformer.adapters.base import (
+    LayeredModel,
+    Sublayer,
+    has_hooks,
+    laid_out_as,
+    refuse_hooks,
+)
 from pipetransformer.adapters.registry import adapt, register_adapter
 
-__all__ = ["LayeredModel", "Sublayer", "adapt", "laid_out_as", "refuse_hooks", "register_adapter"]
+__all__ = [
+    "LayeredModel",
+    "Sublayer",
+    "adapt",
+    "has_hooks",
+    "laid_out_as",
+    "refuse_hooks",
+    "register_adapter",
+]

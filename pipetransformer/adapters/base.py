@@ -79,11 +79,16 @@ class LayeredModel:
         self._names = _assign_names(model, self.sublayers, self.unused)
         self._slots = _find_slots(model, self.sublayers)
         self._guards: dict[int, list[RemovableHandle]] = {}
+        self._flags = _mode_flags(model, self.sublayers)
 
     @property
     def num_layers(self) -> int:
         """Count the layers that can freeze; the head's layer has this number."""
         return self.sublayers[-1].layer
+
+    def flags(self, *, training: bool) -> Mapping[nn.Module, bool]:
+        """Say which flag `train()` or `eval()` of the model gives each module."""
+        return self._flags[training]
 
     def first_active(self, num_frozen: int) -> int:
         """Find the first sublayer above frozen layers 0..num_frozen-1; the head at the latest."""
@@ -191,12 +196,12 @@ class LayeredModel:
     def convert(self, dtype: torch.dtype) -> None:
         """Give all floating tensors a dtype, in host memory; released ones stay released."""
         for name in self._slots:
-            old = self.tensor(name)
-            device = "meta" if old.is_meta else "cpu"
-            fresh = old.detach().to(device, dtype if old.is_floating_point() else old.dtype)
-            if isinstance(old, nn.Parameter):
-                fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
-            self._put(name, fresh)
+            tensor = self.tensor(name)
+            device = "meta" if tensor.is_meta else "cpu"
+            # The objects stay: whoever else holds one sees the same.
+            tensor.data = tensor.data.to(
+                device, dtype if tensor.is_floating_point() else tensor.dtype
+            )
 
     def release(self, index: int) -> None:
         """Free a sublayer's memory: its tensors become meta tensors, and its forward an error."""
@@ -245,6 +250,25 @@ class LayeredModel:
                                for module, name in holders.items()]
 
 
+def _mode_flags(
+    model: nn.Module, sublayers: Sequence[Sublayer]
+) -> dict[bool, dict[nn.Module, bool]]:
+    """Note what the model's own `train()` and `eval()` do, and leave it as it was."""
+    own = list(model.modules())
+    inner = chain(*(sub.module.modules() for sub in sublayers))
+    wrappers = list(dict.fromkeys(inner).keys() - set(own))
+    found = {module: module.training for module in (*own, *wrappers)}
+    flags = {}
+    for training in (True, False):
+        model.train(training)
+        for module in wrappers:
+            module.training = training
+        flags[training] = {module: module.training for module in found}
+    for module, flag in found.items():
+        module.training = flag
+    return flags
+
+
 def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor with the strides of another of its shape; itself where it has them."""
     strides = torch.empty_like(pattern, device="meta").stride()
@@ -256,14 +280,20 @@ def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     return laid_out.copy_(tensor)
 
 
+def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
+    """Tell whether a parameter has tensor hooks; a reducer's own one is left out if asked."""
+    # torch has no public way to ask.
+    late = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    return bool(parameter._backward_hooks) or len(late) > int(but_ours)
+
+
 def refuse_hooks(name: str, parameter: Tensor) -> None:
     """Refuse hooks on a parameter: they would stay behind where it moves.
 
     Raises:
         ValueError: it has one.
     """
-    # torch has no public way to ask.
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if has_hooks(parameter):
         raise ValueError(
             f"parameter {name!r} has tensor hooks, which run on parts of a batch's gradient and "
             "would be lost where the parameter moves; remove them, and put what they do into the "

@@ -4,8 +4,16 @@ from pipetransformer.data.samples import (
     Batch,
     SizedDataset,
     check_dataset,
+    own_random_numbers,
     read_samples,
     varies_between_reads,
 )
 
-__all__ = ["Batch", "SizedDataset", "check_dataset", "read_samples", "varies_between_reads"]
+__all__ = [
+    "Batch",
+    "SizedDataset",
+    "check_dataset",
+    "own_random_numbers",
+    "read_samples",
+    "varies_between_reads",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,3 +121,15 @@ def varies_between_reads(dataset: SizedDataset, *, names: Sequence[str],
     first, second = (read_samples(dataset, ids, names=names, required=required, seed=seed,
                                   epoch=seed) for seed in (1, 2))
     return any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Seed generators as is needed meanwhile; afterwards the caller's go on where they were."""
+    plain, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(numpys)

@@ -4,6 +4,6 @@ measure ─► stretches ─► sublayer_times      link_times      reading_time
 """
 
 from pipetransformer.measure.measurements import MEASURE_GUESS_S, Measurements, measure
-from pipetransformer.measure.stretches import forward, run_spans
+from pipetransformer.measure.stretches import lent
 
-__all__ = ["MEASURE_GUESS_S", "Measurements", "forward", "measure", "run_spans"]
+__all__ = ["MEASURE_GUESS_S", "Measurements", "lent", "measure"]

@@ -29,7 +29,7 @@ from autocache import (
 )
 from autodp import broadcast_json, gather_json
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
-from pipetransformer.job import Task, keep_mode, modules_of
+from pipetransformer.job import Task, in_mode, modules_of
 from pipetransformer.processes import World
 from pipetransformer.stage.work import Rows
 
@@ -57,6 +57,7 @@ class FrozenPrefix:
         self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *model.targets)))
         self._depth = 0
         self._modules: tuple[nn.Module, ...] = ()
+        self._stamped: list[tuple[int, int]] = []
         self._store: RowStore | None = None
         self._stamps = PrefixStamps("eval")
         self._prefix: PrefixCache | None = None
@@ -78,6 +79,7 @@ class FrozenPrefix:
             return self.read(self._dataset, ids, epoch)
 
         def fetch(ids: Tensor) -> Batch:
+            self._stamp_anew_if_edited()
             return self._prefix.fetch(ids, load, depth=self._depth) if self._prefix else load(ids)
 
         return fetch
@@ -97,8 +99,8 @@ class FrozenPrefix:
         """Run frozen layers first..last-1, in eval mode."""
         model = self._task.model
         begin, end = model.first_active(first), model.first_active(last)
-        keep_mode(self._modules, training=False)
-        return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
+        with in_mode(model, self._modules, training=False):
+            return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
         """Serve another depth from now on; every rank of the world calls it.
@@ -136,6 +138,26 @@ class FrozenPrefix:
         self._gave_up = any(gather_json(self._gave_up or condemned, group=self._world.group))
         return self._gave_up
 
+    def _stamp_anew_if_edited(self) -> None:
+        """Let no row hit that was made before the user changed the frozen layers' tensors."""
+        if self._prefix is None or self._store is None:
+            return
+        versions = self._versions()
+        if versions != self._stamped:
+            _LOGGER.warning(
+                "weights of frozen layers were changed between two steps: their activations are "
+                "computed anew"
+            )
+            self._stamps.truncate(0)
+            self._stamp_layers()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Tell what the frozen layers' tensors hold apart from what they held before."""
+        model = self._task.model
+        indices = range(model.first_active(self._depth) if self._depth else 0)
+        tensors = (t for index in indices for t in model.tensors(index).values())
+        return [(t.data_ptr(), t._version) for t in tensors]
+
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
         return self._prefix.take_stats() if self._prefix else CacheStats()
@@ -158,6 +180,7 @@ class FrozenPrefix:
                 for index in range(model.first_active(layer), model.first_active(layer + 1))
                 for name, tensor in model.tensors(index).items()
             )
+        self._stamped = self._versions()
 
     def _match_store(self) -> None:
         """Keep the store where rows of this depth look as its own do, else make another."""

@@ -1,9 +1,10 @@
 """Find out whether a loss that nobody knows joins from parts to the whole.
 
-    step       0 1 2 3 4 5 6 7 8 ...  32 ...  64 ...
-    probed     * * * * * * * *         *       *
+    step       0 1 2 3 4 5 6 7 8 ...  16 ...  24 ...
+    probed     * * * * * * * * *       *       *
 
-The first steps tell of most losses; those after them meet the rare batch with ignored targets.
+Values are compared, and gradients by the output. The first steps tell of most losses, and those
+after them of what comes up later, such as ignored targets; what is rare may stay unseen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 _FIRST_STEPS = 8
-_PERIOD_STEPS = 32
+_PERIOD_STEPS = 8
 
 _MOST_ELEMENTS = 1 << 22
 """Elements of the outputs that are kept to probe: 16 MiB of float32."""
@@ -125,9 +126,9 @@ class SplitProbe:
         try:
             # A loss in half precision could hide a difference of a percent.
             wide = [part.widened() for part in parts]
-            values, parts = self._values(wide), wide
+            (values, gradients), parts = self._values(wide), wide
         except RuntimeError:  # Such as a weight in half precision.
-            values = self._values(parts)
+            values, gradients = self._values(parts)
         if self._is_random:
             _LOGGER.warning(
                 "the loss %r draws random numbers: whether it depends on how a batch is split "
@@ -136,6 +137,8 @@ class SplitProbe:
             )
             return False
         self._difference = _describe_difference(values, parts)
+        if not self._difference and _gradients_differ(values, gradients, parts):
+            self._difference = ": its value joins, but its gradient by the output does not"
         return bool(self._difference)
 
     def refuse(self) -> NoReturn:
@@ -153,14 +156,24 @@ class SplitProbe:
             "can be given as pipetransformer.loss.Loss(function, is_exact=True)"
         )
 
-    def _values(self, parts: list[_Part]) -> list[LossValue]:
-        """Compute each part's loss, and note whether that draws random numbers."""
+    def _values(self, parts: list[_Part]) -> tuple[list[LossValue], list[Tensor | None]]:
+        """Compute each part's loss and gradient, and note whether that draws random numbers."""
         device = parts[0].output.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        values: list[LossValue] = []
+        gradients: list[Tensor | None] = []
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             before = _random_states(device)
-            values = [self._loss_fn(part.output, part.target) for part in parts]
+            for part in parts:
+                output = part.output.clone().requires_grad_(part.output.is_floating_point())
+                # Not a leaf, which a loss could not work on in place.
+                value = self._loss_fn(output.clone(), part.target)
+                total, gradient = _total_of(value), None
+                if total.requires_grad:
+                    (gradient,) = torch.autograd.grad(total, output, allow_unused=True)
+                values.append(_detached(value))
+                gradients.append(gradient)
             self._is_random = not all(map(torch.equal, before, _random_states(device)))
-        return values
+        return values, gradients
 
 
 def _at_least_two(parts: list[_Part]) -> list[_Part]:
@@ -192,6 +205,31 @@ def _describe_difference(values: list[LossValue], parts: list[_Part]) -> str:
         f": it is {whole:.6g} over {sizes[0]} samples, but {joined:.6g} when joined from parts "
         f"of {', '.join(map(str, sizes[1:]))}"
     )
+
+
+def _gradients_differ(
+    values: list[LossValue], gradients: list[Tensor | None], parts: list[_Part]
+) -> bool:
+    """Compare the gradient of the whole, its samples counted, with those of the parts."""
+    if any(gradient is None for gradient in gradients):
+        return any(gradient is not None for gradient in gradients)
+    scaled = [
+        gradient if isinstance(value, tuple) else gradient * len(part.output)
+        for value, gradient, part in zip(values, gradients, parts, strict=True)
+        if gradient is not None
+    ]
+    whole, joined = scaled[0].double(), torch.cat(scaled[1:]).double()
+    if not bool(whole.isfinite().all()):
+        return False
+    tolerance = max(_TOLERANCES.get(one.dtype, _COARSEST) for one in (scaled[0], parts[0].output))
+    return not float((whole - joined).abs().max()) <= tolerance * float(whole.abs().max())
+
+
+def _detached(value: LossValue) -> LossValue:
+    if isinstance(value, tuple):
+        total, count = value
+        return total.detach(), count.detach() if isinstance(count, Tensor) else count
+    return value.detach()
 
 
 def _join(parts: list[_Part]) -> _Part:

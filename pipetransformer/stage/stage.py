@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autodp import GradientReducer, Groups, Topology, split_evenly, waiting_for
+from autodp import GradientReducer, Groups, Topology, mix_seed, split_evenly, waiting_for
 from autopipe.engine import StageReport, run_program
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.trace import Recorder
 from freeze import GradientSignals
 from pipetransformer.errors import NonFiniteError
-from pipetransformer.job import Task, keep_mode, modules_of, set_training, trained_parameters
+from pipetransformer.job import Task, set_training, trained_parameters
 from pipetransformer.loss import mean_of
 from pipetransformer.processes import World
-from pipetransformer.stage.forward_writes import ForwardWrites
 from pipetransformer.stage.loss_probe import SplitProbe
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
+from pipetransformer.stage.watch import StageWatch
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -99,10 +99,9 @@ class Stage:
                 for i in self._trained
             }
         )
-        self._modules = modules_of(task.model, self._trained)
         prefix = range(plan.boundaries[0] if self._index == 0 else 0)
-        self._writes = ForwardWrites(task.model, (*prefix, *self._trained))
-        self._probe = SplitProbe(task.loss_fn)
+        self._watch = StageWatch(task, prefix, self._trained)
+        self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self.recorder: Recorder | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
@@ -133,8 +132,9 @@ class Stage:
             step, epoch: position in the run.
             learning_rate_factor: on every group's own learning rate.
         Raises:
-            ValueError: a forward has written into its own parameters or buffers, or the loss
-                depends on how the batch is split.
+            ValueError: on every rank: a forward has written into its own parameters or buffers,
+                the model was changed between two steps, or the loss depends on how the batch is
+                split.
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
             LinkError, PeerError: a rank is gone, or silent for longer than a step may take.
         """
@@ -142,8 +142,8 @@ class Stage:
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
         for parameter in self.parameters.values():
             parameter.grad = None
-        keep_mode(self._modules, training=True)
-        self._writes.begin()
+        set_training(self._task.model, self._trained, num_frozen=0)
+        intrusion = self._watch.begin()
         first, size = self._share(len(ids))
         moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
         own = ids[first : first + size]
@@ -152,27 +152,27 @@ class Stage:
             self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
         )
         report = self._run(work, sizes)
-        written = self._writes.find()
+        wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.
-        *sums, num_split, num_early, num_writing = self._sum_over_world(
-            [*work.loss_sums(), float(was_early), float(bool(written))]
+        *sums, num_split, num_early, num_wrong = self._sum_over_world(
+            [*work.loss_sums(), float(was_early), float(bool(wrong))]
         )
         if self._reducer is not None:
             self._reducer.finish(again=num_early > 0)
         reduce_s = time.perf_counter() - reduce_start
         if num_split:
             self._probe.refuse()
-        if num_writing:
-            raise ValueError(written or "a forward on another rank writes into its own tensors")
+        if num_wrong:
+            raise ValueError(wrong or "another rank refuses to go on; it says why")
         loss, norm = self._finish_gradients(sums, len(ids))
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if skipped:
             self._report_nonfinite(
                 f"step {step}: the loss is {loss}, the gradient's norm {norm}", work.loss_sums()
             )
-        self._update(learning_rate_factor, skipped)
+        self._update(step, learning_rate_factor, skipped)
         total = time.perf_counter() - start
         return StepResult(
             loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total)
@@ -193,23 +193,28 @@ class Stage:
             # spare, or a replica without examples, waits for a round and not for the whole.
             most = split_evenly(num_samples, self.topology.replicas)[0]
             for begin in range(0, most, per_step):
-                ids = own[begin : begin + per_step]
+                ids, differs = own[begin : begin + per_step], False
                 if len(ids):
-                    self._evaluate_round(layers, MicroBatches(ids, self._cut(ids), rows), sums)
-                self._sum_over_world([0.0])
+                    batches = MicroBatches(ids, self._cut(ids), rows)
+                    differs = self._evaluate_round(layers, batches, sums)
+                if any(self._sum_over_world([float(differs)])):
+                    self._evaluation_probe.refuse()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
 
-    def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> None:
+    def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> bool:
+        """Evaluate some examples; tell whether their loss depends on how they are split."""
         work = EvaluationWork(
             layers,
             batches,
             loss_fn=self._task.loss_fn,
             metrics=self._task.config.metrics,
             sums=sums,
+            probe=self._evaluation_probe,
         )
         program = forward_only(self.topology.length, len(batches.sizes))[self._index]
         run_program(program, work, self._links, batches.sizes)
         work.finish_step()
+        return self._evaluation_probe.finds_difference()
 
     def _cut(self, ids: Tensor) -> tuple[int, ...]:
         """Return the sizes of a replica's micro-batches; none without samples."""
@@ -275,12 +280,14 @@ class Stage:
         if self._world.is_main:
             _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
 
-    def _update(self, learning_rate_factor: float, skipped: bool) -> None:
+    def _update(self, step: int, learning_rate_factor: float, skipped: bool) -> None:
         if self.optimizer is None:
             return
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * learning_rate_factor
+            # An optimizer that rounds by chance must do so alike on all replicas.
+            torch.manual_seed(mix_seed(self._task.config.seed, step, self._index))
             self.optimizer.step()
 
     def _sum_over_world(self, values: list[float]) -> list[float]:

@@ -198,7 +198,7 @@ class TrainWork(LayerWork):
         probe.begin_step()
         sizes = batches.sizes
         self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
-        self.losses: list[tuple[Tensor, Any]] = []
+        self.losses: list[tuple[Tensor | float, Tensor | float]] = []
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
@@ -221,13 +221,13 @@ class TrainWork(LayerWork):
         num_samples = len(output)
         if isinstance(loss, tuple):
             total, count = loss
-            self.losses.append((total.detach(), count))
+            self.losses.append((_precise(total), _precise(count)))
             return total / self._moment.global_batch
         if loss.ndim != 0:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
             )
-        self.losses.append((loss.detach() * num_samples, num_samples))
+        self.losses.append((_precise(loss) * num_samples, num_samples))
         return loss * (num_samples / self._moment.global_batch)
 
     def loss_sums(self) -> list[float]:
@@ -250,23 +250,35 @@ class EvaluationWork(LayerWork):
         loss_fn: Loss,
         metrics: Mapping[str, Metric] | None,
         sums: LossSums,
+        probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
         self._loss_fn = loss_fn
         self._metrics = metrics
         self._sums = sums
+        self._probe = probe
+        probe.begin_step()
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         output = only_tensor(outputs)
         target = self.target(micro_batch)
-        loss = self._loss_fn(output, target)
-        total, count = loss if isinstance(loss, tuple) else (loss * len(output), len(output))
-        self._sums.add("loss", float(total), float(count))
         metrics = self._metrics
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
         for name, metric in metrics.items():
             self._sums.add(name, *metric(output, target))
+        # Last, as a loss may write into what it is given.
+        self._probe.watch(output, target)
+        loss = self._loss_fn(output, target)
+        if isinstance(loss, tuple):
+            self._sums.add("loss", float(loss[0]), float(loss[1]))
+        else:
+            self._sums.add("loss", float(loss) * len(output), len(output))
+
+
+def _precise(value: Tensor | int) -> Tensor | float:
+    """Return a number to add up: in a small dtype sums stall or overflow."""
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
 
 
 def only_tensor(payload: Payload) -> Tensor:

@@ -14,8 +14,10 @@ from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
 from pipetransformer.loss import LossFunction
 
-_CHANCES = ("p", "drop_prob", "dropout", "dropout_p", "attention_dropout", "drop_rate", "drop")
-"""Under these names do modules of torch, timm and transformers keep a probability of dropping."""
+_CHANCES = ("p", "prob", "drop_prob", "drop_rate", "dropout_prob", "dropout_rate", "rate")
+"""Under these names do modules that only drop keep their probability."""
+_DROPOUTS = ("dropout", "dropout_p", "attention_dropout", "attn_dropout", "attn_drop")
+"""Under these names do other modules keep the probability with which they drop."""
 
 
 def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
@@ -37,8 +39,10 @@ def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
     twin.convert(dtype)
     roots = [twin.model, *(sublayer.module for sublayer in twin.sublayers)]
     for module in (module for root in roots for module in root.modules()):
-        for name in _CHANCES:
-            if isinstance(vars(module).get(name), float):
+        only_drops = "drop" in type(module).__name__.lower()
+        for name in _CHANCES if only_drops else _DROPOUTS:
+            chance = vars(module).get(name)
+            if isinstance(chance, float) and 0 < chance < 1:
                 setattr(module, name, 0.0)
     return twin
 

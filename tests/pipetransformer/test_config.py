@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset
 
 from pipetransformer import LayeredModel, Trainer, cosine_with_warmup
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.checks import check_world, refuse_batch_norm
+from pipetransformer.checks.model_checks import refuse_model
+from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, constant, make_config
 from pipetransformer.loss import Loss, choose_loss
 from tests.models import tiny_data, tiny_model
@@ -135,7 +136,7 @@ def test_a_batch_smaller_than_the_replicas_is_refused() -> None:
 def test_batch_normalisation_is_refused_by_its_name(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), norm), nn.Linear(8, 3))
     with pytest.raises(ValueError, match=rf"'1\.1' is a {type(norm).__name__}: .*LayerNorm"):
-        refuse_batch_norm(model)
+        refuse_model(adapt(model))
 
 
 def test_the_given_loss_wins_over_the_model_s_own() -> None:

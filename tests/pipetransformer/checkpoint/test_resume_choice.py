@@ -12,7 +12,7 @@ from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.checkpoint.resume import note_launchers, resumes
-from pipetransformer.checks import check_world
+from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes.world import connect
 from tests.models import tiny_data, tiny_model

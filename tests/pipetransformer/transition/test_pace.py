@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from freeze.rules import FreezeSchedule
-from pipetransformer import Trainer
+from pipetransformer import Loss, Trainer
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.transition import pace as pace_module
 from pipetransformer.transition.pace import Pace
@@ -112,8 +112,8 @@ def test_steps_that_become_slower_have_the_devices_measured_anew(
         return nn.functional.cross_entropy(output, target)
 
     settings: dict[str, Any] = {
-        "loss_fn": slow_loss, "folder": tmp_path, "batch_size": 6, "micro_batches": 1,
-        "progress": False, "freeze_interval_steps": 4, "epochs": 20, "resume": "auto",
+        "loss_fn": Loss(slow_loss, is_exact=True), "folder": tmp_path, "batch_size": 6,
+        "micro_batches": 1, "progress": False, "freeze_interval_steps": 4, "epochs": 20, "resume": "auto",
         "checkpoint_every_steps": 16,
     }  # fmt: skip
     trainer = Trainer(tiny_model(), tiny_data(), **settings)

@@ -122,7 +122,7 @@ def verify_running_unseen() -> str:
     """Verify running statistics with nothing but pipelines to find them."""
     with (
         mock.patch("pipetransformer.verification.compare.find_difference", return_value=""),
-        mock.patch("pipetransformer.stage.stage.ForwardWrites.find", return_value=""),
+        mock.patch("pipetransformer.stage.stage.StageWatch.find_written", return_value=""),
     ):
         return verify(replace(TINY, build=running))
 

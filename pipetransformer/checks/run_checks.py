@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from autopipe.plan import fitting_lengths
-from pipetransformer.adapters import refuse_hooks
 from pipetransformer.checkpoint import CHECKPOINTS, holds_checkpoint, resumes
 from pipetransformer.config import TrainConfig
 
@@ -50,43 +48,6 @@ def _continues(config: TrainConfig) -> bool:
     """Tell whether there is a run to continue, and it is to be continued."""
     folder = config.folder
     return folder is not None and holds_checkpoint(Path(folder) / CHECKPOINTS) and resumes(config)
-
-
-def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuse batch normalisation, whose statistics would depend on how a batch is split.
-
-    Raises:
-        ValueError: a module normalises over the batch.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
-                f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
-                "micro-batches and replicas; use LayerNorm or GroupNorm"
-            )
-
-
-def refuse_parameters(model: nn.Module) -> None:
-    """Refuse parameters that would lose something where they move, and gradients that are sparse.
-
-    Raises:
-        ValueError: a parameter is of a class of its own, is not initialised yet, or has hooks; or
-            an embedding asks for sparse gradients.
-    """
-    for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            raise ValueError(
-                f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
-                "Parameter where it moves; initialise lazy modules with one forward, and replace "
-                "special parameters by plain ones"
-            )
-        refuse_hooks(name, parameter)
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{name!r} is an {type(module).__name__} with sparse=True; sparse gradients "
-                "cannot be summed over replicas or measured here: build it with sparse=False"
-            )
 
 
 def refuse_surroundings(*, trains: bool) -> None:

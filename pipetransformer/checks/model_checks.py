@@ -1,0 +1,128 @@
+"""Refuse models that cannot be trained in parts, by looking at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipetransformer.adapters import LayeredModel, refuse_hooks
+
+
+def refuse_model(model: LayeredModel) -> None:
+    """Refuse what would be lost, or mean something else, where layers move and batches are split.
+
+    Raises:
+        ValueError: the message names the module or parameter, and what to do.
+    """
+    _refuse_batch_statistics(model.model)
+    _refuse_parameters(model.model)
+    _refuse_shared_memory(model.model)
+    _refuse_references(model.model)
+    _refuse_module_hooks(model)
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
+                "micro-batches and replicas; use LayerNorm or GroupNorm"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            for option in ("sparse", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise ValueError(
+                        f"{name!r} is an {type(module).__name__} with {option}=True, whose "
+                        "gradients cannot be summed over the parts of a batch; build it with "
+                        f"{option}=False"
+                    )
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
+                "Parameter where it moves; initialise lazy modules with one forward, and replace "
+                "special parameters by plain ones"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is complex, and norms and sums here are of real numbers; "
+                "keep its real and imaginary part as two real ones"
+            )
+        refuse_hooks(name, parameter)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse tensors over one memory: where they move, each gets its own."""
+    held = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
+        for name, tensor in _named_tensors(model)
+        if tensor.numel() and not tensor.is_meta
+    )
+    for (_, end, name), (start, _, other) in zip(held, held[1:], strict=False):
+        if start < end:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory, but are two tensors, which would be untied "
+                "where they move; tie them by assigning the very same Parameter within one "
+                "sublayer, or copy one: nn.Parameter(tensor.detach().clone())"
+            )
+
+
+def _refuse_references(model: nn.Module) -> None:
+    """Refuse plain attributes that hold a parameter: they keep the old one where it moves."""
+    names = {id(tensor): name for name, tensor in _named_tensors(model)}
+    for owner, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or isinstance(value, nn.Module):
+                continue
+            for tensor in _tensors_in(value):
+                if id(tensor) in names:
+                    raise ValueError(
+                        f"attribute {attribute!r} of {owner!r} holds {names[id(tensor)]!r} beside "
+                        "the module that owns it, and would keep the old one where that moves; "
+                        "read it from its module in forward, or use nn.ParameterList"
+                    )
+
+
+def _refuse_module_hooks(model: LayeredModel) -> None:
+    """Refuse hooks that would not run, or run on parts of a gradient."""
+    called = {module for sub in model.sublayers for module in sub.module.modules()}
+    for name, module in model.model.named_modules():
+        if module not in called and (module._forward_hooks or module._forward_pre_hooks):
+            raise ValueError(
+                f"{name or type(module).__name__!r} has forward hooks that would not run, as its "
+                "sublayers are called one by one; hook the modules within it"
+            )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(
+                f"{name or type(module).__name__!r} has backward hooks, which would run on the "
+                "gradient of every micro-batch; remove them"
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to behind its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    return (last + 1) * tensor.element_size()
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    """Yield the tensors of a plain value: itself, or members of a list, tuple or mapping."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors_in(one)

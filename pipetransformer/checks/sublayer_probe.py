@@ -1,0 +1,207 @@
+"""Run two samples through the sublayers, and refuse what cannot be trained in parts.
+
+    pass          samples   mode    what must hold
+    training      a b       train   no sublayer writes into its tensors; gradients reach the first
+    first         a b       eval    no random numbers are drawn, nothing is written
+    other         b a       eval
+    again         a b       eval    each sublayer gives what it gave first, whatever ran between
+    split         a, b      eval    and gives each sample by itself the same
+
+At the end the loss of both samples is held against those of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.profile import left_as_found
+from pipetransformer.data import Batch
+from pipetransformer.job import Task, set_training
+from pipetransformer.measure import lent
+from pipetransformer.processes import World, agree
+from pipetransformer.stage import SplitProbe, written_text
+
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
+_COARSEST = 5e-2
+
+
+def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
+    """Run the passes, on this rank's device; everything is then as it was. Collective.
+
+    Args:
+        task, world: what is trained, and where; no layer is frozen yet, or held elsewhere.
+        read: reads samples of the training set; ids may exceed its length.
+    Raises:
+        ValueError: on every rank: the message names the first sublayer, and what it does.
+    """
+    agree(lambda: _Probe(task, world.device, read(torch.arange(2))).run(), group=world.group)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    task: Task
+    device: torch.device
+    samples: Batch
+
+    def run(self) -> None:
+        """Run the passes; refuse what the first that fails has found."""
+        batch = {name: t.to(self.device) for name, t in self.samples.items()}
+        swapped = {name: t.flip(0) for name, t in batch.items()}
+        self._train(batch)
+        with torch.no_grad():
+            first = self._evaluate(batch)
+            self._evaluate(swapped)
+            inputs: Tensor | Batch = batch
+            for index, expected in enumerate(first):
+                self._compare(index, inputs, batch, expected)
+                inputs = expected
+        probe = SplitProbe(self.task.loss_fn)
+        probe.begin_step()
+        names = self.task.model.targets
+        target = batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
+        probe.watch(first[-1], target)
+        if probe.finds_difference():
+            probe.refuse()
+
+    def _train(self, batch: Batch) -> None:
+        """Run forwards and backwards as in training."""
+        model, value = self.task.model, batch
+        hidden: Tensor | Batch = value
+        trains = False
+        for index, sublayer in enumerate(model.sublayers):
+            if isinstance(hidden, Tensor):
+                hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
+            with self._lent(index, training=True), torch.enable_grad():
+                output = self._call(index, hidden, batch)
+                below = isinstance(hidden, Tensor) and hidden.requires_grad
+                below = below and output.requires_grad
+                if below and isinstance(hidden, Tensor):
+                    # Not `grad`, which reentrant checkpointing does not allow.
+                    output.backward(torch.ones_like(output))
+                    below = hidden.grad is not None
+                if trains and isinstance(hidden, Tensor) and not below:
+                    raise ValueError(
+                        f"sublayer {sublayer.name!r} passes no gradient to those below it, some "
+                        "of which train; a plain loop would leave them alone, and a pipeline "
+                        "might not: set requires_grad_(False) on what is below it"
+                    )
+                trains = trains or any(
+                    p.requires_grad for p in sublayer.module.parameters()
+                )
+            hidden = output.detach()
+
+    def _evaluate(self, batch: Batch) -> list[Tensor]:
+        """Return every sublayer's output."""
+        outputs: list[Tensor] = []
+        value: Tensor | Batch = batch
+        for index, sublayer in enumerate(self.task.model.sublayers):
+            with self._lent(index, training=False):
+                before = torch.get_rng_state()
+                value = self._call(index, value, batch)
+                if not torch.equal(before, torch.get_rng_state()):
+                    raise ValueError(
+                        f"sublayer {sublayer.name!r} draws random numbers in eval mode, so that "
+                        "its output as a frozen layer depends on who computes it; let it draw "
+                        "while self.training only"
+                    )
+            outputs.append(value)
+        return outputs
+
+    def _compare(
+        self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor
+    ) -> None:
+        name = self.task.model.sublayers[index].name
+        with self._lent(index, training=False):
+            again = self._call(index, value, batch)
+            if _differ(again, expected):
+                raise ValueError(
+                    f"sublayer {name!r} gives another output for the same input once other "
+                    "samples have run: it keeps something in an attribute, or gets something "
+                    "beside the hidden state; let forward depend on its arguments and tensors "
+                    "alone"
+                )
+            parts = [
+                self._call(index, _part(value, one), _entries(batch, one))
+                for one in (slice(0, 1), slice(1, 2))
+            ]
+        joined = torch.cat(parts)
+        if joined.shape != expected.shape or _differ(joined, expected):
+            raise ValueError(
+                f"the output of sublayer {name!r} depends on how a batch is split; let it treat "
+                "each sample by itself"
+            )
+
+    def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run a sublayer, and refuse what it writes."""
+        model = self.task.model
+        sublayer = model.sublayers[index]
+        before = _tensors(sublayer.module)
+        output = model.call(index, value, sides=batch)
+        for name, tensor in _tensors(sublayer.module).items():
+            if name in before and not _same(tensor, before[name]):
+                with torch.no_grad():
+                    for other, now in sublayer.module.named_parameters():
+                        now.copy_(before[other])
+                raise ValueError(written_text(name, sublayer.name))
+        return output
+
+    def _lent(self, index: int, *, training: bool) -> _Lent:
+        return _Lent(self.task, self.device, index, training)
+
+
+class _Lent:
+    """Hold a sublayer on the device, in a mode; leave it as it was found."""
+
+    def __init__(self, task: Task, device: torch.device, index: int, training: bool) -> None:
+        self._index, self._training, self._task = index, training, task
+        module = task.model.sublayers[index].module
+        self._lent = lent(task, device, range(index, index + 1))
+        self._found = left_as_found([module], device)
+
+    def __enter__(self) -> None:
+        self._lent.__enter__()
+        grad = torch.is_grad_enabled()
+        self._found.__enter__()
+        torch.set_grad_enabled(grad)
+        num_frozen = 0 if self._training else self._task.model.num_layers + 1
+        set_training(self._task.model, (self._index,), num_frozen=num_frozen)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._found.__exit__(*error)  # type: ignore[arg-type]
+        finally:
+            self._lent.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _part(value: Tensor | Batch, one: slice) -> Tensor | Batch:
+    return value[one] if isinstance(value, Tensor) else _entries(value, one)
+
+
+def _entries(batch: Mapping[str, Tensor], one: slice) -> Batch:
+    return {name: entry[one] for name, entry in batch.items()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # A NaN that was there before is no change.
+    return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * largest
+    finite = (one - other).nan_to_num().abs()
+    return one.numel() > 0 and float(finite.max()) > allowed

@@ -1,0 +1,116 @@
+"""Notice between and within steps what would let replicas drift apart, or train nothing.
+
+What a forward writes into its own tensors depends on the samples it was given, and so on K, M and
+R. What a user changes between two steps (modules, `requires_grad`, hooks on parameters) does not
+reach the layers that other ranks hold, or is undone by the next transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.adapters import has_hooks
+from pipetransformer.job import Task
+
+
+@dataclass
+class _Watched:
+    """Hold a tensor as it was: the object, how often it was written to, and a buffer's values."""
+
+    index: int
+    name: str
+    tensor: Tensor
+    version: int
+    values: Tensor | None
+
+
+class StageWatch:
+    """Watch the tensors of a stage's sublayers.
+
+    Args:
+        task: whose model holds them.
+        frozen, trained: the sublayers, by index.
+    """
+
+    def __init__(self, task: Task, frozen: Sequence[int], trained: Sequence[int]) -> None:
+        self._model = task.model
+        self._modules = self._module_ids()
+        self._trains = {
+            name: name in task.trainable
+            for index in trained
+            for name in task.model.tensors(index)
+        }
+        self._watched = [
+            _Watched(
+                index,
+                name,
+                tensor,
+                tensor._version,
+                None if isinstance(tensor, nn.Parameter) else tensor.clone(),
+            )
+            for index in (*frozen, *trained)
+            for name, tensor in task.model.tensors(index).items()
+        ]
+
+    def begin(self) -> str:
+        """Say what the user has changed since the last step, or ""; forget what was written."""
+        for one in self._watched:
+            one.version = one.tensor._version
+        if self._module_ids() != self._modules:
+            return (
+                "modules of the model were added or replaced between two steps; change weights "
+                "in place, or start another Trainer"
+            )
+        for one in self._watched:
+            if not isinstance(one.tensor, nn.Parameter):
+                continue
+            if self._model.tensor(one.name) is not one.tensor:
+                return (
+                    f"parameter {one.name!r} was replaced between two steps; write into it, as "
+                    "load_state_dict does without assign=True"
+                )
+            if one.tensor.requires_grad is not self._trains.get(one.name, False):
+                return (
+                    f"requires_grad of parameter {one.name!r} was changed between two steps; let "
+                    "freeze= decide which layers train, and set it before the Trainer is built "
+                    "for what is never to be trained"
+                )
+            if has_hooks(one.tensor, but_ours=True):
+                return f"parameter {one.name!r} was given a hook between two steps; remove it"
+        return ""
+
+    def find_written(self) -> str:
+        """Say what was written since `begin`, or ""; a buffer may get the values it had."""
+        for one in self._watched:
+            if one.values is None:
+                written = one.tensor._version != one.version
+            else:
+                written = self._buffer_changed(one)
+            if written:
+                return written_text(one.name, self._model.sublayers[one.index].name)
+        return ""
+
+    def _buffer_changed(self, one: _Watched) -> bool:
+        now = self._model.tensor(one.name)
+        if now is one.tensor and now._version == one.version:
+            return False
+        one.tensor, one.version = now, now._version
+        assert one.values is not None
+        return not torch.equal(now, one.values)
+
+    def _module_ids(self) -> list[int]:
+        return [id(module) for module in self._model.model.modules()]
+
+
+def written_text(tensor: str, sublayer: str) -> str:
+    """Say that a forward writes, and what to do."""
+    return (
+        f"the forward of sublayer {sublayer!r} writes into its own {tensor!r}; what it writes "
+        "depends on how a batch is split over micro-batches and replicas, which would drift "
+        "apart: use a layer without running statistics, power iteration or max_norm, or compute "
+        "what it needs within each forward"
+    )
