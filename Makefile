@@ -46,6 +46,7 @@ soak: setup ## Kill ranks of real runs at 200 random points; nothing may be lost
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,6 +1,6 @@
 """Describe a row of the cache: its tensors, and where in the row each of them starts.
 
-    row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
+row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
 """
 
 from __future__ import annotations

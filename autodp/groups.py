@@ -69,9 +69,7 @@ class Groups:
         Any thread may call it, whatever the others wait for.
         """
         # Freeing a communicator waits for the kernels of the others: tell all at the same time.
-        threads = [
-            threading.Thread(target=group.abort, daemon=True) for group in self._distinct()
-        ]
+        threads = [threading.Thread(target=group.abort, daemon=True) for group in self._distinct()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -159,8 +157,9 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
     return Groups(forward, backward, stage)
 
 
-def open_links(ranks: Sequence[int], rank: int, *, group: dist.ProcessGroup | None,
-               device: torch.device) -> None:
+def open_links(
+    ranks: Sequence[int], rank: int, *, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
     """Pass one number from each rank to the next, first link first.
 
     NCCL builds a link's communicator at its first message, and both ends block in it. Left to the
@@ -174,8 +173,9 @@ def open_links(ranks: Sequence[int], rank: int, *, group: dist.ProcessGroup | No
             dist.recv(number, source, group=group)
 
 
-def _own_group(members: list[tuple[int, ...]], rank: int, timeout_s: float
-               ) -> dist.ProcessGroup | None:
+def _own_group(
+    members: list[tuple[int, ...]], rank: int, timeout_s: float
+) -> dist.ProcessGroup | None:
     """Create a group of each member list, in the same order on every rank; return this rank's."""
     own = None
     for ranks in members:

@@ -52,12 +52,11 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
         dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[:payload.numel()] = payload
+    padded[: payload.numel()] = payload
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     with waiting_for("answers", group):
         dist.all_gather(gathered, padded, group=group)
-    return [_decode(data[:int(length)])
-            for data, length in zip(gathered, lengths, strict=True)]
+    return [_decode(data[: int(length)]) for data, length in zip(gathered, lengths, strict=True)]
 
 
 def _encode(value: Any) -> Tensor:

@@ -30,7 +30,7 @@ ms together. Larger ones travel from and into their own memory."""
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class PieceTensor:
     """Describe a tensor to a rank that has not seen it.
 
     Args:
@@ -46,20 +46,20 @@ class TensorSpec:
     on_cpu: bool
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> TensorSpec:
+    def of(name: str, tensor: Tensor) -> PieceTensor:
         """Describe a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return TensorSpec(name, dtype, tuple(tensor.shape), tensor.is_cpu)
+        return PieceTensor(name, dtype, tuple(tensor.shape), tensor.is_cpu)
 
     def to_json(self) -> list[Any]:
         """Return plain values for JSON."""
         return [self.name, self.dtype, self.shape, self.on_cpu]
 
     @staticmethod
-    def from_json(values: Sequence[Any]) -> TensorSpec:
+    def from_json(values: Sequence[Any]) -> PieceTensor:
         """Rebuild a description from `to_json`."""
         name, dtype, shape, on_cpu = values
-        return TensorSpec(name, dtype, tuple(shape), on_cpu)
+        return PieceTensor(name, dtype, tuple(shape), on_cpu)
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +78,7 @@ class Piece:
     """Name tensors of one shard that travel together."""
 
     shard: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[PieceTensor, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Piece:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def cut(shard: str, tensors: Sequence[TensorSpec], *, most_bytes: int) -> Iterator[Piece]:
+def cut(shard: str, tensors: Sequence[PieceTensor], *, most_bytes: int) -> Iterator[Piece]:
     """Yield a shard's tensors, in order, in as few pieces as the limit allows.
 
     Args:
@@ -99,7 +99,7 @@ def cut(shard: str, tensors: Sequence[TensorSpec], *, most_bytes: int) -> Iterat
         tensors: what it consists of.
         most_bytes: of a piece; a larger tensor is a piece by itself.
     """
-    part: list[TensorSpec] = []
+    part: list[PieceTensor] = []
     size = 0
     for tensor in tensors:
         if part and size + tensor.num_bytes > most_bytes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from autodp.groups import link_device
 from autodp.messages import gather_json
 from autodp.moves import ROUND_BYTES, Holders, Move, check_holders, plan_moves
-from autodp.pieces import Parcel, Piece, Shard, TensorSpec, cut
+from autodp.pieces import Parcel, Piece, PieceTensor, Shard, cut
 from autodp.waiting import waiting_for
 
 
@@ -113,7 +113,7 @@ def _describe(
     """
     rank = dist.get_rank()
     own = {
-        shard: [TensorSpec.of(name, t).to_json() for name, t in store.read(shard).items()]
+        shard: [PieceTensor.of(name, t).to_json() for name, t in store.read(shard).items()]
         for shard in shards
         if min(before[shard]) == rank
     }
@@ -122,7 +122,7 @@ def _describe(
     }
     pieces = {}
     for shard in shards:
-        specs = [TensorSpec.from_json(values) for values in described[shard]]
+        specs = [PieceTensor.from_json(values) for values in described[shard]]
         for piece in cut(shard, specs, most_bytes=ROUND_BYTES):
             pieces[f"{shard} from {piece.names[0]} on"] = piece
     return pieces

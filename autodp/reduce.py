@@ -53,8 +53,13 @@ class GradientReducer:
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *,
-                 bucket_bytes: int = 25 << 20) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
         self._group = group
         self._replica = dist.get_rank(group)
         self._buckets = [

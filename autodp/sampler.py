@@ -37,7 +37,7 @@ class EpochSampler:
         if epoch != self._epoch:
             self._order = self._permute(epoch)
             self._epoch = epoch
-        return self._order[position:position + size].clone()
+        return self._order[position : position + size].clone()
 
     def _permute(self, epoch: int) -> Tensor:
         if not self.shuffle:

@@ -35,13 +35,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.slots_per_node < 1:
-            raise ValueError(f"a cluster needs at least one rank and one slot a node, got "
-                             f"{self.num_ranks} ranks and {self.slots_per_node} slots")
+            raise ValueError(
+                f"a cluster needs at least one rank and one slot a node, got "
+                f"{self.num_ranks} ranks and {self.slots_per_node} slots"
+            )
         if not self._is_possible(self.length):
             possible = filter(self._is_possible, range(1, self.num_ranks + 1))
             raise ValueError(
                 f"pipeline length {self.length} does not fit {self.num_ranks} ranks with "
-                f"{self.slots_per_node} slots a node; choose one of {list(possible)}")
+                f"{self.slots_per_node} slots a node; choose one of {list(possible)}"
+            )
 
     @property
     def replicas(self) -> int:

@@ -18,9 +18,13 @@ Feasible = Callable[[int, int, int], bool]
 """Whether part `part` may hold the units first .. last - 1."""
 
 
-def min_max_partition(costs: Sequence[float], num_parts: int, *,
-                      feasible: Feasible | None = None,
-                      first_extra: float = 0.0) -> tuple[int, ...] | None:
+def min_max_partition(
+    costs: Sequence[float],
+    num_parts: int,
+    *,
+    feasible: Feasible | None = None,
+    first_extra: float = 0.0,
+) -> tuple[int, ...] | None:
     """Find the contiguous split whose dearest part is cheapest, of those the most even one.
 
     Args:
@@ -34,11 +38,15 @@ def min_max_partition(costs: Sequence[float], num_parts: int, *,
         ValueError: a cost is negative or not a number, or there are fewer units than parts.
     """
     if not all(cost >= 0 for cost in (*costs, first_extra)):
-        raise ValueError(f"costs must be numbers of at least 0, got {list(costs)} with an extra "
-                         f"{first_extra} for part 0")
+        raise ValueError(
+            f"costs must be numbers of at least 0, got {list(costs)} with an extra "
+            f"{first_extra} for part 0"
+        )
     if not 1 <= num_parts <= len(costs):
-        raise ValueError(f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
-                         f"{len(costs)} parts")
+        raise ValueError(
+            f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
+            f"{len(costs)} parts"
+        )
     total = [0.0, *accumulate(costs)]
 
     def part_cost(part: int, first: int, last: int) -> float:
@@ -47,8 +55,9 @@ def min_max_partition(costs: Sequence[float], num_parts: int, *,
     return best_split(len(costs), num_parts, part_cost, feasible=feasible)
 
 
-def best_split(num_units: int, num_parts: int, part_cost: PartCost, *,
-               feasible: Feasible | None = None) -> tuple[int, ...] | None:
+def best_split(
+    num_units: int, num_parts: int, part_cost: PartCost, *, feasible: Feasible | None = None
+) -> tuple[int, ...] | None:
     """Find the min-max split for costs that may depend on the part; see `min_max_partition`.
 
     A first pass finds the smallest largest cost, a second one the smallest sum of squares under
@@ -61,8 +70,9 @@ def best_split(num_units: int, num_parts: int, part_cost: PartCost, *,
     if dearest == math.inf:
         return None
     # The same parts summed in another order differ in the last bits; they count as equal.
-    _, boundaries = splitter.solve(lambda total, cost: total + cost * cost,
-                                   limit=dearest * (1 + 1e-9))
+    _, boundaries = splitter.solve(
+        lambda total, cost: total + cost * cost, limit=dearest * (1 + 1e-9)
+    )
     return boundaries
 
 
@@ -74,13 +84,15 @@ def per_part(part_cost: PartCost, boundaries: tuple[int, ...]) -> list[float]:
 class _Splitter:
     """Hold one splitting problem while it is solved under two measures."""
 
-    def __init__(self, num_units: int, num_parts: int, part_cost: PartCost,
-                 feasible: Feasible | None) -> None:
+    def __init__(
+        self, num_units: int, num_parts: int, part_cost: PartCost, feasible: Feasible | None
+    ) -> None:
         self._num_units, self._num_parts = num_units, num_parts
         self._part_cost, self._feasible = part_cost, feasible
 
-    def solve(self, join: Callable[[float, float], float], *,
-              limit: float) -> tuple[float, tuple[int, ...]]:
+    def solve(
+        self, join: Callable[[float, float], float], *, limit: float
+    ) -> tuple[float, tuple[int, ...]]:
         """Minimise the joined costs of all parts, none above the limit.
 
         best[u] is the smallest joined cost of the parts so far over the first u units.
@@ -95,8 +107,9 @@ class _Splitter:
             boundaries.append(origin[boundaries[-1]])
         return best[-1], tuple(reversed(boundaries))
 
-    def _add_part(self, part: int, best: list[float], join: Callable[[float, float], float],
-                  limit: float) -> tuple[list[float], list[int]]:
+    def _add_part(
+        self, part: int, best: list[float], join: Callable[[float, float], float], limit: float
+    ) -> tuple[list[float], list[int]]:
         """Extend every split by one part; also return where that part starts."""
         extended = [math.inf] * len(best)
         origin = [0] * len(best)
@@ -107,14 +120,16 @@ class _Splitter:
                 if cost > limit or join(0.0, cost) >= extended[last]:
                     break
                 joined = join(best[first], cost)
-                if joined < extended[last] and (self._feasible is None
-                                                or self._feasible(part, first, last)):
+                if joined < extended[last] and (
+                    self._feasible is None or self._feasible(part, first, last)
+                ):
                     extended[last], origin[last] = joined, first
         return extended, origin
 
 
-def greedy_partition(sizes: Sequence[float], num_parts: int, *,
-                     first_extra: float = 0.0) -> tuple[int, ...]:
+def greedy_partition(
+    sizes: Sequence[float], num_parts: int, *, first_extra: float = 0.0
+) -> tuple[int, ...]:
     """Fill part after part up to the mean plus the variance of what is left, as published.
 
     For comparison only: a variance has the unit of a squared size, so the split depends on the

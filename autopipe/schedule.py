@@ -131,8 +131,10 @@ LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
 def draw(schedule: Schedule) -> str:
     """Draw a schedule as the grid of the module's docstring, each task one tick long."""
     finished: dict[tuple[str, int, int], int] = {}
-    tasks = [[(LETTERS[ins.op], ins.micro_batch) for ins in program if ins.op in LETTERS]
-             for program in schedule]
+    tasks = [
+        [(LETTERS[ins.op], ins.micro_batch) for ins in program if ins.op in LETTERS]
+        for program in schedule
+    ]
     position, clock, last = [0] * len(tasks), 0, len(tasks) - 1
     rows: list[list[str]] = [[] for _ in tasks]
     while any(position[j] < len(tasks[j]) for j in range(len(tasks))):
@@ -150,8 +152,10 @@ def draw(schedule: Schedule) -> str:
         if clock > 3 * len(tasks) * sum(map(len, tasks)) + 2:
             raise ValueError("the schedule cannot be executed: its stages wait for each other")
     width = max((len(cell) for row in rows for cell in row), default=0)
-    return "\n".join(f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
-                     for j, row in enumerate(rows))
+    return "\n".join(
+        f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for j, row in enumerate(rows)
+    )
 
 
 def peak_in_flight(program: StageProgram) -> int:

@@ -1,9 +1,9 @@
 """Run the main job: fine-tune a ViT on real scans, elastically and without, and compare.
 
-    donor      12 blocks trained on the digits 0-4 (made once, kept)
-    elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the prefix
-    published  the same, freezing included, but pipelines are planned by the published rules
-    baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
+donor      12 blocks trained on the digits 0-4 (made once, kept)
+elastic    fine-tuned on 0-9: freezes, repacks K = 2 -> 1, grows R = 1 -> 2, caches the prefix
+published  the same, freezing included, but pipelines are planned by the published rules
+baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
 """
 
 from __future__ import annotations
@@ -161,13 +161,13 @@ def train_donor(path: str) -> None:
     with Trainer(
         build_model(5, seed=0),
         train,
-        eval_set=test,
+        eval_dataset=test,
         optimizer=adamw(DONOR_LEARNING_RATE),
         epochs=DONOR_EPOCHS,
-        batch_size=32,
+        global_batch_size=32,
         evaluate_every_epochs=DONOR_EPOCHS,
         learning_rate_schedule=cosine_with_warmup(),
-        clip_norm=1.0,
+        max_grad_norm=1.0,
         label="donor",
     ) as trainer:
         trainer.fit()
@@ -190,13 +190,13 @@ def run_settings(settings: DemoSettings, run: str) -> dict[str, Any]:
     """Return the Trainer's settings: the same for all runs, but for how pipelines are planned."""
     return {
         "epochs": settings.epochs,
-        "batch_size": BATCH_SIZE,
+        "global_batch_size": BATCH_SIZE,
         "seed": settings.seed,
-        "length": NUM_SLOTS if run == "baseline" else None,
-        "plan": "paper" if run == "published" else "fastest",
+        "pipeline_length": NUM_SLOTS if run == "baseline" else None,
+        "plan": "published" if run == "published" else "fastest",
         "memory_limit_bytes": MEMORY_LIMIT_BYTES,
         "learning_rate_schedule": polynomial_with_warmup(),
-        "clip_norm": 1.0,
+        "max_grad_norm": 1.0,
         "evaluate_every_epochs": 2,
         "folder": run_folder(settings, run),
         "checkpoint_every_epochs": settings.epochs,
@@ -214,7 +214,7 @@ def fine_tune(settings: DemoSettings, donor: str, run: str) -> None:
     with Trainer(
         model,
         train,
-        eval_set=test,
+        eval_dataset=test,
         optimizer=adamw(LEARNING_RATE),
         freeze=None if run == "baseline" else FreezeSchedule(FROZEN_BY_EPOCH),
         **run_settings(settings, run),

@@ -8,8 +8,9 @@ from typing import Any
 from autopipe.profile import Profile
 
 
-def ideal_seconds(profile: Profile, steps: Iterable[Mapping[str, Any]], *,
-                  num_samples: int, read_s: float) -> float:
+def ideal_seconds(
+    profile: Profile, steps: Iterable[Mapping[str, Any]], *, num_samples: int, read_s: float
+) -> float:
     """Add up the active layers' forward and backward, cache fills and reads, and the bubble.
 
     A step of B samples over K stages x R replicas takes, with perfect balance and free
@@ -44,13 +45,24 @@ def ideal_seconds(profile: Profile, steps: Iterable[Mapping[str, Any]], *,
 
 def _active_s(profile: Profile, num_frozen: int, micro_batch: int) -> float:
     """Return the seconds a sample costs in the layers that train, at a micro-batch size."""
-    return sum(profile.forward_s(i, micro_batch) + profile.backward_s(i, micro_batch)
-               for i, sublayer in enumerate(profile.sublayers)
-               if sublayer.layer >= num_frozen) / micro_batch
+    return (
+        sum(
+            profile.forward_s(i, micro_batch) + profile.backward_s(i, micro_batch)
+            for i, sublayer in enumerate(profile.sublayers)
+            if sublayer.layer >= num_frozen
+        )
+        / micro_batch
+    )
 
 
 def _prefix_s(profile: Profile, first: int, last: int) -> float:
     """Return the seconds a sample costs in frozen layers first..last-1."""
     size = profile.batch_sizes[-1]
-    return sum(profile.frozen_s(i, size) for i, sublayer in enumerate(profile.sublayers)
-               if first <= sublayer.layer < last) / size
+    return (
+        sum(
+            profile.frozen_s(i, size)
+            for i, sublayer in enumerate(profile.sublayers)
+            if first <= sublayer.layer < last
+        )
+        / size
+    )

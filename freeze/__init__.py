@@ -12,22 +12,22 @@ from freeze.policy import (
     FreezeDecision,
     FreezePolicy,
     LayerStats,
-    Never,
+    NeverFreeze,
     as_policy,
     checked_decision,
 )
-from freeze.rules import ClosedForm, FreezeSchedule, PaperRule
+from freeze.rules import AlphaSchedule, FreezeSchedule, PaperRule
 from freeze.signals import GradientSignals, layer_norms
 
 __all__ = [
-    "ClosedForm",
+    "AlphaSchedule",
     "FreezeContext",
     "FreezeDecision",
     "FreezePolicy",
     "FreezeSchedule",
     "GradientSignals",
     "LayerStats",
-    "Never",
+    "NeverFreeze",
     "PaperRule",
     "as_policy",
     "checked_decision",

@@ -148,7 +148,7 @@ class FreezePolicy(ABC):
 
 
 @final
-class Never(FreezePolicy):
+class NeverFreeze(FreezePolicy):
     """Freeze nothing more than what is frozen."""
 
     def decide(self, context: FreezeContext) -> None:
@@ -183,7 +183,7 @@ class _FunctionPolicy(FreezePolicy):
 def as_policy(policy_or_function: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
     """Present what the user passed as a policy.
 
-    None becomes `Never`, a policy stays itself, and a function of the context, returning a
+    None becomes `NeverFreeze`, a policy stays itself, and a function of the context, returning a
     `FreezeDecision`, the number of frozen layers, or None to keep it, is wrapped. A function is
     asked again after a resume and so must not remember anything; subclass `FreezePolicy` for that.
 
@@ -192,7 +192,7 @@ def as_policy(policy_or_function: FreezePolicy | PolicyFunction | None) -> Freez
         ValueError: the policy asks for a signal that is not measured.
     """
     if policy_or_function is None:
-        return Never()
+        return NeverFreeze()
     if isinstance(policy_or_function, FreezePolicy):
         unknown = policy_or_function.signals - KNOWN_SIGNALS
         if unknown:

@@ -71,7 +71,7 @@ class FreezeSchedule(FreezePolicy):
 
 
 @final
-class ClosedForm(FreezePolicy):
+class AlphaSchedule(FreezePolicy):
     """Freeze by epoch as the paper's rule does when the gradients never hold it back.
 
     L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1. A function of the epoch

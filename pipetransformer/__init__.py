@@ -8,14 +8,15 @@ from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, flatten_sequential, restore_batch_norm
 from autopipe.plan import PipelinePlan
 from autopipe.profile import Profile
+from autopipe.trace import Trace
 from freeze import (
-    ClosedForm,
+    AlphaSchedule,
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
     FreezeSchedule,
     LayerStats,
-    Never,
+    NeverFreeze,
     PaperRule,
 )
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
@@ -28,16 +29,20 @@ from pipetransformer.errors import (
     WorkerFailedError,
 )
 from pipetransformer.loss import Loss
+from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import adamw
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
 from pipetransformer.processes import launch
 from pipetransformer.report import FitReport
+from pipetransformer.stage import StepResult
 from pipetransformer.trainer import Trainer
+from pipetransformer.transition import Decision
 from pipetransformer.verification import Verification
 
 __all__ = [
-    "ClosedForm",
+    "AlphaSchedule",
     "CorruptCheckpointError",
+    "Decision",
     "FitReport",
     "FreezeContext",
     "FreezeDecision",
@@ -47,14 +52,17 @@ __all__ = [
     "LayerStats",
     "LayeredModel",
     "Loss",
-    "Never",
+    "Measurements",
+    "NeverFreeze",
     "NonFiniteError",
     "PaperRule",
     "PeerError",
     "PipelinePlan",
     "PlanSituation",
     "Profile",
+    "StepResult",
     "Sublayer",
+    "Trace",
     "TrainConfig",
     "Trainer",
     "Verification",
@@ -74,3 +82,5 @@ __all__ = [
     "restore_batch_norm",
     "skip",
 ]
+
+__version__ = "0.1.0"

@@ -79,25 +79,25 @@ class TrainConfig:
 
     Args:
         epochs: passes over the training set.
-        batch_size: samples of a global batch, over all replicas.
+        global_batch_size: samples of a global batch, over all replicas.
         seed: of the sample order, of dataset reads and of dropout.
         learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate.
-        clip_norm: largest norm of the whole model's gradient; None does not clip.
+        max_grad_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
             the step everywhere.
-        length: pipeline length K, or the longest below it where frozen layers, or a resume on
+        pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
-            "paper" follows the published rules, a function takes a `PlanSituation`.
+            "published" follows the published rules, a function takes a `PlanSituation`.
         memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
             most what is free on the GPUs before the first step; None is that, and on CPUs no
             limit. What waits in host memory on any device is not counted: optimizer state of
             frozen layers, the cache, a checkpoint that is being written.
         freeze_interval_steps: steps between two decisions; None decides at the start of every
             epoch.
-        scale_batch: let the global batch grow with the replicas, batch_size each pipeline, as the
+        scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
             published system did; the learning rate is scaled with it.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
         cache_folder: where the cache's file lives; RAM by default.
@@ -128,12 +128,12 @@ class TrainConfig:
     """
 
     epochs: int = 1
-    batch_size: int = 32
+    global_batch_size: int = 32
     seed: int = 0
     learning_rate_schedule: LearningRateSchedule = constant
-    clip_norm: float | None = None
+    max_grad_norm: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    length: int | None = None
+    pipeline_length: int | None = None
     micro_batches: int | None = None
     schedule: str | None = None
     plan: str | Planner = "fastest"
@@ -160,17 +160,23 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choices()
-        if self.micro_batches is not None and self.micro_batches > self.batch_size:
-            raise ValueError(f"micro_batches is {self.micro_batches} for a batch_size of "
-                             f"{self.batch_size}; each needs a sample: choose at most "
-                             f"{self.batch_size}")
+        if self.micro_batches is not None and self.micro_batches > self.global_batch_size:
+            raise ValueError(
+                f"micro_batches is {self.micro_batches} for a global_batch_size of "
+                f"{self.global_batch_size}; each needs a sample: choose at most "
+                f"{self.global_batch_size}"
+            )
         if self.folder is None and (self.saves or self.resume):
-            raise ValueError("checkpoint_every_epochs, checkpoint_every_steps and resume need a "
-                             "folder to save to; give folder=...")
+            raise ValueError(
+                "checkpoint_every_epochs, checkpoint_every_steps and resume need a "
+                "folder to save to; give folder=..."
+            )
         if self.resume and not self.saves:
-            raise ValueError(f"resume={self.resume!r} without checkpoint_every_epochs or "
-                             "checkpoint_every_steps would never save again; give "
-                             "checkpoint_every_epochs=1")
+            raise ValueError(
+                f"resume={self.resume!r} without checkpoint_every_epochs or "
+                "checkpoint_every_steps would never save again; give "
+                "checkpoint_every_epochs=1"
+            )
 
     @property
     def saves(self) -> bool:
@@ -178,8 +184,8 @@ class TrainConfig:
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
     def global_batch(self, replicas: int) -> int:
-        """Return the samples of a step; with scale_batch, batch_size for each replica."""
-        return self.batch_size * (replicas if self.scale_batch else 1)
+        """Return the samples of a step; with scale_batch, global_batch_size for each replica."""
+        return self.global_batch_size * (replicas if self.scale_batch else 1)
 
     def step_limit_s(self, predicted_step_s: float) -> float:
         """Return the longest wait for another rank within a step of a predicted time.
@@ -191,43 +197,67 @@ class TrainConfig:
         return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
 
     def _check_numbers(self) -> None:
-        for name in ("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"):
+        for name in ("epochs", "global_batch_size", "prefix_chunk", "keep_checkpoints"):
             self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
-        for name in ("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
-                     "cache_limit_bytes"):
+        for name in (
+            "pipeline_length",
+            "micro_batches",
+            "memory_limit_bytes",
+            "freeze_interval_steps",
+            "cache_limit_bytes",
+        ):
             value = getattr(self, name)
-            self._require(name, value is None or _is_whole(value, 1),
-                          "None or a whole number, at least 1")
+            self._require(
+                name, value is None or _is_whole(value, 1), "None or a whole number, at least 1"
+            )
         for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"):
             self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
         self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
         for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
             value = getattr(self, name)
             allowed = (_is_positive(value) and value < math.inf) or (optional and value is None)
-            self._require(name, allowed, f"{'None or ' * optional}a finite number of seconds "
-                          "above 0")
-        self._require("clip_norm", self.clip_norm is None or _is_positive(self.clip_norm),
-                      "None or a number above 0")
+            self._require(
+                name, allowed, f"{'None or ' * optional}a finite number of seconds above 0"
+            )
+        self._require(
+            "max_grad_norm",
+            self.max_grad_norm is None or _is_positive(self.max_grad_norm),
+            "None or a number above 0",
+        )
 
     def _check_choices(self) -> None:
-        for name, allowed in (("on_nonfinite", ("raise", "skip")),
-                              ("schedule", (None, "gpipe", "1f1b")),
-                              ("device", ("auto", "cpu", "cuda", "cuda-shared"))):
-            self._require(name, getattr(self, name) in allowed,
-                          f"one of {', '.join(map(repr, allowed))}")
+        for name, allowed in (
+            ("on_nonfinite", ("raise", "skip")),
+            ("schedule", (None, "gpipe", "1f1b")),
+            ("device", ("auto", "cpu", "cuda", "cuda-shared")),
+        ):
+            self._require(
+                name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}"
+            )
         for name in ("scale_batch", "cache", "progress"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        self._require("resume", isinstance(self.resume, bool) or self.resume == "auto",
-                      "True, False or 'auto'")
-        self._require("learning_rate_schedule", callable(self.learning_rate_schedule),
-                      "a function")
-        self._require("plan", callable(self.plan) or self.plan in tuple(PLANS),
-                      f"one of {', '.join(map(repr, PLANS))}, or a function")
-        self._require("folder", self.folder is None or isinstance(self.folder, (str, Path)),
-                      "None or a path")
+        self._require(
+            "resume",
+            isinstance(self.resume, bool) or self.resume == "auto",
+            "True, False or 'auto'",
+        )
+        self._require(
+            "learning_rate_schedule", callable(self.learning_rate_schedule), "a function"
+        )
+        self._require(
+            "plan",
+            callable(self.plan) or self.plan in tuple(PLANS),
+            f"one of {', '.join(map(repr, PLANS))}, or a function",
+        )
+        self._require(
+            "folder", self.folder is None or isinstance(self.folder, (str, Path)), "None or a path"
+        )
         self._require("cache_folder", isinstance(self.cache_folder, (str, Path)), "a path")
-        self._require("metrics", self.metrics is None or _are_metrics(self.metrics),
-                      f"None or functions by names other than {', '.join(_EVALUATION_FIELDS)}")
+        self._require(
+            "metrics",
+            self.metrics is None or _are_metrics(self.metrics),
+            f"None or functions by names other than {', '.join(_EVALUATION_FIELDS)}",
+        )
 
     def _require(self, name: str, condition: bool, allowed: str) -> None:
         if not condition:
@@ -243,8 +273,10 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     known = {field.name for field in fields(TrainConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise ValueError(f"unknown setting(s) {', '.join(map(repr, unknown))}; "
-                         f"known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown setting(s) {', '.join(map(repr, unknown))}; "
+            f"known are {', '.join(sorted(known))}"
+        )
     return TrainConfig(**settings)
 
 
@@ -255,7 +287,8 @@ def _is_whole(value: Any, least: float) -> bool:
 def _are_metrics(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and name not in _EVALUATION_FIELDS and callable(metric)
-        for name, metric in value.items())
+        for name, metric in value.items()
+    )
 
 
 def _is_positive(value: Any) -> bool:

@@ -76,9 +76,7 @@ def in_mode(
 
 def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, ...]:
     """Return all modules of sublayers, wrappers included."""
-    return tuple(
-        module for index in indices for module in model.sublayers[index].module.modules()
-    )
+    return tuple(module for index in indices for module in model.sublayers[index].module.modules())
 
 
 def set_frozen(task: Task, num_frozen: int) -> None:

@@ -188,9 +188,7 @@ class _TorchLoss:
         # So are class probabilities', whose weights torch leaves out of the count.
         return self.function(output, target, **keywords)
 
-    def _refuse_shapes(
-        self, output: Tensor, target: Tensor, keywords: Mapping[str, Any]
-    ) -> None:
+    def _refuse_shapes(self, output: Tensor, target: Tensor, keywords: Mapping[str, Any]) -> None:
         """Refuse what would be compared across samples, or taken for a single sample."""
         if self.function in _OF_CLASSES | _OF_ROWS:
             if output.ndim < 2:
@@ -239,9 +237,7 @@ def sum_over_targets(
     return total, weights.sum(dtype=total.dtype)
 
 
-def _refuse_options(
-    name: str, function: Callable[..., Any], keywords: Mapping[str, Any]
-) -> None:
+def _refuse_options(name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
     """Refuse a loss whose parts could not be joined, whatever its inputs."""
     if keywords.get("size_average") is not None or keywords.get("reduce") is not None:
         raise ValueError(f"{name} is given size_average or reduce; give reduction='mean' instead")

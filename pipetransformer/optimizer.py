@@ -20,8 +20,12 @@ OptimizerFactory = Callable[[NamedParameters], Optimizer]
 _NUMBER = "#number"
 
 
-def adamw(learning_rate: float = 1e-3, *, weight_decay: float = 0.01,
-          betas: tuple[float, float] = (0.9, 0.999)) -> OptimizerFactory:
+def adamw(
+    learning_rate: float = 1e-3,
+    *,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> OptimizerFactory:
     """Return a factory for AdamW that does not decay one-dimensional parameters (biases, norms).
 
     Args:
@@ -33,16 +37,20 @@ def adamw(learning_rate: float = 1e-3, *, weight_decay: float = 0.01,
     def build(named_parameters: NamedParameters) -> Optimizer:
         decayed = [p for _, p in named_parameters if p.ndim >= 2]
         plain = [p for _, p in named_parameters if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": weight_decay},
-                  {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas,
-                                 fused=True)
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
+        )
 
     return build
 
 
-def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]
-               ) -> dict[str, Tensor]:
+def take_state(
+    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Return the state of the given parameters as a flat mapping "parameter/entry" -> tensor.
 
     Numbers become 0-dim float64 or int64 tensors under a marked name. Tensors are the optimizer's
@@ -60,16 +68,20 @@ def take_state(optimizer: Optimizer | None, parameters: Mapping[str, nn.Paramete
                 flat[f"{name}/{key}"] = value
             elif isinstance(value, (int, float)):
                 flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(
-                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+                )
             elif value is not None:
-                raise TypeError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as "
-                                f"{key!r}; only tensors and numbers can move between ranks: use "
-                                "another optimizer")
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as "
+                    f"{key!r}; only tensors and numbers can move between ranks: use "
+                    "another optimizer"
+                )
     return flat
 
 
-def put_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
-              flat: Mapping[str, Tensor]) -> None:
+def put_state(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], flat: Mapping[str, Tensor]
+) -> None:
     """Give the optimizer the state that `take_state` returned, wherever it lay meanwhile.
 
     Source: the rules by which torch's `load_state_dict` places a state: beside its parameter, but

@@ -104,8 +104,10 @@ def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
         return plan_pipeline(situation.profile, situation.request)
     plans = fastest_by_length(situation)
     replicas_of = situation.request.replicas_of
-    return min(plans.values(), key=lambda plan: (
-        plan.predicted_step_s / replicas_of(plan.length), plan.length))
+    return min(
+        plans.values(),
+        key=lambda plan: (plan.predicted_step_s / replicas_of(plan.length), plan.length),
+    )
 
 
 def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
@@ -155,12 +157,12 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
 def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
     if situation.scale_batch:
-        length = paper_length(profile, _ample(request))
+        length = paper_length(profile, _with_ample_batch(request))
         request = _of_length(request, length, scale_batch=True)
     return paper_plan(profile, request)
 
 
-def _ample(request: PlanRequest) -> PlanRequest:
+def _with_ample_batch(request: PlanRequest) -> PlanRequest:
     """Return the request with a batch of which every replica has a sample, whatever the length.
 
     On more than that the length does not depend.
@@ -168,7 +170,7 @@ def _ample(request: PlanRequest) -> PlanRequest:
     return replace(request, global_batch=request.global_batch * request.num_ranks)
 
 
-PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "paper": published_plan}
+PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "published": published_plan}
 """Planners by the names that a configuration takes."""
 
 

@@ -109,7 +109,7 @@ class Timeline:
 
     def learning_rate_factor(self, replicas: int) -> float:
         """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
-        size = self._config.batch_size
+        size = self._config.global_batch_size
         per_epoch = -(-self.num_samples // size)
         step = self.position.epoch * per_epoch + self.position.sample / size
         factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autodp import EpochSampler, gather_json
 from autopipe.trace import Span, Trace
-from freeze import Never, as_policy
+from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, Saved, resumes
 from pipetransformer.checks import (
@@ -46,8 +46,8 @@ class Trainer:
     Args:
         model: a timm or transformers model that an adapter knows, an nn.Sequential, or a
             LayeredModel.
-        train_set: has a length and items by index: (x, y), or a mapping of the model's entries.
-        eval_set: evaluated after every epoch, or as set.
+        train_dataset: has a length and items by index: (x, y), or a mapping of entries.
+        eval_dataset: evaluated after every epoch, or as set.
         loss_fn: (output, targets) -> a 0-dim mean over the samples, or (sum, count).
         optimizer: builds an optimizer over a list of (name, parameter); AdamW by default.
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
@@ -61,9 +61,9 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | LayeredModel,
-        train_set: SizedDataset,
+        train_dataset: SizedDataset,
         *,
-        eval_set: SizedDataset | None = None,
+        eval_dataset: SizedDataset | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
         freeze: Any = None,
@@ -81,19 +81,19 @@ class Trainer:
             self.config,
             frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
         )
-        check_dataset(train_set, "train_set")
-        if eval_set is not None:
-            check_dataset(eval_set, "eval_set")
+        check_dataset(train_dataset, "train_dataset")
+        if eval_dataset is not None:
+            check_dataset(eval_dataset, "eval_dataset")
         check_world(self.config, world_size(), slots_of_a_node())
         resumes(self.config)  # Refuses a folder before anything is started.
         self._policy = as_policy(freeze)
         self._own_loss = loss_fn
-        self._train_set, self._eval_set = train_set, eval_set
-        self._sampler = EpochSampler(len(train_set), seed=self.config.seed)
+        self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
+        self._sampler = EpochSampler(len(train_dataset), seed=self.config.seed)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
-        self._prefix = FrozenPrefix(self._task, self.world, train_set)
+        self._prefix = FrozenPrefix(self._task, self.world, train_dataset)
         self._deployment = Deployment(self._task, self.world, self._prefix)
-        self._timeline = Timeline(self.config, len(train_set))
+        self._timeline = Timeline(self.config, len(train_dataset))
         self.report = FitReport()
         self._log = RunLog(self.world, self.config)
         self._transitions = Transitions(
@@ -101,7 +101,7 @@ class Trainer:
             self.world,
             deployment=self._deployment,
             timeline=self._timeline,
-            read=self._read_train_set,
+            read=self._read_train_dataset,
             peak_learning_rate=traits.peak_learning_rate,
         )
         self._state = RunState(
@@ -191,14 +191,16 @@ class Trainer:
         return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
-        """Return the loss and the metrics over a dataset (the eval_set by default). Collective.
+        """Return loss and metrics over a dataset, the eval_dataset by default. Collective.
 
         Raises:
             ValueError: there is no dataset to evaluate.
         """
-        dataset = self._eval_set if dataset is None else dataset
+        dataset = self._eval_dataset if dataset is None else dataset
         if dataset is None:
-            raise ValueError("there is no eval_set; give one to Trainer, or a dataset to evaluate")
+            raise ValueError(
+                "there is no eval_dataset; give one to Trainer, or a dataset to evaluate"
+            )
         check_dataset(dataset, "dataset")
         sums = LossSums()
         with own_random_numbers(self.world.device):
@@ -247,7 +249,7 @@ class Trainer:
         refuse_surroundings(trains=True)
         with self._deployment.whole_on_rank_0(), own_random_numbers(self.world.device):
             if batch is None:
-                batch = self._read_train_set(torch.arange(2 * max(2, self.world.size)))
+                batch = self._read_train_dataset(torch.arange(2 * max(2, self.world.size)))
             return verify(
                 self._task, self.world, model=self._task.model, loss_fn=self._own_loss, batch=batch
             )
@@ -256,6 +258,11 @@ class Trainer:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         self._set_up()
         return self._transitions.measure()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Tell whether this process is rank 0, which decides, records and saves."""
+        return self.world.is_main
 
     @property
     def global_step(self) -> int:
@@ -283,9 +290,9 @@ class Trainer:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
         return self._transitions.decider.current if self._transitions.have_begun else None
 
-    def _read_train_set(self, ids: Tensor) -> Batch:
+    def _read_train_dataset(self, ids: Tensor) -> Batch:
         """Read samples to measure and to probe with; ids may exceed the training set's length."""
-        return self._prefix.read(self._train_set, ids % len(self._train_set), 0)
+        return self._prefix.read(self._train_dataset, ids % len(self._train_dataset), 0)
 
     def _step(self) -> StepResult:
         refuse_surroundings(trains=True)
@@ -323,11 +330,11 @@ class Trainer:
         refuse_surroundings(trains=False)
         if self._transitions.have_begun:
             return
-        if self.config.cache and not isinstance(self._policy, Never):
+        if self.config.cache and not isinstance(self._policy, NeverFreeze):
             self._prefix.check_repeatable()
         checkpoint = self._state.open()
         agree(self._log.open, group=self.world.group)
-        probe_sublayers(self._task, self.world, self._read_train_set)
+        probe_sublayers(self._task, self.world, self._read_train_dataset)
         kept = self._state.kept_measurements(checkpoint) if checkpoint else None
         self._transitions.begin(self._policy, kept)
         decider = self._transitions.decider
@@ -361,7 +368,7 @@ class Trainer:
         """Record and evaluate after an epoch."""
         position = self._timeline.position
         self._log.epoch(position.step, position.epoch)
-        if self._eval_set is not None and self._timeline.evaluation_due():
+        if self._eval_dataset is not None and self._timeline.evaluation_due():
             start = time.perf_counter()
             self.report.metrics = self.evaluate()
             self._log.evaluation(

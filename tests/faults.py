@@ -216,9 +216,9 @@ def make_trainer(run: Run) -> Trainer:
     dtype = getattr(torch, run.dtype)
     settings = {
         "epochs": 3,
-        "batch_size": 6,
+        "global_batch_size": 6,
         "seed": 5,
-        "clip_norm": 0.5,
+        "max_grad_norm": 0.5,
         "learning_rate_schedule": slow_start,
         "freeze_interval_steps": 1,
         "checkpoint_every_steps": 3,

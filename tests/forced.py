@@ -65,7 +65,7 @@ FIXED = (
 PARTS = ("length", "micro_batches", "schedule", "cuts", "frozen")
 SETTINGS = st.fixed_dictionaries(
     {
-        "clip_norm": st.sampled_from([None, 0.5]),
+        "max_grad_norm": st.sampled_from([None, 0.5]),
         "cache": st.booleans(),
         "cache_limit_bytes": st.sampled_from([None, 1000]),
         "prefix_chunk": st.integers(1, 4),
@@ -110,7 +110,7 @@ def scenarios(draw: st.DrawFn, num_ranks: int) -> Scenario:
     return Scenario(
         shapes,
         frozen_at,
-        settings={"batch_size": batch_size, "epochs": EPOCHS, **draw(SETTINGS)},
+        settings={"global_batch_size": batch_size, "epochs": EPOCHS, **draw(SETTINGS)},
         deep=deep,
         slots_per_node=slots,
         looks=tuple(sorted(looks)),
@@ -178,7 +178,7 @@ def train_watched(scenario: Scenario) -> Outcome:
 
 def look(trainer: Trainer) -> float:
     """Do between two steps what must change nothing; return the loss over all data."""
-    loss = trainer.evaluate(trainer._train_set)["loss"]
+    loss = trainer.evaluate(trainer._train_dataset)["loss"]
     trainer.state_dict()
     before = trainer.measurements
     with mock.patch.object(steering, "measure", measure):
@@ -269,7 +269,7 @@ def assert_as_plain(ranks: list[Outcome], scenario: Scenario) -> None:
 def assert_each_sample_once(ranks: list[Outcome], scenario: Scenario) -> None:
     """Compare the samples of every step, over all ranks, with those of the sampler."""
     assert scenario.deep is not None
-    size, num_samples = scenario.options["batch_size"], scenario.deep.num_samples
+    size, num_samples = scenario.options["global_batch_size"], scenario.deep.num_samples
     per_epoch = -(-num_samples // size)
     sampler = EpochSampler(num_samples, seed=scenario.options["seed"])
     by_step = zip(*(rank.extra["read"] for rank in ranks), strict=True)
@@ -335,7 +335,7 @@ def with_dropout(scenario: Scenario, num_ranks: int) -> Scenario:
             )
             for step, shape in scenario.shapes.items()
         },
-        settings={**scenario.settings, "batch_size": 2 * num_ranks},
+        settings={**scenario.settings, "global_batch_size": 2 * num_ranks},
         deep=dataclasses.replace(scenario.deep, num_samples=5 * num_ranks),
     )
 

@@ -42,7 +42,12 @@ class Job:
     @property
     def options(self) -> dict[str, Any]:
         """Return the Trainer's settings."""
-        defaults = {"epochs": 2, "batch_size": 8, "progress": False, "evaluate_every_epochs": 0}
+        defaults = {
+            "epochs": 2,
+            "global_batch_size": 8,
+            "progress": False,
+            "evaluate_every_epochs": 0,
+        }
         return {**defaults, **self.settings}
 
 
@@ -84,7 +89,7 @@ def train(job: Job) -> Result:
 def loop(job: Job) -> Result:
     """Run the job in a hand-written loop: one process, no micro-batches, no framework."""
     layered, data, options = adapt(job.build()), job.data(), job.options
-    model, size = layered.model, options["batch_size"]
+    model, size = layered.model, options["global_batch_size"]
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = job.optimizer(named)
     sampler = EpochSampler(len(data), seed=options.get("seed", 0))

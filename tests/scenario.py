@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from autodp.messages import gather_json
 from autodp.sampler import EpochSampler
 from autopipe.plan.lengths import fitting_lengths
-from autopipe.plan.search import PipelinePlan, predict
+from autopipe.plan.request import PipelinePlan
+from autopipe.plan.search import predict
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 from freeze.rules import FreezeSchedule
 from pipetransformer import LayeredModel, PlanSituation, Trainer
@@ -98,12 +99,12 @@ class Scenario:
         """Return the Trainer's settings."""
         return {
             "epochs": 3,
-            "batch_size": 6,
+            "global_batch_size": 6,
             "seed": 5,
             "progress": False,
             "freeze_interval_steps": 1,
             "evaluate_every_epochs": 0,
-            "clip_norm": 0.5,
+            "max_grad_norm": 0.5,
             "learning_rate_schedule": slow_start,
             "plan": Forced(dict(self.shapes)),
             **self.settings,
@@ -155,10 +156,12 @@ class FreezeTable(FreezePolicy):
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
         """Return the number of the last entry up to this step."""
-        self.contexts.append({
-            "learning_rate": context.learning_rate,
-            "norms": [layer.gradient_norm for layer in context.layers],
-        })
+        self.contexts.append(
+            {
+                "learning_rate": context.learning_rate,
+                "norms": [layer.gradient_norm for layer in context.layers],
+            }
+        )
         return FreezeDecision(latest(self._frozen, context.step), "table")
 
 
@@ -303,18 +306,20 @@ def plain(scenario: Scenario) -> Outcome:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = build_adamw(named)
     sampler = EpochSampler(len(data), seed=options["seed"])
-    per_epoch = -(-len(data) // options["batch_size"])
+    per_epoch = -(-len(data) // options["global_batch_size"])
     losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
     for step in range(per_epoch * options["epochs"]):
         epoch, position = divmod(step, per_epoch)
         freeze_plainly(layered, dict(named), scenario.num_frozen(step, epoch))
-        ids = sampler.global_batch(epoch, position * options["batch_size"], options["batch_size"])
+        ids = sampler.global_batch(
+            epoch, position * options["global_batch_size"], options["global_batch_size"]
+        )
         optimizer.zero_grad(set_to_none=True)
         loss = mean_loss(model, data, ids, loss_fn)
         loss.backward()
         extra["layer_norms"].append(norms_of_layers(layered))
         # Infinity clips nothing.
-        limit = options["clip_norm"] or float("inf")
+        limit = options["max_grad_norm"] or float("inf")
         extra["norms"].append(nn.utils.clip_grad_norm_([p for _, p in named], limit).item())
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LEARNING_RATE * slow_start(step, 0)

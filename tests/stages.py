@@ -48,17 +48,19 @@ def connect(group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> Stag
     if rank > 0:
         links.below = ProcessLinkBelow(
             Receiver(Peer(rank - 1, group, 1, "activations", timeout_s), CPU),
-            CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s)))
+            CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s)),
+        )
     if rank < dist.get_world_size() - 1:
         links.above = ProcessLinkAbove(
             CountingSender(Peer(rank + 1, group, 1, "activations", timeout_s)),
-            Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU))
+            Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU),
+        )
     return links
 
 
 def layers_of(model: nn.Sequential, stage: int, length: int) -> nn.Sequential:
     """Return a stage's share of a model's layers."""
-    return model[len(model) * stage // length:len(model) * (stage + 1) // length]
+    return model[len(model) * stage // length : len(model) * (stage + 1) // length]
 
 
 def stage_model(*, inplace: bool = False) -> nn.Sequential:

@@ -3,4 +3,6 @@
 from autopipe.cluster.description import load_cluster, parse_bytes
 from autopipe.cluster.modelled import modelled_profile
 
-__all__ = ["load_cluster", "modelled_profile", "parse_bytes"]
+__all__ = [
+    "load_cluster", "modelled_profile", "parse_bytes",
+]  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopipe.engine.forward_pass import Task, running
+from autopipe.engine.forward_pass import ForwardPass, running
 from autopipe.engine.graph import Roots, Starts, cut, enter, total_bytes, versions
 from autopipe.engine.link import Gradients, LinkAbove, LinkBelow, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
@@ -258,7 +258,7 @@ class StageRun:
     def _forward(self, i: int) -> None:
         flight, checkpointing = self._flight, i in self._checkpointed
         before = versions(flight.inputs[i])
-        with running(Task(i, self._num_micro_batches, checkpointing=checkpointing)):
+        with running(ForwardPass(i, self._num_micro_batches, checkpointing=checkpointing)):
             # Nobody here holds the inputs, so that a skip can be freed when it has been popped.
             outputs = self._work.forward(i, self._enter(i, self._take_inputs(i)))
             if checkpointing:
@@ -298,7 +298,10 @@ class StageRun:
                 "its forward cannot be repeated; let the partition's first layers work out of "
                 "place, leave the input alone until the backward, or use checkpoint='never'"
             )
-        with running(Task(i, self._num_micro_batches, recomputing=True)), torch.enable_grad():
+        with (
+            running(ForwardPass(i, self._num_micro_batches, recomputing=True)),
+            torch.enable_grad(),
+        ):
             outputs = self._work.forward(i, self._enter(i, inputs))
             loss = None if self._links.above is not None else self._work.finish(i, outputs)
         flight.keep(i, Roots.of(outputs, loss))

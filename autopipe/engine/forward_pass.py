@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class ForwardPass:
     """Name one forward of one micro-batch through one partition.
 
     Args:
@@ -29,19 +29,19 @@ class Task:
 class _Current(threading.local):
     """Hold the thread's task; each partition runs in a thread of its own."""
 
-    task: Task | None = None
+    task: ForwardPass | None = None
 
 
 _current = _Current()
 
 
-def current_task() -> Task | None:
+def current_forward_pass() -> ForwardPass | None:
     """Return the task whose forward runs in this thread; None outside of a pipeline."""
     return _current.task
 
 
 @contextmanager
-def running(task: Task) -> Iterator[None]:
+def running(task: ForwardPass) -> Iterator[None]:
     """Make a task the thread's current one."""
     before, _current.task = _current.task, task
     try:

@@ -35,8 +35,8 @@ class LinkError(RuntimeError):
     """Say who waited for what, and why it failed: a time limit, or a neighbour that is gone."""
 
 
-class Mark(ABC):
-    """Mark a place in a stream."""
+class Milestone(ABC):
+    """Milestone a place in a stream."""
 
     @abstractmethod
     def is_reached(self) -> bool:
@@ -48,8 +48,8 @@ class Mark(ABC):
 
 
 @final
-class StreamMark(Mark):
-    """Mark what the current CUDA stream was given so far."""
+class StreamMilestone(Milestone):
+    """Milestone what the current CUDA stream was given so far."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -68,7 +68,7 @@ class StreamMark(Mark):
 class _Wait:
     """Hold where a wait ends, who waits for whom, and how long."""
 
-    end: Mark
+    end: Milestone
     what: str
     limit_s: float
 
@@ -87,7 +87,7 @@ class Watchdog:
         self,
         abort: Callable[[], None],
         *,
-        mark: Callable[[], Mark] = StreamMark,
+        mark: Callable[[], Milestone] = StreamMilestone,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._abort, self._mark, self._clock = abort, mark, clock

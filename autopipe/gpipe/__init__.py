@@ -13,9 +13,6 @@ from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partitions import flatten_sequential
 
 __all__ = [
-    "DeferredBatchNorm",
-    "GPipe",
-    "convert_deferred_batch_norm",
-    "flatten_sequential",
+    "DeferredBatchNorm", "GPipe", "convert_deferred_batch_norm", "flatten_sequential",
     "restore_batch_norm",
-]
+]  # fmt: skip

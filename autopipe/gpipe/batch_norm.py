@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopipe.engine import Task, current_task
+from autopipe.engine import ForwardPass, current_forward_pass
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class DeferredBatchNorm(_BatchNorm):
 
     # Moments gathered so far: one entry for each call of this layer within a forward.
     _gathered: tuple[Moments, ...] = ()
-    _task: Task | None = None
+    _task: ForwardPass | None = None
     _num_calls: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch (B, C, ...), and gather its statistics unless it is repeated."""
-        task = current_task()
+        task = current_forward_pass()
         running_mean = self.running_mean
         if (
             task is None
@@ -102,7 +102,7 @@ class DeferredBatchNorm(_BatchNorm):
                 self._gather(task, Moments(count, mean, variance * (count - 1)))
         return output
 
-    def _gather(self, task: Task, moments: Moments) -> None:
+    def _gather(self, task: ForwardPass, moments: Moments) -> None:
         if task is not self._task:
             # A mini-batch that broke off never came to its last micro-batch.
             if self._task is None or task.micro_batch <= self._task.micro_batch:

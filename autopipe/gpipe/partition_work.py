@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine import Gradients, Payload, StageWork, Starts, current_task, cut
+from autopipe.engine import Gradients, Payload, StageWork, Starts, current_forward_pass, cut
 from autopipe.gpipe.batch_norm import running_statistics_kept
 from autopipe.gpipe.micro_batch import as_batch, as_payload
 from autopipe.skip import SkipKey, SkipStore, using
@@ -105,7 +105,7 @@ class PartitionWork(StageWork):
 
     @contextmanager
     def _draws(self, micro_batch: int) -> Iterator[None]:
-        task = current_task()
+        task = current_forward_pass()
         assert task is not None
         if task.recomputing:
             with (
@@ -118,7 +118,7 @@ class PartitionWork(StageWork):
                 yield
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
-        task = current_task()
+        task = current_forward_pass()
         assert task is not None
         if self._ends.loss is not None:
             if task.checkpointing and any(

@@ -33,28 +33,40 @@ class StepModel:
         ValueError: nothing is left to train.
     """
 
-    def __init__(self, profile: Profile, *, num_frozen: int, prefix_cached_s: float | None,
-                 slots_per_node: int, prefix_chunk: int | None = None,
-                 round_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        num_frozen: int,
+        prefix_cached_s: float | None,
+        slots_per_node: int,
+        prefix_chunk: int | None = None,
+        round_bytes: int = 0,
+    ) -> None:
         costs = profile.sublayers
         self.first_active = sum(cost.layer < num_frozen for cost in costs)
         self.num_units = len(costs) - self.first_active
         if self.num_units == 0:
-            raise ValueError(f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
-                             f"train; freeze at most {max((c.layer for c in costs), default=0)}")
+            raise ValueError(
+                f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
+                f"train; freeze at most {max((c.layer for c in costs), default=0)}"
+            )
         self._profile, self._prefix_cached_s = profile, prefix_cached_s
         self._slots_per_node, self._prefix_chunk = slots_per_node, prefix_chunk
-        frozen, active = costs[:self.first_active], costs[self.first_active:]
+        frozen, active = costs[: self.first_active], costs[self.first_active :]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
         # Without gradients, activations are gone when the next sublayer has run.
         self._prefix_sample_bytes = max(
-            (cost.saved_bytes + 2 * cost.output_bytes for cost in frozen), default=0.0)
+            (cost.saved_bytes + 2 * cost.output_bytes for cost in frozen), default=0.0
+        )
         # A tensor larger than a round travels alone.
         self._round_bytes = round_bytes and max(
-            round_bytes, *(cost.parameter_bytes for cost in costs))
+            round_bytes, *(cost.parameter_bytes for cost in costs)
+        )
         self._gradients = _cumulate(cost.gradient_bytes for cost in active)
-        self._held = _cumulate(cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes
-                               for cost in active)
+        self._held = _cumulate(
+            cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes for cost in active
+        )
         self._saved = _cumulate(cost.saved_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
@@ -69,8 +81,9 @@ class StepModel:
         total, total_prefix = [0.0] * (self.num_units + 1), 0.0
         for size, number in Counter(sizes).items():
             forward, backward, prefix = self._cumulated_work(size)
-            total = [t + number * (f + b)
-                     for t, f, b in zip(total, forward, backward, strict=True)]
+            total = [
+                t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
+            ]
             total_prefix += number * prefix
 
         def cost(part: int, first: int, last: int) -> float:
@@ -78,8 +91,9 @@ class StepModel:
 
         return cost
 
-    def stage_bytes(self, sizes: tuple[int, ...], in_flight: tuple[int, ...], *,
-                    num_replicas: int) -> PartCost:
+    def stage_bytes(
+        self, sizes: tuple[int, ...], in_flight: tuple[int, ...], *, num_replicas: int
+    ) -> PartCost:
         """Return the function that says how many bytes a stage needs.
 
         In a step they are weights, gradients and optimizer state, the buckets in which replicas
@@ -100,38 +114,54 @@ class StepModel:
         def cost(part: int, first: int, last: int) -> float:
             held = self._held[last] - self._held[first] + (0 if part else self._prefix_bytes)
             copies = 2 if num_replicas > 1 else 1
-            per_sample = (self._saved[last] - self._saved[first]
-                          + self._boundary_bytes[first] + self._boundary_bytes[last])
-            training = (copies * (self._gradients[last] - self._gradients[first])
-                        + num_samples[part] * per_sample + (0 if part else prefix_run))
+            per_sample = (
+                self._saved[last]
+                - self._saved[first]
+                + self._boundary_bytes[first]
+                + self._boundary_bytes[last]
+            )
+            training = (
+                copies * (self._gradients[last] - self._gradients[first])
+                + num_samples[part] * per_sample
+                + (0 if part else prefix_run)
+            )
             return math.ceil(held + max(training, min(held, self._round_bytes)))
 
         return cost
 
-    def step_s(self, schedule: Schedule, sizes: tuple[int, ...], split: tuple[int, ...], *,
-               num_replicas: int) -> float:
+    def step_s(
+        self,
+        schedule: Schedule,
+        sizes: tuple[int, ...],
+        split: tuple[int, ...],
+        *,
+        num_replicas: int,
+    ) -> float:
         """Predict the seconds of a step by executing its schedule."""
-        return (self.simulation(schedule, sizes, split).step_s
-                + self._outside_schedule_s(split, num_replicas))
+        return self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(
+            split, num_replicas
+        )
 
-    def simulation(self, schedule: Schedule, sizes: tuple[int, ...],
-                   split: tuple[int, ...]) -> Simulation:
+    def simulation(
+        self, schedule: Schedule, sizes: tuple[int, ...], split: tuple[int, ...]
+    ) -> Simulation:
         """Execute a schedule on a clock.
 
         Slots of a node may share its caches and its memory's bandwidth, so that a stage computes
         faster while others wait. How many wait follows from a first execution.
         """
         times = self._stage_times(sizes, split)
-        slots, alone_share = self._slots_per_node, self._profile.alone_share
+        slots, idle_node_share = self._slots_per_node, self._profile.idle_node_share
         simulation = simulate(schedule, times)
-        if len(schedule) == 1 or slots == 1 or alone_share == 1.0:
+        if len(schedule) == 1 or slots == 1 or idle_node_share == 1.0:
             return simulation
         computing = simulation.company / len(schedule)
         others = max(0.0, (computing * slots - 1) / (slots - 1))
-        return simulate(schedule, times.scaled(alone_share + (1 - alone_share) * others))
+        return simulate(schedule, times.scaled(idle_node_share + (1 - idle_node_share) * others))
 
-    def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...], *,
-                     num_replicas: int) -> float:
+    def least_step_s(
+        self, sizes: tuple[int, ...], split: tuple[int, ...], *, num_replicas: int
+    ) -> float:
         """Return seconds below which no schedule finishes a step; far cheaper than `step_s`.
 
         A stage does all its work after the stages below have passed a first micro-batch up, and
@@ -140,16 +170,21 @@ class StepModel:
         forward, backward, prefix = self._cumulated_work(min(sizes))
         below = [forward[unit] + backward[unit] + (prefix if unit else 0.0) for unit in split[:-1]]
         busiest_s = max(map(add, per_part(self.work_s(sizes), split), below))
-        return (self._profile.alone_share * busiest_s
-                + self._outside_schedule_s(split, num_replicas))
+        return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(
+            split, num_replicas
+        )
 
     def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
         profile = self._profile
-        trained_bytes = max(self._gradients[last] - self._gradients[first]
-                            for first, last in pairwise(split))
-        return (profile.optimizer_s_per_byte * trained_bytes + profile.step_overhead_s
-                + profile.all_reduce_s(num_replicas, trained_bytes))
+        trained_bytes = max(
+            self._gradients[last] - self._gradients[first] for first, last in pairwise(split)
+        )
+        return (
+            profile.optimizer_s_per_byte * trained_bytes
+            + profile.step_overhead_s
+            + profile.all_reduce_s(num_replicas, trained_bytes)
+        )
 
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
@@ -159,18 +194,28 @@ class StepModel:
         targets_s = handling_s[-1] if handling_s else 0.0
         return StageTimes(
             forward_s=tuple(
-                tuple(forward[last] - forward[first] + (0.0 if stage else prefix)
-                      + (targets_s if stage in (0, last_stage) else 0.0)
-                      for forward, _, prefix in work)
-                for stage, (first, last) in enumerate(pairwise(split))),
+                tuple(
+                    forward[last]
+                    - forward[first]
+                    + (0.0 if stage else prefix)
+                    + (targets_s if stage in (0, last_stage) else 0.0)
+                    for forward, _, prefix in work
+                )
+                for stage, (first, last) in enumerate(pairwise(split))
+            ),
             backward_s=tuple(
                 tuple(backward[last] - backward[first] for _, backward, _ in work)
-                for first, last in pairwise(split)),
+                for first, last in pairwise(split)
+            ),
             transfer_s=tuple(
-                tuple(self._link_above(stage).seconds(size * self._boundary_bytes[unit])
-                      for size in sizes)
-                for stage, unit in enumerate(split[1:-1])),
-            handling_s=handling_s)
+                tuple(
+                    self._link_above(stage).seconds(size * self._boundary_bytes[unit])
+                    for size in sizes
+                )
+                for stage, unit in enumerate(split[1:-1])
+            ),
+            handling_s=handling_s,
+        )
 
     def _link_above(self, stage: int) -> LinkCost:
         """Return the link from a stage to the next; pipelines begin at a node's first slot."""
@@ -188,7 +233,9 @@ class StepModel:
                 prefix = profile.cached_fetch_s + self._prefix_cached_s * size
             self._work[size] = (
                 _cumulate(profile.forward_s(index, size) for index in active),
-                _cumulate(profile.backward_s(index, size) for index in active), prefix)
+                _cumulate(profile.backward_s(index, size) for index in active),
+                prefix,
+            )
         return self._work[size]
 
     def _prefix_s(self, size: int) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopipe.plan.search import PipelinePlan, PlanRequest, predict, simulate_plan
+from autopipe.plan.request import PipelinePlan, PlanRequest
+from autopipe.plan.search import predict, simulate_plan
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import LinkCost, Profile
 from autopipe.trace import Span
@@ -84,9 +85,7 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
         ),
     )
     simulation = simulate_plan(profile, request, plan)
-    unlinked = simulate_plan(
-        replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan
-    )
+    unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
     compute_s = sum(unlinked.busy_s) / plan.length
     parts = StepParts(
         compute_s=compute_s,

@@ -12,8 +12,12 @@ def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
 
     They leave no slot idle, and are in ascending order.
     """
-    return tuple(length for length in range(1, num_ranks + 1) if num_ranks % length == 0
-                 and (slots_per_node % length == 0 or length % slots_per_node == 0))
+    return tuple(
+        length
+        for length in range(1, num_ranks + 1)
+        if num_ranks % length == 0
+        and (slots_per_node % length == 0 or length % slots_per_node == 0)
+    )
 
 
 def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopipe.partition import greedy_partition
-from autopipe.plan.search import PipelinePlan, PlanRequest, predict
+from autopipe.plan.request import PipelinePlan, PlanRequest
+from autopipe.plan.search import predict
 from autopipe.plan.throughput import Table, best_first
 from autopipe.profile import Profile
 
@@ -68,9 +69,7 @@ def paper_plan(
     )
 
 
-def trial_plans(
-    profile: Profile, request: PlanRequest, length: int
-) -> tuple[PipelinePlan, ...]:
+def trial_plans(profile: Profile, request: PlanRequest, length: int) -> tuple[PipelinePlan, ...]:
     """Return the pipelines of a length that the throughput table compares: GPipe, M = K .. 6 K.
 
     Nothing is frozen in them or, where that does not fit the memory, as little as all of them fit

@@ -7,123 +7,20 @@ fits the memory wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
-from typing import Any
 
 from autopipe.partition import PartCost, best_split, per_part
 from autopipe.plan.estimate import StepModel
-from autopipe.plan.lengths import length_choices, replicas_of
+from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
 from autopipe.schedule import SCHEDULES, peak_in_flight
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """State a pipeline and what it is predicted to cost.
-
-    Args:
-        length: stages (K).
-        boundaries: K + 1 indices over all sublayers; stage j trains boundaries[j] up to, but not
-            with, boundaries[j + 1]; stage 0 also holds the frozen ones below boundaries[0].
-        num_micro_batches: micro-batches of a replica's step (M).
-        schedule: a name of `schedule.SCHEDULES`.
-        predicted_step_s: seconds of a step.
-        peak_bytes: modelled bytes of each stage.
-    """
-
-    length: int
-    boundaries: tuple[int, ...]
-    num_micro_batches: int
-    schedule: str
-    predicted_step_s: float
-    peak_bytes: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> PipelinePlan:
-        """Rebuild a plan from `to_json`."""
-        return PipelinePlan(**{**values, "boundaries": tuple(values["boundaries"]),
-                               "peak_bytes": tuple(values["peak_bytes"])})
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """State what is to be planned.
-
-    Args:
-        num_ranks: device slots that train.
-        slots_per_node: device slots of a node.
-        global_batch: samples of a step over all replicas.
-        num_frozen: layers frozen at the bottom.
-        memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
-        prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
-            are computed in each step.
-        prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
-            micro-batch's.
-        round_bytes: what a transition brings a rank at a time; 0 where none can come.
-        lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
-            slots idle only where no other is feasible.
-        micro_batches: micro-batch counts to consider; None for a sensible selection.
-        schedules: schedules to consider; of two equally good ones the earlier is taken.
-    Raises:
-        ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
-            unknown.
-    """
-
-    num_ranks: int
-    slots_per_node: int
-    global_batch: int
-    num_frozen: int
-    memory_limit_bytes: int | None = None
-    prefix_cached_s: float | None = None
-    prefix_chunk: int | None = None
-    round_bytes: int = 0
-    lengths: tuple[int, ...] | None = None
-    micro_batches: tuple[int, ...] | None = None
-    schedules: tuple[str, ...] = ("1f1b", "gpipe")
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("num_ranks", self.num_ranks, 1),
-                                   ("slots_per_node", self.slots_per_node, 1),
-                                   ("global_batch", self.global_batch, 1),
-                                   ("num_frozen", self.num_frozen, 0),
-                                   ("prefix_chunk", self.prefix_chunk or 1, 1),
-                                   ("round_bytes", self.round_bytes, 0),
-                                   ("micro_batches", min(self.micro_batches or (1,)), 1)):
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-        for length in self.lengths or ():
-            if length < 1 or not self.replicas_of(length):
-                fitting = chain(*length_choices(self.num_ranks, self.slots_per_node))
-                raise ValueError(
-                    f"pipeline length {length} does not fit {self.num_ranks} ranks with "
-                    f"{self.slots_per_node} slots a node; choose from {sorted(fitting)}")
-        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
-            raise ValueError(f"schedules {list(self.schedules)} are not all known; choose from "
-                             f"{list(SCHEDULES)}")
-
-    def length_choices(self) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths to consider: each choice for where none before it is feasible."""
-        return ((self.lengths,) if self.lengths
-                else length_choices(self.num_ranks, self.slots_per_node))
-
-    def replicas_of(self, length: int) -> int:
-        """Return how many pipelines of a length train side by side."""
-        return replicas_of(length, self.num_ranks, self.slots_per_node)
-
-    def samples_of(self, length: int) -> int:
-        """Return the samples of the largest replica in a step."""
-        return math.ceil(self.global_batch / self.replicas_of(length))
 
 
 def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -150,9 +47,14 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
         fastest_s = min(fastest_s, plans[-1].predicted_step_s)
     if not plans:
         raise ValueError(_nothing_fits(model, request))
-    return min((plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
-               key=lambda plan: (plan.length, plan.num_micro_batches,
-                                 request.schedules.index(plan.schedule)))
+    return min(
+        (plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
+        key=lambda plan: (
+            plan.length,
+            plan.num_micro_batches,
+            request.schedules.index(plan.schedule),
+        ),
+    )
 
 
 def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
@@ -166,8 +68,14 @@ def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     return sorted(plans, key=lambda plan: plan.predicted_step_s)
 
 
-def predict(profile: Profile, request: PlanRequest, *, boundaries: tuple[int, ...],
-            num_micro_batches: int, schedule: str) -> PipelinePlan:
+def predict(
+    profile: Profile,
+    request: PlanRequest,
+    *,
+    boundaries: tuple[int, ...],
+    num_micro_batches: int,
+    schedule: str,
+) -> PipelinePlan:
     """Predict one pipeline, whether it fits the memory or not.
 
     Raises:
@@ -180,10 +88,15 @@ def predict(profile: Profile, request: PlanRequest, *, boundaries: tuple[int, ..
         raise ValueError(
             f"boundaries {boundaries} must ascend from {model.first_active} to "
             f"{len(profile.sublayers)}, over the sublayers that {request.num_frozen} frozen "
-            f"layers leave active")
-    only = replace(request, lengths=(len(split) - 1,), micro_batches=(num_micro_batches,),
-                   schedules=(schedule,))
-    (_, sizes), = _shapes(model, only, only.length_choices()[0])
+            f"layers leave active"
+        )
+    only = replace(
+        request,
+        lengths=(len(split) - 1,),
+        micro_batches=(num_micro_batches,),
+        schedules=(schedule,),
+    )
+    ((_, sizes),) = _shapes(model, only, only.length_choices()[0])
     return _plan(model, only, _Candidate(sizes, schedule, split, least_s=0.0))
 
 
@@ -218,14 +131,19 @@ class _Candidate:
 
 
 def _model(profile: Profile, request: PlanRequest) -> StepModel:
-    return StepModel(profile, num_frozen=request.num_frozen,
-                     prefix_cached_s=request.prefix_cached_s,
-                     slots_per_node=request.slots_per_node, prefix_chunk=request.prefix_chunk,
-                     round_bytes=request.round_bytes)
+    return StepModel(
+        profile,
+        num_frozen=request.num_frozen,
+        prefix_cached_s=request.prefix_cached_s,
+        slots_per_node=request.slots_per_node,
+        prefix_chunk=request.prefix_chunk,
+        round_bytes=request.round_bytes,
+    )
 
 
-def _possible_shapes(model: StepModel, request: PlanRequest
-                     ) -> list[list[tuple[int, tuple[int, ...]]]]:
+def _possible_shapes(
+    model: StepModel, request: PlanRequest
+) -> list[list[tuple[int, tuple[int, ...]]]]:
     """List the shapes of each choice of lengths that allows any.
 
     Raises:
@@ -242,23 +160,30 @@ def _possible_shapes(model: StepModel, request: PlanRequest
     return choices
 
 
-def _shapes(model: StepModel, request: PlanRequest, wanted: tuple[int, ...]
-            ) -> list[tuple[int, tuple[int, ...]]]:
+def _shapes(
+    model: StepModel, request: PlanRequest, wanted: tuple[int, ...]
+) -> list[tuple[int, tuple[int, ...]]]:
     """List the possible lengths with the micro-batch sizes of the largest replica."""
-    lengths = [length for length in wanted if length <= model.num_units
-               and request.replicas_of(length) <= request.global_batch]
+    lengths = [
+        length
+        for length in wanted
+        if length <= model.num_units and request.replicas_of(length) <= request.global_batch
+    ]
     shapes = []
     for length in lengths:
         num_samples = request.samples_of(length)
-        shapes += [(length, micro_batch_sizes(num_samples, count))
-                   for count in request.micro_batches or _micro_batch_counts(length, num_samples)
-                   if count <= num_samples]
+        shapes += [
+            (length, micro_batch_sizes(num_samples, count))
+            for count in request.micro_batches or _micro_batch_counts(length, num_samples)
+            if count <= num_samples
+        ]
     if not shapes:
         raise ValueError(
             f"no pipeline is possible: {model.num_units} active sublayers and a global batch of "
             f"{request.global_batch} on {request.num_ranks} ranks allow {lengths} of the lengths "
             f"{list(wanted)}, and micro-batches need a sample each; allow shorter pipelines or "
-            f"fewer micro-batches, or enlarge the global batch")
+            f"fewer micro-batches, or enlarge the global batch"
+        )
     return shapes
 
 
@@ -279,21 +204,25 @@ def _in_flight(schedule: str, length: int, num_micro_batches: int) -> tuple[int,
     return tuple(map(peak_in_flight, SCHEDULES[schedule](length, num_micro_batches)))
 
 
-def _num_bytes(model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...],
-               schedule: str) -> PartCost:
-    return model.stage_bytes(sizes, _in_flight(schedule, length, len(sizes)),
-                             num_replicas=request.replicas_of(length))
+def _num_bytes(
+    model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...], schedule: str
+) -> PartCost:
+    return model.stage_bytes(
+        sizes, _in_flight(schedule, length, len(sizes)), num_replicas=request.replicas_of(length)
+    )
 
 
 def _fitting(model: StepModel, request: PlanRequest) -> list[_Candidate]:
     """Return the candidates of the first choice of lengths that has any, of none if none has."""
-    found = (list(_split_all(model, request, shapes))
-             for shapes in _possible_shapes(model, request))
+    found = (
+        list(_split_all(model, request, shapes)) for shapes in _possible_shapes(model, request)
+    )
     return next(filter(None, found), [])
 
 
-def _split_all(model: StepModel, request: PlanRequest, shapes: list[tuple[int, tuple[int, ...]]]
-               ) -> Iterator[_Candidate]:
+def _split_all(
+    model: StepModel, request: PlanRequest, shapes: list[tuple[int, tuple[int, ...]]]
+) -> Iterator[_Candidate]:
     """Split every shape so that its slowest stage is fastest, among the splits that fit."""
     limit = request.memory_limit_bytes
     for length, sizes in shapes:
@@ -305,11 +234,16 @@ def _split_all(model: StepModel, request: PlanRequest, shapes: list[tuple[int, t
             if limit is not None:
                 num_bytes = _num_bytes(model, request, length, sizes, schedule)
                 if max(per_part(num_bytes, unlimited)) > limit:
-                    split = best_split(model.num_units, length, work_s,
-                                       feasible=partial(_within, num_bytes, limit))
+                    split = best_split(
+                        model.num_units,
+                        length,
+                        work_s,
+                        feasible=partial(_within, num_bytes, limit),
+                    )
             if split is not None:
-                least_s = model.least_step_s(sizes, split,
-                                             num_replicas=request.replicas_of(length))
+                least_s = model.least_step_s(
+                    sizes, split, num_replicas=request.replicas_of(length)
+                )
                 yield _Candidate(sizes, schedule, split, least_s)
 
 
@@ -320,11 +254,18 @@ def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -
 def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> PipelinePlan:
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
-    step_s = model.step_s(SCHEDULES[name](length, len(sizes)), sizes, split,
-                          num_replicas=request.replicas_of(length))
+    step_s = model.step_s(
+        SCHEDULES[name](length, len(sizes)), sizes, split, num_replicas=request.replicas_of(length)
+    )
     peak_bytes = per_part(_num_bytes(model, request, length, sizes, name), split)
-    return PipelinePlan(length, tuple(model.first_active + unit for unit in split), len(sizes),
-                        name, step_s, tuple(map(int, peak_bytes)))
+    return PipelinePlan(
+        length,
+        tuple(model.first_active + unit for unit in split),
+        len(sizes),
+        name,
+        step_s,
+        tuple(map(int, peak_bytes)),
+    )
 
 
 def _least_memory(model: StepModel, request: PlanRequest) -> PipelinePlan:
@@ -345,7 +286,9 @@ def _nothing_fits(model: StepModel, request: PlanRequest) -> str:
     """Say how much the pipeline that comes closest to fitting still needs, and where."""
     plan = _least_memory(model, request)
     needs = max(plan.peak_bytes)
-    return (f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
-            f"{plan.length} stages x {plan.num_micro_batches} micro-batches ({plan.schedule}), "
-            f"needs {needs} bytes on stage {plan.peak_bytes.index(needs)}; raise the limit, lower "
-            f"the global batch, add device slots or freeze more layers")
+    return (
+        f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
+        f"{plan.length} stages x {plan.num_micro_batches} micro-batches ({plan.schedule}), "
+        f"needs {needs} bytes on stage {plan.peak_bytes.index(needs)}; raise the limit, lower "
+        f"the global batch, add device slots or freeze more layers"
+    )

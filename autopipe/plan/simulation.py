@@ -43,7 +43,8 @@ class StageTimes:
         """Return times of stages that compute faster, or slower."""
         forward_s, backward_s = (
             tuple(tuple(factor * seconds for seconds in row) for row in rows)
-            for rows in (self.forward_s, self.backward_s))
+            for rows in (self.forward_s, self.backward_s)
+        )
         return replace(self, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -79,13 +80,15 @@ class Simulation:
     @property
     def company(self) -> float:
         """Return how many stages compute, itself included, while a stage does; the mean."""
-        changes = sorted([(event.start_s, 1) for event in self.timeline]
-                         + [(event.end_s, -1) for event in self.timeline])
+        changes = sorted(
+            [(event.start_s, 1) for event in self.timeline]
+            + [(event.end_s, -1) for event in self.timeline]
+        )
         number, work_s, company_s = 0, 0.0, 0.0
         for (start_s, change), (end_s, _) in pairwise(changes):
             number += change
             work_s += number * (end_s - start_s)
-            company_s += number ** 2 * (end_s - start_s)
+            company_s += number**2 * (end_s - start_s)
         return company_s / work_s if work_s else 1.0
 
 
@@ -102,19 +105,29 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
     while progress:
         progress = False
         for stage, program in enumerate(schedule):
-            while (position[stage] < len(program)
-                   and clock.execute(stage, program[position[stage]])):
+            while position[stage] < len(program) and clock.execute(
+                stage, program[position[stage]]
+            ):
                 position[stage] += 1
                 progress = True
-    stuck = [f"stage {stage} waits for {program[done].op.value} {program[done].micro_batch}"
-             for stage, (program, done) in enumerate(zip(schedule, position, strict=True))
-             if done < len(program)] + clock.unread()
+    stuck = [
+        f"stage {stage} waits for {program[done].op.value} {program[done].micro_batch}"
+        for stage, (program, done) in enumerate(zip(schedule, position, strict=True))
+        if done < len(program)
+    ] + clock.unread()
     if stuck:
-        raise ValueError(f"the schedule cannot be executed: {', '.join(stuck)}; pair every send "
-                         f"with one receive, in one order")
+        raise ValueError(
+            f"the schedule cannot be executed: {', '.join(stuck)}; pair every send "
+            f"with one receive, in one order"
+        )
     step_s = max(clock.now_s)
-    return Simulation(step_s, tuple(clock.busy_s), tuple(step_s - busy for busy in clock.busy_s),
-                      tuple(peak_in_flight(program) for program in schedule), tuple(clock.events))
+    return Simulation(
+        step_s,
+        tuple(clock.busy_s),
+        tuple(step_s - busy for busy in clock.busy_s),
+        tuple(peak_in_flight(program) for program in schedule),
+        tuple(clock.events),
+    )
 
 
 class _Link:
@@ -139,12 +152,15 @@ class _Clock:
         if shape != (num_stages, num_stages, num_stages - 1, num_stages):
             raise ValueError(
                 f"(forward, backward, transfer, lead) times have {shape} rows; a schedule of "
-                f"{num_stages} stages needs one a stage, and one a boundary for transfers")
+                f"{num_stages} stages needs one a stage, and one a boundary for transfers"
+            )
         self._times = times
         self._handling_s = times.handling_s or (0.0,) * (num_stages - 1)
         if len(self._handling_s) != num_stages - 1:
-            raise ValueError(f"{len(self._handling_s)} times to handle a message for "
-                             f"{num_stages - 1} boundaries")
+            raise ValueError(
+                f"{len(self._handling_s)} times to handle a message for "
+                f"{num_stages - 1} boundaries"
+            )
         self.now_s, self.busy_s = list(lead_s), list(lead_s)
         self.events: list[Event] = []
         # Boundary j's activations go to stage j + 1, its gradients to stage j.
@@ -174,8 +190,9 @@ class _Clock:
     def _compute(self, stage: int, instruction: Instruction, seconds: float) -> None:
         start_s = self.now_s[stage]
         self._spend(stage, seconds)
-        self.events.append(Event(stage, instruction.op, instruction.micro_batch,
-                                 start_s, self.now_s[stage]))
+        self.events.append(
+            Event(stage, instruction.op, instruction.micro_batch, start_s, self.now_s[stage])
+        )
 
     def _spend(self, stage: int, seconds: float) -> None:
         self.now_s[stage] += seconds
@@ -192,6 +209,9 @@ class _Clock:
     def unread(self) -> list[str]:
         """Name the messages that were sent and that no stage received."""
         kinds = {"activation": self._activations, "gradient": self._gradients}
-        return [f"{kind} {i} over boundary {boundary} is never received"
-                for kind, links in kinds.items() for boundary, link in enumerate(links)
-                for i, _ in link.messages]
+        return [
+            f"{kind} {i} over boundary {boundary} is never received"
+            for kind, links in kinds.items()
+            for boundary, link in enumerate(links)
+            for i, _ in link.messages
+        ]

@@ -1,4 +1,4 @@
-"""Measure what sublayers and links cost: times, bytes, activations."""
+"""Measure what sublayers and links cost."""
 
 from autopipe.profile.chain import (
     ProfiledSublayer,
@@ -22,21 +22,8 @@ from autopipe.profile.profile import (
 )
 
 __all__ = [
-    "AllReduceCost",
-    "LinkCost",
-    "MeasuredChain",
-    "Profile",
-    "ProfiledSublayer",
-    "SublayerCost",
-    "chain_bytes",
-    "chain_seconds",
-    "join_chains",
-    "join_sizes",
-    "left_as_found",
-    "merge",
-    "now_s",
-    "profile_sublayers",
-    "saved_storages",
-    "storages",
+    "AllReduceCost", "LinkCost", "MeasuredChain", "Profile", "ProfiledSublayer",
+    "SublayerCost", "chain_bytes", "chain_seconds", "join_chains", "join_sizes",
+    "left_as_found", "merge", "now_s", "profile_sublayers", "saved_storages", "storages",
     "time_rounds",
-]
+]  # fmt: skip

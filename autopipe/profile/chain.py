@@ -36,15 +36,19 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
     """Lend the modules for measuring; restore flags, buffers, gradients and random state."""
     everything = nn.ModuleList(modules)
     training = [(module, module.training) for module in everything.modules()]
-    buffers = [(module, name, buffer, buffer.clone()) for module in everything.modules()
-               for name, buffer in module.named_buffers(recurse=False)]
-    gradients = [(parameter, parameter.grad, parameter.requires_grad)
-                 for parameter in everything.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in everything.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    gradients = [
+        (parameter, parameter.grad, parameter.requires_grad)
+        for parameter in everything.parameters()
+    ]
     for parameter, _, _ in gradients:
         parameter.grad = None
     try:
-        with (torch.random.fork_rng([device] if device.type == "cuda" else []),
-              torch.enable_grad()):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             yield everything
     finally:
         for module, flag in training:
@@ -68,9 +72,10 @@ class _Forward:
     measured: float
 
 
-def _run_chain(sublayers: Sequence[ProfiledSublayer],
-               run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, float]],
-               ) -> list[_Forward]:
+def _run_chain(
+    sublayers: Sequence[ProfiledSublayer],
+    run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, float]],
+) -> list[_Forward]:
     """Run all forwards, the graph cut between sublayers as it is between stages."""
     below: Tensor | None = None
     forwards = []
@@ -78,15 +83,18 @@ def _run_chain(sublayers: Sequence[ProfiledSublayer],
         # A copy, because a leaf that needs a gradient forbids layers that work in place.
         output, measured = run(sublayer, None if below is None else below.clone())
         if not isinstance(output, Tensor):
-            raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it "
-                            f"must return one tensor: move side values into the batch")
+            raise TypeError(
+                f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it "
+                f"must return one tensor: move side values into the batch"
+            )
         forwards.append(_Forward(below, output, measured))
         below = output.detach().requires_grad_(output.is_floating_point())
     return forwards
 
 
-def measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                  batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def measure_bytes(
+    sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList, batch: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
     """Count each sublayer's bytes, activations per sample."""
     num_samples = len(next(iter(batch.values())))
     counted: set[int] = set()
@@ -94,20 +102,30 @@ def measure_bytes(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
     modules.train()
     forwards = _run_chain(sublayers, partial(_count_saved, batch))
     for sublayer, forward in zip(sublayers, forwards, strict=True):
-        own = [{id(t): t.nbytes for t in tensors if id(t) not in counted}
-               for tensors in (sublayer.module.parameters(), sublayer.module.buffers())]
+        own = [
+            {id(t): t.nbytes for t in tensors if id(t) not in counted}
+            for tensors in (sublayer.module.parameters(), sublayer.module.buffers())
+        ]
         counted.update(*own)
-        sizes.append({"parameter_bytes": sum(own[0].values()),
-                      "gradient_bytes": sum(p.nbytes for p in sublayer.module.parameters()
-                                            if p.requires_grad and id(p) in own[0]),
-                      "buffer_bytes": sum(own[1].values()),
-                      "saved_bytes": forward.measured / num_samples,
-                      "output_bytes": forward.output.nbytes / num_samples})
+        sizes.append(
+            {
+                "parameter_bytes": sum(own[0].values()),
+                "gradient_bytes": sum(
+                    p.nbytes
+                    for p in sublayer.module.parameters()
+                    if p.requires_grad and id(p) in own[0]
+                ),
+                "buffer_bytes": sum(own[1].values()),
+                "saved_bytes": forward.measured / num_samples,
+                "output_bytes": forward.output.nbytes / num_samples,
+            }
+        )
     return sizes
 
 
-def _count_saved(batch: Mapping[str, Tensor], sublayer: ProfiledSublayer,
-                 hidden: Tensor | None) -> tuple[Tensor, int]:
+def _count_saved(
+    batch: Mapping[str, Tensor], sublayer: ProfiledSublayer, hidden: Tensor | None
+) -> tuple[Tensor, int]:
     """Run a forward; also return the bytes that its graph keeps, each storage once."""
     with saved_storages() as saved:
         output = sublayer.call(hidden, batch)
@@ -134,13 +152,18 @@ def saved_storages() -> Iterator[dict[int, int]]:
         yield saved
 
 
-def time_chain(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-               batch: Mapping[str, Tensor], device: torch.device) -> list[list[float]]:
+def time_chain(
+    sublayers: Sequence[ProfiledSublayer],
+    modules: nn.ModuleList,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+) -> list[list[float]]:
     """Time forward, backward and frozen forward; three lists with the seconds of each sublayer.
 
     All forwards precede all backwards, as in a step: with only one sublayer's activations alive,
     their memory is warm and every time about a tenth too short.
     """
+
     def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
         start_s = now_s(device)
         return sublayer.call(hidden, batch), now_s(device) - start_s
@@ -162,16 +185,22 @@ def chain_seconds(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Ten
         return sum(map(sum, time_chain(sublayers, modules, batch, device)))
 
 
-def chain_bytes(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
-                ) -> list[dict[str, Any]]:
+def chain_bytes(
+    sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
     """Return the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
     device = next(iter(batch.values())).device
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         return measure_bytes(sublayers, modules, batch)
 
 
-def input_backward_shares(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                          batch: Mapping[str, Tensor], *, rounds: int) -> list[float]:
+def input_backward_shares(
+    sublayers: Sequence[ProfiledSublayer],
+    modules: nn.ModuleList,
+    batch: Mapping[str, Tensor],
+    *,
+    rounds: int,
+) -> list[float]:
     """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1].
 
     Backwards with and without gradients for the parameters take turns; the medians of the rounds
@@ -187,9 +216,10 @@ def input_backward_shares(sublayers: Sequence[ProfiledSublayer], modules: nn.Mod
                 parameter.requires_grad_(requires_grad)
             forwards = _run_chain(sublayers, lambda sub, hidden: (sub.call(hidden, batch), 0.0))
             measured.append(_time_backwards(forwards, device))
-    return [_share(statistics.median(part), statistics.median(full))
-            for full, part in zip(zip(*whole, strict=True), zip(*inputs, strict=True),
-                                  strict=True)]
+    return [
+        _share(statistics.median(part), statistics.median(full))
+        for full, part in zip(zip(*whole, strict=True), zip(*inputs, strict=True), strict=True)
+    ]
 
 
 def _share(part: float, full: float) -> float:

@@ -59,8 +59,9 @@ class SublayerCost:
 
     def lengthened(self, factors: Sequence[float]) -> SublayerCost:
         """Return a cost with longer times, by a factor for every size."""
-        times: dict[str, Any] = {name: tuple(map(mul, factors, getattr(self, name)))
-                                 for name in _TIMES}
+        times: dict[str, Any] = {
+            name: tuple(map(mul, factors, getattr(self, name))) for name in _TIMES
+        }
         return replace(self, **times)
 
 
@@ -82,7 +83,7 @@ class Profile:
         all_reduce: sums over replicas, one entry for each number of them.
         fetch_s: fetching a micro-batch's samples, whatever their number.
         cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
-        alone_share: what computing takes while the other slots are idle, as a share of what the
+        idle_node_share: what computing takes while other slots are idle, as a share of what the
             times here say, which are those of slots that all compute and wait for the slowest.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
@@ -98,7 +99,7 @@ class Profile:
     all_reduce: tuple[AllReduceCost, ...] = ()
     fetch_s: float = 0.0
     cached_fetch_s: float = 0.0
-    alone_share: float = 1.0
+    idle_node_share: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
@@ -106,8 +107,10 @@ class Profile:
             raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
         for cost in self.sublayers:
             if {len(getattr(cost, name)) for name in _TIMES} != {len(sizes)}:
-                raise ValueError(f"sublayer {cost.name!r} lacks times, or has too many; give one "
-                                 f"of each kind for every micro-batch size of {sizes}")
+                raise ValueError(
+                    f"sublayer {cost.name!r} lacks times, or has too many; give one "
+                    f"of each kind for every micro-batch size of {sizes}"
+                )
 
     def forward_s(self, index: int, batch: int) -> float:
         """Return the seconds of a sublayer's forward on a micro-batch."""
@@ -134,15 +137,19 @@ class Profile:
         measured = {cost.num_replicas: cost for cost in self.all_reduce}
         nearest = min((n for n in measured if n >= num_replicas), default=None)
         if nearest is None:
-            raise ValueError(f"the profile has sums over {list(measured)} replicas, none over "
-                             f"{num_replicas}; profile the cluster that is planned for")
+            raise ValueError(
+                f"the profile has sums over {list(measured)} replicas, none over "
+                f"{num_replicas}; profile the cluster that is planned for"
+            )
         return measured[nearest].at(num_bytes)
 
     def lengthened(self, factors: Sequence[float]) -> Profile:
         """Return a profile whose computing takes longer, by a factor for every size."""
         return replace(
-            self, sublayers=tuple(cost.lengthened(factors) for cost in self.sublayers),
-            optimizer_s_per_byte=statistics.mean(factors) * self.optimizer_s_per_byte)
+            self,
+            sublayers=tuple(cost.lengthened(factors) for cost in self.sublayers),
+            optimizer_s_per_byte=statistics.mean(factors) * self.optimizer_s_per_byte,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -151,13 +158,24 @@ class Profile:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
         """Rebuild a profile from `to_json`."""
-        sublayers = tuple(SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in _TIMES}})
-                          for cost in values["sublayers"])
-        sums = tuple(AllReduceCost(cost["num_replicas"], tuple(cost["num_bytes"]),
-                                   tuple(cost["seconds"])) for cost in values["all_reduce"])
-        return Profile(**{**values, "batch_sizes": tuple(values["batch_sizes"]),
-                          "sublayers": sublayers, "link": LinkCost(**values["link"]),
-                          "node_link": LinkCost(**values["node_link"]), "all_reduce": sums})
+        sublayers = tuple(
+            SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in _TIMES}})
+            for cost in values["sublayers"]
+        )
+        sums = tuple(
+            AllReduceCost(cost["num_replicas"], tuple(cost["num_bytes"]), tuple(cost["seconds"]))
+            for cost in values["all_reduce"]
+        )
+        return Profile(
+            **{
+                **values,
+                "batch_sizes": tuple(values["batch_sizes"]),
+                "sublayers": sublayers,
+                "link": LinkCost(**values["link"]),
+                "node_link": LinkCost(**values["node_link"]),
+                "all_reduce": sums,
+            }
+        )
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
@@ -181,8 +199,10 @@ def _median(values: Sequence[Any]) -> Any:
         return tuple(_median(entries) for entries in zip(*values, strict=True))
     if any(isinstance(value, float) for value in values):
         return statistics.median(values)
-    raise ValueError(f"the ranks' profiles differ in more than measurements, for instance "
-                     f"{values}; profile one model at the same sizes on all")
+    raise ValueError(
+        f"the ranks' profiles differ in more than measurements, for instance "
+        f"{values}; profile one model at the same sizes on all"
+    )
 
 
 def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
@@ -193,7 +213,7 @@ def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float
     if len(sizes) == 1:
         return seconds[0] * batch / sizes[0]
     right = next((n for n in range(1, len(sizes)) if batch <= sizes[n]), len(sizes) - 1)
-    (x0, x1), (y0, y1) = sizes[right - 1:right + 1], seconds[right - 1:right + 1]
+    (x0, x1), (y0, y1) = sizes[right - 1 : right + 1], seconds[right - 1 : right + 1]
     value = y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
     if batch < x0:
         return min(max(value, y0 * batch / x0), y0)
@@ -215,13 +235,21 @@ class MeasuredChain:
 
     def median_s(self) -> tuple[float, ...]:
         """Return the sums of the sublayers' medians, an entry a batch."""
-        return tuple(sum(cost.forward_s[size] + cost.backward_s[size] + cost.frozen_s[size]
-                         for cost in self.costs) for size in range(len(self.rounds_s)))
+        return tuple(
+            sum(
+                cost.forward_s[size] + cost.backward_s[size] + cost.frozen_s[size]
+                for cost in self.costs
+            )
+            for size in range(len(self.rounds_s))
+        )
 
 
-def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
-                      batches: Sequence[Mapping[str, Tensor]], *,
-                      repeats: int = 3) -> MeasuredChain:
+def profile_sublayers(
+    sublayers: Sequence[ProfiledSublayer],
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    repeats: int = 3,
+) -> MeasuredChain:
     """Measure every sublayer on its real input; the modules are left as they were.
 
     Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
@@ -244,12 +272,25 @@ def profile_sublayers(sublayers: Sequence[ProfiledSublayer],
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = (
-            tuple(statistics.median(chains[size][kind][index] for chains in rounds)
-                  for size in range(len(batches))) for kind in range(3))
+            tuple(
+                statistics.median(chains[size][kind][index] for chains in rounds)
+                for size in range(len(batches))
+            )
+            for kind in range(3)
+        )
         input_s = tuple(shares[index] * seconds for seconds in backward_s)
-        costs.append(SublayerCost(sublayer.name, sublayer.layer, forward_s, input_s,
-                                  tuple(map(sub, backward_s, input_s)), frozen_s,
-                                  optimizer_bytes=0, **sizes[index]))
+        costs.append(
+            SublayerCost(
+                sublayer.name,
+                sublayer.layer,
+                forward_s,
+                input_s,
+                tuple(map(sub, backward_s, input_s)),
+                frozen_s,
+                optimizer_bytes=0,
+                **sizes[index],
+            )
+        )
     return MeasuredChain(tuple(costs), _totals(rounds))
 
 
@@ -258,7 +299,8 @@ def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
     parts = [chain.rounds_s for chain in chains]
     return MeasuredChain(
         tuple(cost for chain in chains for cost in chain.costs),
-        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)))
+        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)),
+    )
 
 
 def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
@@ -270,28 +312,44 @@ def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
     for same in zip(*(chain.costs for chain in chains), strict=True):
         forward_s, input_s, weight_s, frozen_s = (
             tuple(second for cost in same for second in getattr(cost, name))
-            for name in ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s"))
-        costs.append(replace(same[-1], forward_s=forward_s, input_backward_s=input_s,
-                             weight_backward_s=weight_s, frozen_s=frozen_s))
+            for name in ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
+        )
+        costs.append(
+            replace(
+                same[-1],
+                forward_s=forward_s,
+                input_backward_s=input_s,
+                weight_backward_s=weight_s,
+                frozen_s=frozen_s,
+            )
+        )
     return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
 
 
-def time_rounds(sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]],
-                *, repeats: int) -> tuple[tuple[float, ...], ...]:
+def time_rounds(
+    sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]], *, repeats: int
+) -> tuple[tuple[float, ...], ...]:
     """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
     device = next(iter(batches[-1].values())).device
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         return _totals(_time_rounds(sublayers, modules, batches, device, repeats))
 
 
-def _time_rounds(sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList,
-                 batches: Sequence[Mapping[str, Tensor]], device: torch.device, repeats: int,
-                 ) -> list[list[list[list[float]]]]:
+def _time_rounds(
+    sublayers: Sequence[ProfiledSublayer],
+    modules: nn.ModuleList,
+    batches: Sequence[Mapping[str, Tensor]],
+    device: torch.device,
+    repeats: int,
+) -> list[list[list[list[float]]]]:
     """Time every batch in every round, as `time_chain` does, after a round to warm up."""
-    return [[time_chain(sublayers, modules, batch, device) for batch in batches]
-            for _ in range(repeats + 1)][1:]
+    return [
+        [time_chain(sublayers, modules, batch, device) for batch in batches]
+        for _ in range(repeats + 1)
+    ][1:]
 
 
 def _totals(rounds: list[list[list[list[float]]]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(sum(map(sum, chain)) for chain in chains)
-                 for chains in zip(*rounds, strict=True))
+    return tuple(
+        tuple(sum(map(sum, chain)) for chain in chains) for chains in zip(*rounds, strict=True)
+    )

@@ -8,18 +8,9 @@ from autopipe.skip.routes import (
     skip_edges,
     verify_skippables,
 )
-from autopipe.skip.skippable import SkipStore, pop, skippable, stash, using
+from autopipe.skip.skip_layers import SkipStore, pop, skippable, stash, using
 
 __all__ = [
-    "Namespace",
-    "SkipEdge",
-    "SkipKey",
-    "SkipStore",
-    "Skippable",
-    "pop",
-    "skip_edges",
-    "skippable",
-    "stash",
-    "using",
-    "verify_skippables",
-]
+    "Namespace", "SkipEdge", "SkipKey", "SkipStore", "Skippable", "pop", "skip_edges",
+    "skippable", "stash", "using", "verify_skippables",
+]  # fmt: skip

@@ -5,12 +5,6 @@ from autopipe.threads.thread_link import Crossing, SkipCrossing, ThreadLinkAbove
 from autopipe.threads.workers import CallerSettings, run_together
 
 __all__ = [
-    "CallerSettings",
-    "Crossing",
-    "Randomness",
-    "SkipCrossing",
-    "ThreadLinkAbove",
-    "ThreadLinkBelow",
-    "may_draw",
-    "run_together",
-]
+    "CallerSettings", "Crossing", "Randomness", "SkipCrossing", "ThreadLinkAbove",
+    "ThreadLinkBelow", "may_draw", "run_together",
+]  # fmt: skip

@@ -9,4 +9,6 @@ from autopipe.trace.span import Span
 from autopipe.trace.summary import as_bytes
 from autopipe.trace.trace import Trace
 
-__all__ = ["Recorder", "Span", "Trace", "as_bytes", "save_picture"]
+__all__ = [
+    "Recorder", "Span", "Trace", "as_bytes", "save_picture",
+]  # fmt: skip

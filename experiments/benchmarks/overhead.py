@@ -58,7 +58,7 @@ def main() -> int:
         build_model(10, seed=0),
         train,
         epochs=10,
-        batch_size=BATCH_SIZE,
+        global_batch_size=BATCH_SIZE,
         cache=False,
         device="cpu",
         progress=False,

@@ -64,7 +64,7 @@ def make_trainer(**settings: Any) -> Trainer:
     return Trainer(
         build_model(10, seed=0),
         TensorDataset(images[: 2 * BATCH_SIZE], labels[: 2 * BATCH_SIZE]),
-        batch_size=BATCH_SIZE,
+        global_batch_size=BATCH_SIZE,
         device="cpu",
         progress=False,
         evaluate_every_epochs=0,
@@ -160,9 +160,7 @@ def _compare(
     ratios, paper_ratios = [], []
     for number in range(num_pairs):
         order = list(visits) if number % 2 else list(visits)[::-1]
-        seconds = {
-            name: statistics.median(tour.visit(frozen, *visits[name])[1]) for name in order
-        }
+        seconds = {name: statistics.median(tour.visit(frozen, *visits[name])[1]) for name in order}
         ratios.append(seconds["choice"] / seconds["best"])
         paper_ratios.append(seconds["paper"] / seconds["choice"])
     return {

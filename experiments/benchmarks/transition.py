@@ -79,7 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print; fail if a median over the launches is beyond its limit."""
     workload, num_launches = parse(arguments)
     print(
-        f"{workload.model}, {workload.image_size} px, global batch {workload.batch_size}, AdamW, "
+        f"{workload.model}, {workload.image_size} px, global batch {workload.batch_size}, "
+        "AdamW, "
         f"2 processes of one thread, K = 2 -> 1, torch {torch.__version__}, seconds:"
     )
     print(
@@ -101,9 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{line['parameters'] / 1e6:.1f} M parameters is bit for bit its owner's"
     )
     print(json.dumps(line))
-    return int(
-        line["transition_steps"] > STEPS_LIMIT or line["transition_over_copy"] > COPY_LIMIT
-    )
+    return int(line["transition_steps"] > STEPS_LIMIT or line["transition_over_copy"] > COPY_LIMIT)
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def measure_on_this_rank(workload: Workload) -> Measured:
         freeze=lambda context: None,
         freeze_interval_steps=workload.num_steps,
         plan=plan,
-        batch_size=workload.batch_size,
+        global_batch_size=workload.batch_size,
         epochs=1,
         cache=False,
         device="cpu",

@@ -36,8 +36,8 @@ class Problem:
     """Hold a model, and the data it is trained and evaluated on."""
 
     model: nn.Module
-    train_set: SizedDataset
-    eval_set: SizedDataset
+    train_dataset: SizedDataset
+    eval_dataset: SizedDataset
 
 
 def digits(seed: int) -> Problem:
@@ -121,17 +121,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = images(options.images, options.model, weights=options.weights, seed=options.seed)
     with Trainer(
         problem.model,
-        problem.train_set,
-        eval_set=problem.eval_set,
+        problem.train_dataset,
+        eval_dataset=problem.eval_dataset,
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=adamw(options.learning_rate),
         freeze=FreezeSchedule(options.frozen),
         learning_rate_schedule=cosine_with_warmup(),
-        clip_norm=1.0,
+        max_grad_norm=1.0,
         epochs=options.epochs,
-        batch_size=options.batch_size,
+        global_batch_size=options.batch_size,
         seed=options.seed,
-        length=options.length,
+        pipeline_length=options.length,
         folder=options.folder,
         checkpoint_every_steps=options.checkpoint_every_steps,
         resume="auto",

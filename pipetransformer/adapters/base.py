@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pipetransformer.adapters.parameters import laid_out_as, refuse_hooks
 from pipetransformer.loss import LossFunction
 
 
@@ -64,9 +65,16 @@ class LayeredModel:
             used twice; layers fall, skip a number, or leave the head no layer of its own.
     """
 
-    def __init__(self, model: nn.Module, sublayers: Sequence[Sublayer], *, inputs: Sequence[str],
-                 targets: Sequence[str], loss_fn: LossFunction | None = None,
-                 unused: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sublayers: Sequence[Sublayer],
+        *,
+        inputs: Sequence[str],
+        targets: Sequence[str],
+        loss_fn: LossFunction | None = None,
+        unused: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self.sublayers = tuple(sublayers)
         self.inputs = tuple(inputs)
@@ -93,16 +101,19 @@ class LayeredModel:
     def first_active(self, num_frozen: int) -> int:
         """Find the first sublayer above frozen layers 0..num_frozen-1; the head at the latest."""
         if not 0 <= num_frozen <= self.num_layers:
-            raise ValueError(f"num_frozen is {num_frozen}, but the model has {self.num_layers} "
-                             f"layers that can freeze; give 0 to {self.num_layers}")
+            raise ValueError(
+                f"num_frozen is {num_frozen}, but the model has {self.num_layers} "
+                f"layers that can freeze; give 0 to {self.num_layers}"
+            )
         return next(i for i, sub in enumerate(self.sublayers) if sub.layer >= num_frozen)
 
     def sides_of(self, first: int, last: int) -> tuple[str, ...]:
         """Name the batch entries that sublayers first..last-1 take beside the hidden state."""
         return tuple(dict.fromkeys(chain(*(sub.sides for sub in self.sublayers[first:last]))))
 
-    def call(self, index: int, value: Tensor | Mapping[str, Tensor], *,
-             sides: Mapping[str, Tensor]) -> Tensor:
+    def call(
+        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+    ) -> Tensor:
         """Run one sublayer.
 
         Args:
@@ -119,19 +130,28 @@ class LayeredModel:
         keywords = {name: sides[name] for name in sublayer.sides if name in sides}
         if isinstance(value, Tensor) == (index == 0):
             due = "the batch (a mapping)" if index == 0 else "the hidden state (a Tensor)"
-            raise TypeError(f"sublayer {index} ({sublayer.name!r}) got a {type(value).__name__}; "
-                            f"give it {due}")
+            raise TypeError(
+                f"sublayer {index} ({sublayer.name!r}) got a {type(value).__name__}; give it {due}"
+            )
         if not isinstance(value, Tensor):
             keywords.update((name, value[name]) for name in self.inputs[1:] if name in value)
             value = self._required_input(value)
         output = sublayer.module(value, **keywords)
         if not isinstance(output, Tensor):
-            raise TypeError(f"sublayer {sublayer.name!r} returned a {type(output).__name__}; one "
-                            "Tensor goes from sublayer to sublayer: wrap its module")
+            raise TypeError(
+                f"sublayer {sublayer.name!r} returned a {type(output).__name__}; one "
+                "Tensor goes from sublayer to sublayer: wrap its module"
+            )
         return output
 
-    def run(self, batch: Mapping[str, Tensor], *, first: int = 0, last: int | None = None,
-            hidden: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        first: int = 0,
+        last: int | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Run sublayers first..last-1 one after the other; all of them by default.
 
         Args:
@@ -146,12 +166,16 @@ class LayeredModel:
         """
         last = len(self.sublayers) if last is None else last
         if not 0 <= first < last <= len(self.sublayers):
-            raise ValueError(f"run of sublayers {first}..{last}, exclusive, of "
-                             f"{len(self.sublayers)}; give 0 <= first < last")
+            raise ValueError(
+                f"run of sublayers {first}..{last}, exclusive, of "
+                f"{len(self.sublayers)}; give 0 <= first < last"
+            )
         if (hidden is None) != (first == 0):
             given = "no hidden state" if hidden is None else "a hidden state"
-            raise ValueError(f"run from sublayer {first} with {given}; sublayer 0 starts from the "
-                             "batch, every other from hidden")
+            raise ValueError(
+                f"run from sublayer {first} with {given}; sublayer 0 starts from the "
+                "batch, every other from hidden"
+            )
         value: Tensor | Mapping[str, Tensor] = batch if hidden is None else hidden
         for index in range(first, last):
             value = self.call(index, value, sides=batch)
@@ -221,18 +245,24 @@ class LayeredModel:
 
     def _required_input(self, batch: Mapping[str, Tensor]) -> Tensor:
         if self.inputs[0] not in batch:
-            raise ValueError(f"the batch has entries {list(batch)}, but the model takes "
-                             f"{self.inputs[0]!r}; name the dataset's entry so")
+            raise ValueError(
+                f"the batch has entries {list(batch)}, but the model takes "
+                f"{self.inputs[0]!r}; name the dataset's entry so"
+            )
         return batch[self.inputs[0]]
 
     def _check_fit(self, index: int, name: str, tensor: Tensor | None) -> None:
         if name not in self._names[index]:
-            raise ValueError(f"{name!r} is no tensor of sublayer {self.sublayers[index].name!r}, "
-                             f"which has {list(self._names[index])}")
+            raise ValueError(
+                f"{name!r} is no tensor of sublayer {self.sublayers[index].name!r}, "
+                f"which has {list(self._names[index])}"
+            )
         old = _read(self._slots[name][0])
         if tensor is not None and (tensor.shape != old.shape or tensor.dtype != old.dtype):
-            raise ValueError(f"{name!r} is {tuple(old.shape)} {old.dtype}, and cannot be replaced "
-                             f"by {tuple(tensor.shape)} {tensor.dtype}")
+            raise ValueError(
+                f"{name!r} is {tuple(old.shape)} {old.dtype}, and cannot be replaced "
+                f"by {tuple(tensor.shape)} {tensor.dtype}"
+            )
 
     def _guard(self, index: int) -> None:
         """Make calls of modules that hold a released tensor fail.
@@ -246,8 +276,10 @@ class LayeredModel:
         holders = {module: name for name in absent for module, _ in self._slots[name]}
         if absent:
             holders.setdefault(self.sublayers[index].module, absent[0])
-        self._guards[index] = [module.register_forward_pre_hook(partial(_refuse_forward, name))
-                               for module, name in holders.items()]
+        self._guards[index] = [
+            module.register_forward_pre_hook(partial(_refuse_forward, name))
+            for module, name in holders.items()
+        ]
 
 
 def _mode_flags(
@@ -269,38 +301,6 @@ def _mode_flags(
     return flags
 
 
-def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of another of its shape; itself where it has them."""
-    strides = torch.empty_like(pattern, device="meta").stride()
-    if tensor.stride() == strides:
-        return tensor
-    laid_out = torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-    )
-    return laid_out.copy_(tensor)
-
-
-def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
-    """Tell whether a parameter has tensor hooks; a reducer's own one is left out if asked."""
-    # torch has no public way to ask.
-    late = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
-    return bool(parameter._backward_hooks) or len(late) > int(but_ours)
-
-
-def refuse_hooks(name: str, parameter: Tensor) -> None:
-    """Refuse hooks on a parameter: they would stay behind where it moves.
-
-    Raises:
-        ValueError: it has one.
-    """
-    if has_hooks(parameter):
-        raise ValueError(
-            f"parameter {name!r} has tensor hooks, which run on parts of a batch's gradient and "
-            "would be lost where the parameter moves; remove them, and put what they do into the "
-            "loss, the module or the optimizer"
-        )
-
-
 def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
     names = [sub.name for sub in sublayers]
     twice = {name for name in names if names.count(name) > 1}
@@ -309,16 +309,19 @@ def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
     layers = [sub.layer for sub in sublayers]
     steps = [after - before for before, after in pairwise(layers)]
     if len(layers) < 2 or layers[0] != 0 or not set(steps) <= {0, 1} or steps[-1] != 1:
-        raise ValueError(f"layers of the sublayers are {layers}; they begin at 0, rise by 0 or 1 "
-                         "from one to the next, and the last (the head) is alone in its layer")
+        raise ValueError(
+            f"layers of the sublayers are {layers}; they begin at 0, rise by 0 or 1 "
+            "from one to the next, and the last (the head) is alone in its layer"
+        )
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def _assign_names(model: nn.Module, sublayers: tuple[Sublayer, ...],
-                  unused: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _assign_names(
+    model: nn.Module, sublayers: tuple[Sublayer, ...], unused: tuple[str, ...]
+) -> list[tuple[str, ...]]:
     """List each sublayer's tensors by their model names, proving that each has one sublayer."""
     name_of = {id(tensor): name for name, tensor in _named_tensors(model)}
     owner: dict[str, str] = {}
@@ -326,30 +329,38 @@ def _assign_names(model: nn.Module, sublayers: tuple[Sublayer, ...],
         for local_name, tensor in _named_tensors(sub.module):
             name = name_of.get(id(tensor))
             if name is None:
-                raise ValueError(f"{local_name!r} of sublayer {sub.name!r} is not of the model; "
-                                 "a sublayer must share the model's own tensors")
+                raise ValueError(
+                    f"{local_name!r} of sublayer {sub.name!r} is not of the model; "
+                    "a sublayer must share the model's own tensors"
+                )
             if name in owner:
-                raise ValueError(f"{name!r} is tied: sublayers {owner[name]!r} and {sub.name!r} "
-                                 "share it, but may train on different devices; untie it, giving "
-                                 "one of them nn.Parameter(tensor.detach().clone())")
+                raise ValueError(
+                    f"{name!r} is tied: sublayers {owner[name]!r} and {sub.name!r} "
+                    "share it, but may train on different devices; untie it, giving "
+                    "one of them nn.Parameter(tensor.detach().clone())"
+                )
             owner[name] = sub.name
     free = set(name_of.values()) - set(owner)
     if free != set(unused):
-        raise ValueError(f"in no sublayer: {sorted(free - set(unused))}, declared unused but not "
-                         f"so: {sorted(set(unused) - free)}; put each parameter and buffer into "
-                         "one sublayer, or its name into unused if no forward reads it")
+        raise ValueError(
+            f"in no sublayer: {sorted(free - set(unused))}, declared unused but not "
+            f"so: {sorted(set(unused) - free)}; put each parameter and buffer into "
+            "one sublayer, or its name into unused if no forward reads it"
+        )
     return [tuple(name for name in owner if owner[name] == sub.name) for sub in sublayers]
 
 
-def _find_slots(model: nn.Module,
-                sublayers: tuple[Sublayer, ...]) -> dict[str, list[tuple[nn.Module, str]]]:
+def _find_slots(
+    model: nn.Module, sublayers: tuple[Sublayer, ...]
+) -> dict[str, list[tuple[nn.Module, str]]]:
     """Find, for each name, every (module, attribute) that holds the tensor, wrappers included."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     roots = [model, *(sub.module for sub in sublayers)]
     for module in dict.fromkeys(chain(*(root.modules() for root in roots))):
         for attribute, tensor in chain(
-                module.named_parameters(recurse=False, remove_duplicate=False),
-                module.named_buffers(recurse=False, remove_duplicate=False)):
+            module.named_parameters(recurse=False, remove_duplicate=False),
+            module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             slots.setdefault(id(tensor), []).append((module, attribute))
     return {name: slots[id(tensor)] for name, tensor in _named_tensors(model)}
 
@@ -362,5 +373,7 @@ def _read(slot: tuple[nn.Module, str]) -> Tensor:
 
 
 def _refuse_forward(name: str, module: nn.Module, _args: Any) -> None:
-    raise RuntimeError(f"{name!r} of this {type(module).__name__} is released: this rank does not "
-                       "hold it; run the layers it holds, or materialize() and fill it")
+    raise RuntimeError(
+        f"{name!r} of this {type(module).__name__} is released: this rank does not "
+        "hold it; run the layers it holds, or materialize() and fill it"
+    )

@@ -15,10 +15,12 @@ from pipetransformer.adapters.transformer import qualified_name
 _BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {
     nn.Sequential: sequential.build,
     timm_vit.CLASS: timm_vit.build,
-    f"{transformers_bert.MODULE}.BertForSequenceClassification":
-        transformers_bert.build_sequence_classification,
-    f"{transformers_bert.MODULE}.BertForQuestionAnswering":
-        transformers_bert.build_question_answering,
+    f"{transformers_bert.MODULE}.BertForSequenceClassification": (
+        transformers_bert.build_sequence_classification
+    ),
+    f"{transformers_bert.MODULE}.BertForQuestionAnswering": (
+        transformers_bert.build_question_answering
+    ),
     f"{transformers_vit.MODULE}.ViTForImageClassification": transformers_vit.build,
 }
 
@@ -40,11 +42,14 @@ def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
         if build is not None:
             _check_forward(model, kind)
             return build(model)
-    known = ", ".join(kind if isinstance(kind, str) else qualified_name(kind)
-                      for kind in _BUILDERS)
-    raise TypeError(f"no adapter knows a {qualified_name(type(model))}; known: {known}. Give an "
-                    "nn.Sequential, a LayeredModel built from its sublayers, or call "
-                    "register_adapter(class, build)")
+    known = ", ".join(
+        kind if isinstance(kind, str) else qualified_name(kind) for kind in _BUILDERS
+    )
+    raise TypeError(
+        f"no adapter knows a {qualified_name(type(model))}; known: {known}. Give an "
+        "nn.Sequential, a LayeredModel built from its sublayers, or call "
+        "register_adapter(class, build)"
+    )
 
 
 def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
@@ -61,6 +66,8 @@ def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], Layered
 def _check_forward(model: nn.Module, kind: type[Any]) -> None:
     # __func__ also tells a forward that was set on the object, as hooking libraries do.
     if getattr(model.forward, "__func__", None) is not kind.forward:
-        raise TypeError(f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but "
-                        "its adapter would ignore that; call register_adapter for it, or give a "
-                        "LayeredModel")
+        raise TypeError(
+            f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but "
+            "its adapter would ignore that; call register_adapter for it, or give a "
+            "LayeredModel"
+        )

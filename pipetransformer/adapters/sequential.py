@@ -17,9 +17,13 @@ def build(model: nn.Sequential) -> LayeredModel:
         ValueError: fewer than two children; the head alone has nothing to freeze.
     """
     if len(model) < 2:
-        raise ValueError(f"nn.Sequential has {len(model)} children; a pipeline needs at least two "
-                         "(the last one is the head): give the layers one by one")
+        raise ValueError(
+            f"nn.Sequential has {len(model)} children; a pipeline needs at least two "
+            "(the last one is the head): give the layers one by one"
+        )
     # named_children() leaves out the second use of a module, such as one ReLU() used twice.
-    sublayers = [Sublayer(name, layer, child)
-                 for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))]
+    sublayers = [
+        Sublayer(name, layer, child)
+        for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))
+    ]
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))

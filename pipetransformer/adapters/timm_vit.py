@@ -31,17 +31,24 @@ def build(model: Any) -> LayeredModel:
     """
     features = type(model).forward_features
     if f"{features.__module__}.{features.__qualname__}" != f"{CLASS}.forward_features":
-        raise TypeError(f"{type(model).__name__} overrides forward_features of VisionTransformer, "
-                        "which its adapter stands for; build a LayeredModel for it yourself")
+        raise TypeError(
+            f"{type(model).__name__} overrides forward_features of VisionTransformer, "
+            "which its adapter stands for; build a LayeredModel for it yourself"
+        )
     refuse_checkpointing(model)
     for block in model.blocks:
         require_class(block, f"{MODULE}.Block")
-    blocks = [(Residual(block.norm1, block.attn, block.ls1, block.drop_path1),
-               Residual(block.norm2, block.mlp, block.ls2, block.drop_path2))
-              for block in model.blocks]
+    blocks = [
+        (
+            Residual(block.norm1, block.attn, block.ls1, block.drop_path1),
+            Residual(block.norm2, block.mlp, block.ls2, block.drop_path2),
+        )
+        for block in model.blocks
+    ]
     sublayers = transformer_sublayers(_Embedding(model), blocks, _Head(model))
-    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",),
-                        loss_fn=Loss(cross_entropy, is_exact=True))
+    return LayeredModel(
+        model, sublayers, inputs=("x",), targets=("y",), loss_fn=Loss(cross_entropy, is_exact=True)
+    )
 
 
 @final

@@ -25,9 +25,13 @@ class Residual(nn.Module):
         return hidden + self.branch(hidden)
 
 
-def transformer_sublayers(embedding: nn.Module, blocks: Sequence[tuple[nn.Module, nn.Module]],
-                          head: nn.Module, *,
-                          attention_sides: tuple[str, ...] = ()) -> tuple[Sublayer, ...]:
+def transformer_sublayers(
+    embedding: nn.Module,
+    blocks: Sequence[tuple[nn.Module, nn.Module]],
+    head: nn.Module,
+    *,
+    attention_sides: tuple[str, ...] = (),
+) -> tuple[Sublayer, ...]:
     """Name the sublayers of a Transformer: an embedding, (attention, MLP) of each block, a head.
 
     The cut falls between residual sums only, so no skip connection crosses it.
@@ -36,8 +40,10 @@ def transformer_sublayers(embedding: nn.Module, blocks: Sequence[tuple[nn.Module
     """
     sublayers = [Sublayer("embedding", 0, embedding)]
     for layer, (attention, mlp) in enumerate(blocks):
-        sublayers += [Sublayer(f"blocks.{layer}.attention", layer, attention, attention_sides),
-                      Sublayer(f"blocks.{layer}.mlp", layer, mlp)]
+        sublayers += [
+            Sublayer(f"blocks.{layer}.attention", layer, attention, attention_sides),
+            Sublayer(f"blocks.{layer}.mlp", layer, mlp),
+        ]
     return (*sublayers, Sublayer("head", len(blocks), head))
 
 
@@ -59,8 +65,10 @@ def require_class(module: nn.Module, name: str) -> None:
         TypeError: it is of another class.
     """
     if qualified_name(type(module)) != name:
-        raise TypeError(f"the model holds a {qualified_name(type(module))} where its adapter can "
-                        f"take apart a {name} only; build a LayeredModel for this model yourself")
+        raise TypeError(
+            f"the model holds a {qualified_name(type(module))} where its adapter can "
+            f"take apart a {name} only; build a LayeredModel for this model yourself"
+        )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
@@ -71,8 +79,10 @@ def refuse_checkpointing(model: nn.Module) -> None:
     """
     flags = ("grad_checkpointing", "gradient_checkpointing")
     if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
-        raise ValueError(f"gradient checkpointing of this {type(model).__name__} is on, but would "
-                         "have no effect here, as sublayers are called one by one; switch it off")
+        raise ValueError(
+            f"gradient checkpointing of this {type(model).__name__} is on, but would "
+            "have no effect here, as sublayers are called one by one; switch it off"
+        )
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> LossValue:

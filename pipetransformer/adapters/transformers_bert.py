@@ -36,8 +36,13 @@ def build_sequence_classification(model: Any) -> LayeredModel:
         TypeError: the encoder or a block is not transformers' own class.
         ValueError: a decoder, a setting that sublayers would ignore, or an unknown attention.
     """
-    return LayeredModel(model, _sublayers(model, _ClassificationHead(model)), inputs=INPUTS,
-                        targets=("labels",), loss_fn=classification_loss(model.config))
+    return LayeredModel(
+        model,
+        _sublayers(model, _ClassificationHead(model)),
+        inputs=INPUTS,
+        targets=("labels",),
+        loss_fn=classification_loss(model.config),
+    )
 
 
 def build_question_answering(model: Any) -> LayeredModel:
@@ -51,9 +56,14 @@ def build_question_answering(model: Any) -> LayeredModel:
         ValueError: a decoder, a setting that sublayers would ignore, or an unknown attention.
     """
     unused = [name for name, _ in model.named_parameters() if name.startswith("bert.pooler.")]
-    return LayeredModel(model, _sublayers(model, model.qa_outputs), inputs=INPUTS,
-                        targets=("start_positions", "end_positions"),
-                        loss_fn=Loss(span_loss, is_exact=True), unused=unused)
+    return LayeredModel(
+        model,
+        _sublayers(model, model.qa_outputs),
+        inputs=INPUTS,
+        targets=("start_positions", "end_positions"),
+        loss_fn=Loss(span_loss, is_exact=True),
+        unused=unused,
+    )
 
 
 def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,8 +82,9 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
     total, count = output.new_zeros(()), torch.zeros((), dtype=torch.int64, device=output.device)
     for column, name in enumerate(("start_positions", "end_positions")):
         positions = target[name].reshape(-1).clamp(0, length)
-        total = total + F.cross_entropy(output[..., column], positions, ignore_index=length,
-                                        reduction="sum")
+        total = total + F.cross_entropy(
+            output[..., column], positions, ignore_index=length, reduction="sum"
+        )
         count = count + (positions != length).sum()
     return total, count
 
@@ -85,22 +96,28 @@ def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
     for layer in bert.encoder.layer:
         require_class(layer, f"{MODULE}.BertLayer")
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in bert.encoder.layer]
-    return transformer_sublayers(bert.embeddings, blocks, head,
-                                 attention_sides=("attention_mask",))
+    return transformer_sublayers(
+        bert.embeddings, blocks, head, attention_sides=("attention_mask",)
+    )
 
 
 def _refuse_settings(model: Any) -> None:
     refuse_checkpointing(model)
     config = model.config
     if config.is_decoder:
-        raise ValueError("config.is_decoder is True, but the adapter knows BERT as an encoder; "
-                         "set it to False")
+        raise ValueError(
+            "config.is_decoder is True, but the adapter knows BERT as an encoder; set it to False"
+        )
     if config.chunk_size_feed_forward:
-        raise ValueError(f"chunk_size_feed_forward is {config.chunk_size_feed_forward}, but would "
-                         "have no effect here; set it to 0 in the configuration")
+        raise ValueError(
+            f"chunk_size_feed_forward is {config.chunk_size_feed_forward}, but would "
+            "have no effect here; set it to 0 in the configuration"
+        )
     if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(f"the attention implementation is {config._attn_implementation!r}; load "
-                         "the model with attn_implementation='sdpa' or 'eager'")
+        raise ValueError(
+            f"the attention implementation is {config._attn_implementation!r}; load "
+            "the model with attn_implementation='sdpa' or 'eager'"
+        )
 
 
 @final
@@ -123,8 +140,10 @@ class _Attention(nn.Module):
         and a sample's numbers, in the last bits, would depend on the padding of its neighbours.
         """
         if mask.ndim != 2:
-            raise ValueError(f"attention_mask is {tuple(mask.shape)}; give (samples, tokens), "
-                             "1 for tokens and 0 for padding")
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)}; give (samples, tokens), "
+                "1 for tokens and 0 for padding"
+            )
         length = hidden.shape[1]
         keep = mask.to(torch.bool)[:, None, None, :].expand(-1, 1, length, -1)
         # Read at each call: set_attn_implementation may have been called in between.

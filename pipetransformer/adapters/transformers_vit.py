@@ -29,15 +29,24 @@ def build(model: Any) -> LayeredModel:
     require_class(vit, f"{MODULE}.ViTModel")
     refuse_checkpointing(model)
     if "layers" not in dict(vit.named_children()):
-        raise ValueError("this ViTModel has the structure of an old transformers; upgrade "
-                         "transformers to 5.12 or newer")
+        raise ValueError(
+            "this ViTModel has the structure of an old transformers; upgrade "
+            "transformers to 5.12 or newer"
+        )
     for layer in vit.layers:
         require_class(layer, f"{MODULE}.ViTLayer")
-    blocks = [(_Attention(layer), Residual(layer.layernorm_after, layer.mlp, layer.dropout))
-              for layer in vit.layers]
+    blocks = [
+        (_Attention(layer), Residual(layer.layernorm_after, layer.mlp, layer.dropout))
+        for layer in vit.layers
+    ]
     sublayers = transformer_sublayers(_Embedding(vit), blocks, _Head(model))
-    return LayeredModel(model, sublayers, inputs=("pixel_values",), targets=("labels",),
-                        loss_fn=classification_loss(model.config))
+    return LayeredModel(
+        model,
+        sublayers,
+        inputs=("pixel_values",),
+        targets=("labels",),
+        loss_fn=classification_loss(model.config),
+    )
 
 
 @final

@@ -10,12 +10,6 @@ from pipetransformer.checkpoint.run_state import RunState
 from pipetransformer.checkpoint.saver import Saved
 
 __all__ = [
-    "CHECKPOINTS",
-    "RunState",
-    "Saved",
-    "clear_folder",
-    "holds_checkpoint",
-    "open_checkpoint",
-    "published",
-    "resumes",
-]
+    "CHECKPOINTS", "RunState", "Saved", "clear_folder", "holds_checkpoint", "open_checkpoint",
+    "published", "resumes",
+]  # fmt: skip

@@ -127,8 +127,7 @@ class RunState:
         return continues
 
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
-        """Return what was measured before, where it was on as many such ranks. Collective.
-        """
+        """Return what was measured before, where it was on as many such ranks. Collective."""
         saved, shape = checkpoint.scalars["world"], plan_shape(self._task, self._world)
         same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
         if same:
@@ -139,9 +138,7 @@ class RunState:
             return None
         return Measurements.from_json(checkpoint.scalars["measurements"])
 
-    def restore(
-        self, checkpoint: Checkpoint, transitions: Transitions
-    ) -> None:
+    def restore(self, checkpoint: Checkpoint, transitions: Transitions) -> None:
         """Continue from a checkpoint that any number of ranks may have written. Collective.
 
         Raises:

@@ -71,7 +71,7 @@ class Snapshot:
     def reserve(self, num_bytes: int) -> None:
         """Make sure that so much memory is there; what was taken before is lost if it was not."""
         if num_bytes > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Never two of them at once.
+            self._memory = torch.empty(0, dtype=torch.uint8)  # NeverFreeze two of them at once.
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._memory.zero_()  # A page becomes memory when it is first written.
 

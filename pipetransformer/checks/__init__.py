@@ -9,4 +9,6 @@ from pipetransformer.checks.model_checks import refuse_model
 from pipetransformer.checks.run_checks import check_world, refuse_surroundings
 from pipetransformer.checks.sublayer_probe import probe_sublayers
 
-__all__ = ["check_world", "probe_sublayers", "refuse_model", "refuse_surroundings"]
+__all__ = [
+    "check_world", "probe_sublayers", "refuse_model", "refuse_surroundings",
+]  # fmt: skip

@@ -25,7 +25,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
             replicas.
     """
     allowed = fitting_lengths(num_ranks, slots_per_node)
-    length = config.length or 1
+    length = config.pipeline_length or 1
     if length not in allowed:
         unfit = (
             f"pipeline length {length} does not fit {num_ranks} processes with {slots_per_node} "
@@ -37,10 +37,10 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         if os.environ.get("RANK", "0") == "0":
             _LOGGER.warning("%s: the run continues with at most %d", unfit, length)
     replicas = 1 if config.scale_batch else num_ranks // length
-    if config.batch_size < replicas:
+    if config.global_batch_size < replicas:
         raise ValueError(
-            f"batch_size {config.batch_size} is smaller than the {replicas} replicas that may "
-            f"train; give at least {replicas}, so that each has a sample"
+            f"global_batch_size {config.global_batch_size} is smaller than the {replicas} "
+            f"replicas that may train; give at least {replicas}, so that each has a sample"
         )
 
 

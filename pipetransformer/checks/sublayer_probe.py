@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopipe.profile import left_as_found
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, set_training
-from pipetransformer.measure import lent
+from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import SplitProbe, written_text
 
@@ -90,9 +90,7 @@ class _Probe:
                         "of which train; a plain loop would leave them alone, and a pipeline "
                         "might not: set requires_grad_(False) on what is below it"
                     )
-                trains = trains or any(
-                    p.requires_grad for p in sublayer.module.parameters()
-                )
+                trains = trains or any(p.requires_grad for p in sublayer.module.parameters())
             hidden = output.detach()
 
     def _evaluate(self, batch: Batch) -> list[Tensor]:
@@ -112,9 +110,7 @@ class _Probe:
             outputs.append(value)
         return outputs
 
-    def _compare(
-        self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor
-    ) -> None:
+    def _compare(self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor) -> None:
         name = self.task.model.sublayers[index].name
         with self._lent(index, training=False):
             again = self._call(index, value, batch)
@@ -141,7 +137,9 @@ class _Probe:
         model = self.task.model
         sublayer = model.sublayers[index]
         before = _tensors(sublayer.module)
-        output = model.call(index, value, sides=batch)
+        # A copy, on which a layer may work in place.
+        given = value.clone() if isinstance(value, Tensor) else value
+        output = model.call(index, given, sides=batch)
         for name, tensor in _tensors(sublayer.module).items():
             if name in before and not _same(tensor, before[name]):
                 with torch.no_grad():
@@ -160,7 +158,7 @@ class _Lent:
     def __init__(self, task: Task, device: torch.device, index: int, training: bool) -> None:
         self._index, self._training, self._task = index, training, task
         module = task.model.sublayers[index].module
-        self._lent = lent(task, device, range(index, index + 1))
+        self._lent = held_on(task, device, range(index, index + 1))
         self._found = left_as_found([module], device)
 
     def __enter__(self) -> None:

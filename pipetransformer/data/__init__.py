@@ -10,10 +10,6 @@ from pipetransformer.data.samples import (
 )
 
 __all__ = [
-    "Batch",
-    "SizedDataset",
-    "check_dataset",
-    "own_random_numbers",
-    "read_samples",
+    "Batch", "SizedDataset", "check_dataset", "own_random_numbers", "read_samples",
     "varies_between_reads",
-]
+]  # fmt: skip

@@ -33,18 +33,28 @@ def check_dataset(dataset: Any, name: str) -> None:
         ValueError: it is empty.
     """
     if getattr(type(dataset), "__len__", None) is None:
-        raise TypeError(f"{name} ({type(dataset).__name__}) has no length; an epoch that covers "
-                        "every sample exactly once needs one: give a dataset with __len__ and "
-                        "__getitem__, for instance list(dataset)")
+        raise TypeError(
+            f"{name} ({type(dataset).__name__}) has no length; an epoch that covers "
+            "every sample exactly once needs one: give a dataset with __len__ and "
+            "__getitem__, for instance list(dataset)"
+        )
     if getattr(type(dataset), "__getitem__", None) is None:
-        raise TypeError(f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style "
-                        "dataset")
+        raise TypeError(
+            f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style dataset"
+        )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give at least one sample")
 
 
-def read_samples(dataset: SizedDataset, ids: Tensor, *, names: Sequence[str],
-                 required: Sequence[str], seed: int, epoch: int) -> Batch:
+def read_samples(
+    dataset: SizedDataset,
+    ids: Tensor,
+    *,
+    names: Sequence[str],
+    required: Sequence[str],
+    seed: int,
+    epoch: int,
+) -> Batch:
     """Read and collate samples.
 
     Args:
@@ -68,27 +78,39 @@ def read_samples(dataset: SizedDataset, ids: Tensor, *, names: Sequence[str],
         np.random.seed(sample_seed & 0xFFFFFFFF)
         random.seed(sample_seed)
         items.append(_named(dataset[index], names, required))
-    return {name: _stack([item.get(name) for item in items], name, ids.tolist())
-            for name in dict.fromkeys(name for item in items for name in item)}
+    return {
+        name: _stack([item.get(name) for item in items], name, ids.tolist())
+        for name in dict.fromkeys(name for item in items for name in item)
+    }
 
 
 def _stack(values: list[Any], name: str, ids: list[int]) -> Tensor:
     """Make one tensor of the samples' values of an entry, None where a sample lacks it."""
     lacking = [index for index, value in zip(ids, values, strict=True) if value is None]
     if lacking:
-        raise ValueError(f"samples {lacking[:4]} lack the entry {name!r}, which others of their "
-                         "batch have; give it in all or in none")
+        raise ValueError(
+            f"samples {lacking[:4]} lack the entry {name!r}, which others of their "
+            "batch have; give it in all or in none"
+        )
     try:
         # default_collate would take a list apart: one tensor for each position.
-        batch = default_collate([torch.as_tensor(value) if isinstance(value, (list, tuple))
-                                 else value for value in values])
+        batch = default_collate(
+            [
+                torch.as_tensor(value) if isinstance(value, (list, tuple)) else value
+                for value in values
+            ]
+        )
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into "
-                         f"a batch ({error}); give tensors, arrays or numbers, padded to one "
-                         "length") from error
+        raise ValueError(
+            f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into "
+            f"a batch ({error}); give tensors, arrays or numbers, padded to one "
+            "length"
+        ) from error
     if not isinstance(batch, Tensor):
-        raise ValueError(f"the entry {name!r} of the samples {ids[:4]}... is a "
-                         f"{type(values[0]).__name__}; give tensors, arrays or numbers")
+        raise ValueError(
+            f"the entry {name!r} of the samples {ids[:4]}... is a "
+            f"{type(values[0]).__name__}; give tensors, arrays or numbers"
+        )
     return batch.cpu()
 
 
@@ -99,17 +121,20 @@ def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str
         entries = dict(zip(required, item, strict=True))
     else:
         size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
-        raise ValueError(f"a dataset item is a {type(item).__name__}{size}; give a mapping with "
-                         f"the entries {list(required)}, or a tuple of {len(required)} in that "
-                         "order")
+        raise ValueError(
+            f"a dataset item is a {type(item).__name__}{size}; give a mapping with "
+            f"the entries {list(required)}, or a tuple of {len(required)} in that "
+            "order"
+        )
     missing = [name for name in required if name not in entries]
     if missing:
         raise ValueError(f"a dataset item lacks {missing}; the model needs {list(required)}")
     return entries
 
 
-def varies_between_reads(dataset: SizedDataset, *, names: Sequence[str],
-                         required: Sequence[str], probes: int = 16) -> bool:
+def varies_between_reads(
+    dataset: SizedDataset, *, names: Sequence[str], required: Sequence[str], probes: int = 16
+) -> bool:
     """Tell whether a sample changes from epoch to epoch, by reading some under two seeds.
 
     Args:
@@ -118,8 +143,10 @@ def varies_between_reads(dataset: SizedDataset, *, names: Sequence[str],
             2 ** -probes.
     """
     ids = torch.linspace(0, len(dataset) - 1, min(probes, len(dataset))).long()
-    first, second = (read_samples(dataset, ids, names=names, required=required, seed=seed,
-                                  epoch=seed) for seed in (1, 2))
+    first, second = (
+        read_samples(dataset, ids, names=names, required=required, seed=seed, epoch=seed)
+        for seed in (1, 2)
+    )
     return any(not torch.equal(first[name], second[name]) for name in first)
 
 

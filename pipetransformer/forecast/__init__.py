@@ -8,10 +8,5 @@ from pipetransformer.forecast.named_model import ModelChoice, build_named
 from pipetransformer.forecast.place import profiled
 
 __all__ = [
-    "ModelChoice",
-    "add_plan_parser",
-    "build_named",
-    "profiled",
-    "read_question",
-    "run_plan",
-]
+    "ModelChoice", "add_plan_parser", "build_named", "profiled", "read_question", "run_plan",
+]  # fmt: skip

@@ -20,7 +20,7 @@ from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.place import Place
 
-PLANS = ("fastest", "paper")
+PLANS = ("fastest", "published")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     paper = _ask(profile, request, paper_plan)
     fastest = _ask(profile, request, plan_pipeline)
     fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
-    chosen = paper if plan == "paper" else fastest
+    chosen = paper if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
     return Answer(
         request,

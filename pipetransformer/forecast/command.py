@@ -163,7 +163,7 @@ def run_plan(question: PlanQuestion, say: Callable[[str], None]) -> bool:
 
 def _published_tables(question: PlanQuestion, place: Place, answers: list[Answer]) -> Tables:
     """Return the tables from which the published rules take M, whatever is frozen."""
-    if question.plan != "paper":
+    if question.plan != "published":
         return {}
     try:
         return throughput_tables(place.profile, answers[0].request)

@@ -63,7 +63,7 @@ def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
     """Measure on this rank; rank 0 writes the figures down."""
     named = build_named(choice, device="cpu")
     # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
-    config = TrainConfig(batch_size=global_batch, progress=False, on_nonfinite="skip")
+    config = TrainConfig(global_batch_size=global_batch, progress=False, on_nonfinite="skip")
     world = connect("auto", timeout_s=_SETUP_TIMEOUT_S)
     device, memory_bytes = world.device, None
     if device.type == "cuda":

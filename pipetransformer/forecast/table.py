@@ -105,7 +105,7 @@ def answer_json(answer: Answer, place: Place) -> dict[str, Any]:
         "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, place),
         "others": [_plain(other) for other in answer.others],
         "refusals": [asdict(refusal) for refusal in answer.refusals],
-        "paper": _plain(answer.paper),
+        "published": _plain(answer.paper),
     }
 
 

@@ -4,6 +4,8 @@ measure ─► stretches ─► sublayer_times      link_times      reading_time
 """
 
 from pipetransformer.measure.measurements import MEASURE_GUESS_S, Measurements, measure
-from pipetransformer.measure.stretches import lent
+from pipetransformer.measure.stretches import held_on
 
-__all__ = ["MEASURE_GUESS_S", "Measurements", "lent", "measure"]
+__all__ = [
+    "MEASURE_GUESS_S", "Measurements", "held_on", "measure",
+]  # fmt: skip

@@ -99,7 +99,7 @@ def measure(
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
-    lengthening, alone_share = measure_company(chain, alone_s, world)
+    lengthening, idle_node_share = measure_company(chain, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
     worked = first_sublayers(costs, spans_of[smallest][0], _WORK_S)
@@ -115,7 +115,7 @@ def measure(
         read_s=read_s,
         fetch_s=fetch_s,
         cached_fetch_s=cached_fetch_s,
-        alone_share=alone_share,
+        idle_node_share=idle_node_share,
         optimizer_s_per_byte=update_s,
         step_overhead_s=2 * agreement_s,
         link=link,
@@ -195,8 +195,8 @@ def _choose_spans(
     them: the more is in memory at once, the longer a layer takes. Where no single sublayer fits at
     a size, it is left out, the smallest excepted. All ranks come to the same.
     """
-    per_rank = -(-task.config.batch_size // world.size)
-    largest = min(task.config.batch_size, 2 * per_rank)
+    per_rank = -(-task.config.global_batch_size // world.size)
+    largest = min(task.config.global_batch_size, 2 * per_rank)
     sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
     gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
     least = tightest(gathered)

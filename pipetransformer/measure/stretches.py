@@ -108,7 +108,7 @@ def run_spans(
     for span in spans:
         sublayers = [_profiled(task, index, span.start) for index in span]
         modules = [sublayer.module for sublayer in sublayers]
-        with lent(task, device, span), left_as_found(modules, device):
+        with held_on(task, device, span), left_as_found(modules, device):
             results.append(action(sublayers, inputs))
             if span is not spans[-1]:
                 inputs = [{**batch, _HIDDEN: forward(sublayers, batch)} for batch in inputs]
@@ -147,7 +147,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 
 
 @contextmanager
-def lent(task: Task, device: torch.device, span: range) -> Iterator[None]:
+def held_on(task: Task, device: torch.device, span: range) -> Iterator[None]:
     """Hold a span's sublayers on a device; those that are elsewhere get random weights."""
     model = task.model
     absent = [i for i in span if any(t.is_meta for t in model.tensors(i).values())]

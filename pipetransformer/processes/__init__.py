@@ -15,13 +15,6 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "World",
-    "agree",
-    "connect",
-    "free_bytes",
-    "launch",
-    "likely_device",
-    "slots_of_a_node",
-    "tightest",
-    "world_size",
-]
+    "World", "agree", "connect", "free_bytes", "launch", "likely_device", "slots_of_a_node",
+    "tightest", "world_size",
+]  # fmt: skip

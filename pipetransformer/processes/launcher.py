@@ -53,9 +53,15 @@ _NEIGHBOURS_S = 0.2
 """How long a killed process may take to become visible after its neighbours noticed."""
 
 
-def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slots: int,
-           cores_per_slot: int = 1, max_restarts: int = 0,
-           start_method: Literal["spawn", "forkserver"] = "spawn") -> None:
+def launch(
+    entry: Callable[..., None],
+    arguments: Sequence[Any] = (),
+    *,
+    num_slots: int,
+    cores_per_slot: int = 1,
+    max_restarts: int = 0,
+    start_method: Literal["spawn", "forkserver"] = "spawn",
+) -> None:
     """Run a function in `num_slots` processes and return when all have ended.
 
     A failure of any kind ends all of them and, as torchrun does, starts all again: also an error
@@ -78,9 +84,11 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
             others have been ended.
     """
     if num_slots < 1 or cores_per_slot < 1 or max_restarts < 0:
-        raise ValueError(f"num_slots is {num_slots}, cores_per_slot {cores_per_slot} and "
-                         f"max_restarts {max_restarts}; slots and cores must be at least 1, "
-                         "restarts at least 0")
+        raise ValueError(
+            f"num_slots is {num_slots}, cores_per_slot {cores_per_slot} and "
+            f"max_restarts {max_restarts}; slots and cores must be at least 1, "
+            "restarts at least 0"
+        )
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
@@ -92,23 +100,35 @@ def launch(entry: Callable[..., None], arguments: Sequence[Any] = (), *, num_slo
             if cause is None:
                 return
             if restarts < max_restarts:
-                _LOGGER.warning("%s; all ranks have been ended and are started again (restart %d "
-                                "of %d)", cause, restarts + 1, max_restarts)
+                _LOGGER.warning(
+                    "%s; all ranks have been ended and are started again (restart %d of %d)",
+                    cause,
+                    restarts + 1,
+                    max_restarts,
+                )
     again = f" after {max_restarts} restart(s)" if max_restarts else ""
-    raise WorkerFailedError(f"{cause}{again}; the other ranks have been ended. A run with "
-                            "checkpoints continues with resume='auto'")
+    raise WorkerFailedError(
+        f"{cause}{again}; the other ranks have been ended. A run with "
+        "checkpoints continues with resume='auto'"
+    )
 
 
-def _run(context: Any, work: tuple[Callable[..., None], tuple[Any, ...]], num_slots: int,
-         cores: int, own: Mapping[str, str]) -> str | None:
+def _run(
+    context: Any,
+    work: tuple[Callable[..., None], tuple[Any, ...]],
+    num_slots: int,
+    cores: int,
+    own: Mapping[str, str],
+) -> str | None:
     """Start all ranks and wait for them; return what ended them early, or None."""
     with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
         processes: list[BaseProcess] = []
         try:
             for rank in range(num_slots):
                 environment = {**_environment(rank, num_slots, cores, Path(folder)), **own}
-                processes.append(context.Process(target=_enter, args=(*work, environment),
-                                                 name=f"rank{rank}"))
+                processes.append(
+                    context.Process(target=_enter, args=(*work, environment), name=f"rank{rank}")
+                )
                 # The thread count must be in the environment before the child imports torch.
                 _start_with(environment, processes[-1])
             return _watch(processes, Path(folder))
@@ -118,9 +138,14 @@ def _run(context: Any, work: tuple[Callable[..., None], tuple[Any, ...]], num_sl
 
 def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[str, str]:
     environment = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_slots),
-        "LOCAL_WORLD_SIZE": str(num_slots), "OMP_NUM_THREADS": str(cores),
-        "MKL_NUM_THREADS": str(cores), STORE_VARIABLE: str(folder / "store")}
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_slots),
+        "LOCAL_WORLD_SIZE": str(num_slots),
+        "OMP_NUM_THREADS": str(cores),
+        "MKL_NUM_THREADS": str(cores),
+        STORE_VARIABLE: str(folder / "store"),
+    }
     if sys.platform == "linux":
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return environment
@@ -139,8 +164,9 @@ def _start_with(environment: dict[str, str], process: BaseProcess) -> None:
                 os.environ[name] = value
 
 
-def _enter(entry: Callable[..., None], arguments: tuple[Any, ...],
-           environment: dict[str, str]) -> None:
+def _enter(
+    entry: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
+) -> None:
     os.environ.update(environment)
     # Forked from a server, this process has torch and its thread count from there.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -181,8 +207,10 @@ def _cleaning_up_after_sigterm() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    ours = (threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if ours:
         signal.signal(signal.SIGTERM, leave)
     try:
@@ -212,8 +240,11 @@ def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> i
     An abort is how gloo and NCCL may end a process whose neighbour is gone: no cause by itself.
     """
     time.sleep(_NEIGHBOURS_S)
-    killed = [r for r, process in enumerate(processes)
-              if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT]
+    killed = [
+        r
+        for r, process in enumerate(processes)
+        if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT
+    ]
     stopped = [r for r, process in enumerate(processes) if _is_stopped(process)]
     if killed or stopped:
         return (killed or stopped)[0]

@@ -26,7 +26,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """Say where a rank stands, as it tells the others before anything starts.
 
     Args:
@@ -50,10 +50,10 @@ class Meeting:
     """Hold what all ranks agreed on: a name no other attempt has, and all places by rank."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[Seat, ...]
 
 
-def meet(store: dist.Store, rank: int, size: int, place: Place, *, timeout_s: float) -> Meeting:
+def meet(store: dist.Store, rank: int, size: int, place: Seat, *, timeout_s: float) -> Meeting:
     """Wait until all processes of this attempt are there. Collective.
 
     Args:
@@ -75,7 +75,7 @@ def meet(store: dist.Store, rank: int, size: int, place: Place, *, timeout_s: fl
             if host is not None:
                 host.let_go()
             if store.check(["go"]) and store.get("go").decode() == invitation["name"]:
-                return Meeting(invitation["name"], tuple(Place(**p) for p in invitation["places"]))
+                return Meeting(invitation["name"], tuple(Seat(**p) for p in invitation["places"]))
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank {rank} on {place.host} waited {timeout_s:g} s for "
@@ -142,7 +142,7 @@ def _missing(store: dist.Store, size: int, invitation: dict[str, Any] | None, ra
     return f"rank(s) {', '.join(map(str, silent or [0]))} of {size}, which did not join"
 
 
-def check_places(places: Sequence[Place]) -> None:
+def check_seats(places: Sequence[Seat]) -> None:
     """Refuse a world that cannot train; every rank calls it with the same places, in rank order.
 
     Raises:
@@ -174,7 +174,7 @@ def check_places(places: Sequence[Place]) -> None:
         )
 
 
-def _by(places: Sequence[Place], descriptions: Sequence[str]) -> str:
+def _by(places: Sequence[Seat], descriptions: Sequence[str]) -> str:
     """List what holds for which ranks."""
     ranks = {
         text: [r for r, own in enumerate(descriptions) if own == text]

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autodp import Topology, gather_json, link_device
 from autopipe.plan import fitting_lengths
-from pipetransformer.processes.meeting import Place, check_places, meet
+from pipetransformer.processes.meeting import Seat, check_seats, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 
@@ -121,7 +121,7 @@ def connect(device: str, *, timeout_s: float) -> World:
     if size == 1 and owned:
         return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
     chosen = torch.device("cpu")
-    place = Place(local_rank, slots, socket.gethostname())
+    place = Seat(local_rank, slots, socket.gethostname())
     try:
         chosen = choose_device(device, slots, local_rank)
         place = replace(place, device=device if device == _SHARED else chosen.type)
@@ -130,7 +130,7 @@ def connect(device: str, *, timeout_s: float) -> World:
     if owned:
         _initialise(rank, size, place, timedelta(seconds=timeout_s))
     else:
-        check_places([Place(**one) for one in gather_json(asdict(place), group=dist.group.WORLD)])
+        check_seats([Seat(**one) for one in gather_json(asdict(place), group=dist.group.WORLD)])
     return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
 
 
@@ -150,24 +150,34 @@ def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == _SHARED:
         if num_gpus == 0:
-            raise ValueError("device='cuda-shared' needs a GPU on every node, and this one has "
-                             "none; use device='cpu'")
+            raise ValueError(
+                "device='cuda-shared' needs a GPU on every node, and this one has "
+                "none; use device='cpu'"
+            )
         return torch.device("cuda", local_rank % num_gpus)
     if device == "cuda" and num_gpus < slots:
-        raise ValueError(f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
-                         f"which has {num_gpus}; start fewer processes or use device='cpu'")
+        raise ValueError(
+            f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
+            f"which has {num_gpus}; start fewer processes or use device='cpu'"
+        )
     if device != "cpu" and num_gpus >= slots:
         return torch.device("cuda", local_rank)
     if device == "auto" and num_gpus and local_rank == 0:
-        _LOGGER.warning("this node has %d GPU(s) for %d slots, so training runs on the CPU; start "
-                        "%d process(es) to use the GPU(s)", num_gpus, slots, num_gpus)
+        _LOGGER.warning(
+            "this node has %d GPU(s) for %d slots, so training runs on the CPU; start "
+            "%d process(es) to use the GPU(s)",
+            num_gpus,
+            slots,
+            num_gpus,
+        )
     return torch.device("cpu")
 
 
-def _initialise(rank: int, size: int, place: Place, timeout: timedelta) -> None:
+def _initialise(rank: int, size: int, place: Seat, timeout: timedelta) -> None:
     """Meet the other ranks, and start the default process group if they can train together."""
     # The first optimizer imports it, and it keeps a default group that is there by then for good.
     import torch._dynamo  # noqa: F401
+
     path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
     meeting_store: dist.Store
     if path is not None:
@@ -178,7 +188,7 @@ def _initialise(rank: int, size: int, place: Place, timeout: timedelta) -> None:
         _number("MASTER_PORT", range(1, 1 << 16))
         meeting_store = next(rendezvous("env://", timeout=timeout))[0]
     agreed = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
-    check_places(agreed.places)
+    check_seats(agreed.places)
     backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
     # Keys of a world that was left stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(agreed.name, meeting_store)
@@ -205,6 +215,8 @@ def _number(name: str, allowed: range, default: int | None = None) -> int:
 def _complaint(name: str, allowed: str) -> str:
     text = os.environ.get(name)
     state = "is not set" if text is None else f"is {text!r}"
-    return (f"the environment variable {name} {state}; it must be {allowed}. Start with torchrun, "
-            "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
-            "MASTER_PORT")
+    return (
+        f"the environment variable {name} {state}; it must be {allowed}. Start with torchrun, "
+        "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
+        "MASTER_PORT"
+    )

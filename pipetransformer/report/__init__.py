@@ -14,13 +14,6 @@ from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.report.run_log import RunLog
 
 __all__ = [
-    "FitReport",
-    "RECORDS_FILE",
-    "Record",
-    "RunLog",
-    "breakdown_table",
-    "draw_folder",
-    "draw_report",
-    "read_records",
-    "summary_table",
-]
+    "FitReport", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
+    "draw_report", "read_records", "summary_table",
+]  # fmt: skip

@@ -1,12 +1,12 @@
 """Report: one picture and two tables of what a run did and where its time went.
 
-    +--------------------+---------------------------+
-    | loss               | samples per second        |
-    | accuracy           |                           |
-    +--------------------+---------------------------+
-    | frozen layers      | seconds of each epoch by  |
-    | K and R            | category, others beside   |
-    +--------------------+---------------------------+
++--------------------+---------------------------+
+| loss               | samples per second        |
+| accuracy           |                           |
++--------------------+---------------------------+
+| frozen layers      | seconds of each epoch by  |
+| K and R            | category, others beside   |
++--------------------+---------------------------+
 """
 
 from __future__ import annotations

@@ -74,15 +74,11 @@ class Records:
         self._started_s = time.monotonic()
         if folder is None:
             return
-        # torch's writer imports all of TensorFlow where that is installed, which takes seconds:
-        # only the one process that writes pays for it.
-        from torch.utils.tensorboard import SummaryWriter
-
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / RECORDS_FILE
         self._started_s -= _recover(path)
         self._lines = LineFile(path)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._board = _open_board(folder / "tensorboard")
 
     def log(self, kind: str, step: int, **fields: object) -> None:
         """Write one record.
@@ -147,6 +143,18 @@ class Records:
     ) -> None:
         """Close both files, also after an error."""
         self.close()
+
+
+def _open_board(folder: Path) -> SummaryWriter | None:
+    """Open TensorBoard's events, where it is installed."""
+    try:
+        # torch's writer imports all of TensorFlow where that is installed, which takes seconds:
+        # only the one process that writes pays for it.
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _LOGGER.info("no TensorBoard events: install pipetransformer[report] for them")
+        return None
+    return SummaryWriter(str(folder))
 
 
 def read_records(path: Path) -> list[Record]:

@@ -121,7 +121,7 @@ class RunLog:
                     "frozen": str(decision.num_frozen),
                     "KxR": f"{plan.length}x{replicas}",
                     "M": str(plan.num_micro_batches),
-                    "img/s": f"{num_samples / result.seconds:.0f}",
+                    "samples/s": f"{num_samples / result.seconds:.0f}",
                     "hits": f"{hit_rate:.0%}",
                 },
             )

@@ -11,4 +11,6 @@ from pipetransformer.stage.stage import Stage, StepResult
 from pipetransformer.stage.watch import written_text
 from pipetransformer.stage.work import LossSums
 
-__all__ = ["FrozenPrefix", "LossSums", "SplitProbe", "Stage", "StepResult", "written_text"]
+__all__ = [
+    "FrozenPrefix", "LossSums", "SplitProbe", "Stage", "StepResult", "written_text",
+]  # fmt: skip

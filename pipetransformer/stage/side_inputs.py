@@ -39,9 +39,11 @@ class SideSender:
             self._sender.send_header(specs)
             self._announced = specs
         elif specs != self._announced:
-            raise ValueError(f"a micro-batch has the side inputs {specs}, the step's first one "
-                             f"{self._announced}; samples of one step need the same entries of "
-                             "one shape: pad them")
+            raise ValueError(
+                f"a micro-batch has the side inputs {specs}, the step's first one "
+                f"{self._announced}; samples of one step need the same entries of "
+                "one shape: pad them"
+            )
         if entries:
             self._sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
 
@@ -81,7 +83,7 @@ class SideReceiver:
         for name, spec in self._specs.items():
             width = _row_bytes(spec)
             # A copy starts at an aligned address; a slice of one row would stay where it is.
-            part = rows[:, offset:offset + width].clone(memory_format=torch.contiguous_format)
+            part = rows[:, offset : offset + width].clone(memory_format=torch.contiguous_format)
             entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)
             offset += width
         return entries

@@ -186,7 +186,7 @@ class Stage:
         )
         first, size = self._share(num_samples)
         own = torch.arange(first, first + size)
-        per_step = max(1, config.batch_size // self.topology.replicas)
+        per_step = max(1, config.global_batch_size // self.topology.replicas)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
             # Every rank counts the largest replica's rounds, and hears of all others in each: a
@@ -252,7 +252,7 @@ class Stage:
             torch._foreach_mul_(gradients, num_samples / count)
         squared = self.signals.squared_norm(self._sum_over_pipeline)
         norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
-        limit = self._task.config.clip_norm
+        limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return mean_of(loss_sum, count), norm
@@ -274,7 +274,7 @@ class Stage:
         where = locate(finding, names.__getitem__, group=self._world.group)
         if self._task.config.on_nonfinite == "raise":
             raise NonFiniteError(
-                f"{what}; {where}. Lower the learning rate, clip with clip_norm, or leave such "
+                f"{what}; {where}. Lower the learning rate, clip with max_grad_norm, or leave "
                 "steps out with on_nonfinite='skip'"
             )
         if self._world.is_main:

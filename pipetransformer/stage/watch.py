@@ -40,9 +40,7 @@ class StageWatch:
         self._model = task.model
         self._modules = self._module_ids()
         self._trains = {
-            name: name in task.trainable
-            for index in trained
-            for name in task.model.tensors(index)
+            name: name in task.trainable for index in trained for name in task.model.tensors(index)
         }
         self._watched = [
             _Watched(

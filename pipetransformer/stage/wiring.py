@@ -80,9 +80,7 @@ class StageWiring:
                 Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
             )
         is_last = self.index == self.topology.length - 1
-        return StageLayers(
-            self.task.model, indices, self.world.device, side_out, side_in, is_last
-        )
+        return StageLayers(self.task.model, indices, self.world.device, side_out, side_in, is_last)
 
     def links(self) -> StageLinks:
         """Build the links to the stages below and above; a spare has none.
@@ -121,9 +119,7 @@ class StageWiring:
         active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 
-    def _sender(
-        self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None
-    ) -> Sender:
+    def _sender(self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Sender:
         peer = self._peer(stage, tag, name, watchdog)
         return Sender(peer, most_pending=self.topology.length + 1)
 

@@ -11,14 +11,6 @@ from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, shard_name,
 from pipetransformer.transition.transitions import Change, Transitions
 
 __all__ = [
-    "Change",
-    "Decider",
-    "Decision",
-    "Deployment",
-    "OPTIMIZER",
-    "Transitions",
-    "WEIGHTS",
-    "plan_shape",
-    "shard_name",
-    "split_shard_name",
-]
+    "Change", "Decider", "Decision", "Deployment", "OPTIMIZER", "Transitions", "WEIGHTS",
+    "plan_shape", "shard_name", "split_shard_name",
+]  # fmt: skip

@@ -36,10 +36,10 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
     return {
         "num_ranks": world.size,
         "slots_per_node": world.slots_per_node,
-        "batch_size": config.batch_size,
+        "global_batch_size": config.global_batch_size,
         "scale_batch": config.scale_batch,
         "memory_limit_bytes": config.memory_limit_bytes,
-        "length": config.length,
+        "pipeline_length": config.pipeline_length,
         "micro_batches": config.micro_batches,
         "schedule": config.schedule,
     }
@@ -140,9 +140,7 @@ class Decider:
         """Return the seconds that going from the current plan to another is predicted to cost."""
         if self.current is None:
             return 0.0
-        return self.transition_cost.predict_s(
-            self.measurements.profile, self.current.plan, plan
-        )
+        return self.transition_cost.predict_s(self.measurements.profile, self.current.plan, plan)
 
     def plan(self, clock: Clock, num_frozen: int) -> tuple[PipelinePlan, bool]:
         """Return the pipeline for a number of frozen layers, and whether the prefix is cached."""
@@ -185,7 +183,7 @@ class Decider:
         return PlanRequest(
             num_ranks=self._world.size,
             slots_per_node=self._world.slots_per_node,
-            global_batch=config.batch_size,
+            global_batch=config.global_batch_size,
             num_frozen=num_frozen,
             memory_limit_bytes=self._memory_limit_bytes,
             prefix_cached_s=self._cached_s(num_frozen),
@@ -237,7 +235,7 @@ class Decider:
 
     def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
         """Return the length that was set, or the longest below it that the active layers allow."""
-        length = self._task.config.length
+        length = self._task.config.pipeline_length
         if length is None:
             return None
         model = self._task.model

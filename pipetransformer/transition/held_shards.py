@@ -50,9 +50,7 @@ class HeldShards(ShardStore):
         sublayer, kind = split_shard_name(shard)
         index = self._index_of[sublayer]
         if kind == WEIGHTS:
-            self._model.replace(
-                index, {k: t.to(self._weights_device) for k, t in tensors.items()}
-            )
+            self._model.replace(index, {k: t.to(self._weights_device) for k, t in tensors.items()})
             return
         if index in self._parked_indices:
             tensors = _in_host_memory(tensors)

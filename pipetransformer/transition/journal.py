@@ -139,8 +139,6 @@ class Journal:
         self.close()
 
 
-
-
 def _cut_torn_line(path: Path) -> None:
     # Appending behind a torn line would join both into one unreadable line in the middle.
     if path.exists():

@@ -84,18 +84,25 @@ def place(names: Sequence[str], topology: Topology, plan: PipelinePlan) -> Owner
         ValueError: the plan, a user's own perhaps, does not give every stage sublayers to train.
     """
     bounds = plan.boundaries
-    if len(bounds) != plan.length + 1 or bounds[0] < 0 or bounds[-1] != len(names) \
-            or any(before >= after for before, after in pairwise(bounds)):
-        raise ValueError(f"a plan of length {plan.length} has boundaries {bounds}; its planner "
-                         f"must give {plan.length + 1} that ascend, from 0 or more to "
-                         f"{len(names)}, the number of sublayers")
+    if (
+        len(bounds) != plan.length + 1
+        or bounds[0] < 0
+        or bounds[-1] != len(names)
+        or any(before >= after for before, after in pairwise(bounds))
+    ):
+        raise ValueError(
+            f"a plan of length {plan.length} has boundaries {bounds}; its planner "
+            f"must give {plan.length + 1} that ascend, from 0 or more to "
+            f"{len(names)}, the number of sublayers"
+        )
     return Ownership(tuple(names), topology, plan.boundaries)
 
 
 def held_by_rank_0(names: Sequence[str]) -> Mapping[str, frozenset[int]]:
     """Return the shards' holders before training: rank 0's weights win."""
-    return {shard_name(name, kind): frozenset([0])
-            for name in names for kind in (WEIGHTS, OPTIMIZER)}
+    return {
+        shard_name(name, kind): frozenset([0]) for name in names for kind in (WEIGHTS, OPTIMIZER)
+    }
 
 
 def shard_name(sublayer: str, kind: str) -> str:

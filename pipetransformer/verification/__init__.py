@@ -12,4 +12,6 @@ Everything happens on twins of the model (twin.py); the model itself is not touc
 
 from pipetransformer.verification.compare import Verification, verify
 
-__all__ = ["Verification", "verify"]
+__all__ = [
+    "Verification", "verify",
+]  # fmt: skip

@@ -68,7 +68,7 @@ def verify(
             model=make_twin(model, dtype),
             config=replace(
                 task.config,
-                clip_norm=None,
+                max_grad_norm=None,
                 folder=None,
                 resume=False,
                 checkpoint_every_epochs=0,
@@ -102,9 +102,7 @@ def _verify_locally(
     return [str(dtype).removeprefix("torch."), found]
 
 
-def _dtype_of(
-    model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
-) -> torch.dtype:
+def _dtype_of(model: LayeredModel, loss_fn: LossFunction | None, batch: Batch) -> torch.dtype:
     """Return float64 where the model's forward takes it, else float32."""
     own = OwnForward(make_twin(model, torch.float64), loss_fn)
     try:

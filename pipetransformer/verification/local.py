@@ -48,9 +48,7 @@ def find_difference(
     return found
 
 
-def _refuse_randomness(
-    own: OwnForward, batch: Mapping[str, Tensor], tolerance: Tolerance
-) -> None:
+def _refuse_randomness(own: OwnForward, batch: Mapping[str, Tensor], tolerance: Tolerance) -> None:
     outputs = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
@@ -93,9 +91,7 @@ def _compare_forward(
     )
 
 
-def _find_split(
-    model: LayeredModel, batch: Mapping[str, Tensor], tolerance: Tolerance
-) -> str:
+def _find_split(model: LayeredModel, batch: Mapping[str, Tensor], tolerance: Tolerance) -> str:
     """Give each sublayer a batch, and its parts; both must give the same."""
     num_samples = len(batch[model.inputs[0]])
     cuts = (slice(0, num_samples // 2), slice(num_samples // 2, num_samples))
@@ -184,4 +180,3 @@ def _noting(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-

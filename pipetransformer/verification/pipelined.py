@@ -166,8 +166,7 @@ def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
 
     own = step or _Step(0.0, {}, {})
     gradients = {
-        name: None if name in unused else shared(name, own.gradients.get(name))
-        for name in trained
+        name: None if name in unused else shared(name, own.gradients.get(name)) for name in trained
     }
     return _Step(loss, gradients, {name: shared(name, own.tensors.get(name)) for name in names})
 

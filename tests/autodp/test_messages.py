@@ -11,15 +11,29 @@ from autodp.messages import broadcast_json, gather_json
 from tests.pool import Pool
 
 VALUES: list[Any] = [
-    None, True, 0, -1, 2 ** 60, 0.1, 1e-300, math.pi, "", "Grüße, 世界\n\"", [], {},
-    {"step": 3, "plan": {"boundaries": [0, 4, 9], "speed": 1 / 3}}, ["x" * 100_000],
+    None,
+    True,
+    0,
+    -1,
+    2**60,
+    0.1,
+    1e-300,
+    math.pi,
+    "",
+    'Grüße, 世界\n"',
+    [],
+    {},
+    {"step": 3, "plan": {"boundaries": [0, 4, 9], "speed": 1 / 3}},
+    ["x" * 100_000],
 ]
 
 
 def broadcast(values: list[Any], source: int) -> list[Any]:
     own = dist.get_rank() == source
-    return [broadcast_json(value if own else "ignored", group=dist.group.WORLD, source=source)
-            for value in values]
+    return [
+        broadcast_json(value if own else "ignored", group=dist.group.WORLD, source=source)
+        for value in values
+    ]
 
 
 def gather(ragged: bool) -> list[list[Any]]:
@@ -45,7 +59,8 @@ def test_every_rank_gathers_all_values_in_rank_order(four_ranks: Pool) -> None:
         for objects, nothing, numbers in four_ranks.run(gather, ragged):
             assert [entry["rank"] for entry in objects] == [0, 1, 2, 3]
             assert [len(entry["text"]) for entry in objects] == [
-                1000 * rank if ragged else 5 for rank in range(4)]
+                1000 * rank if ragged else 5 for rank in range(4)
+            ]
             assert nothing == [None] * 4
             assert numbers == [rank / 3 for rank in range(4)]
 
@@ -56,8 +71,10 @@ def exchange_in_groups() -> tuple[Any, list[Any]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[rank // 2]
     assert isinstance(group, dist.ProcessGroup)
-    results = (broadcast_json({"from": rank}, group=group, source=rank // 2 * 2 + 1),
-               gather_json(rank, group=group))
+    results = (
+        broadcast_json({"from": rank}, group=group, source=rank // 2 * 2 + 1),
+        gather_json(rank, group=group),
+    )
     dist.destroy_process_group(group)
     return results
 

@@ -12,7 +12,7 @@ import pytest
 from autodp.moves import Move, largest_incoming_bytes, plan_moves
 from autodp.topology import Topology
 from autopipe.plan.lengths import fitting_lengths
-from autopipe.plan.search import PipelinePlan
+from autopipe.plan.request import PipelinePlan
 from pipetransformer.transition.ownership import OPTIMIZER, place
 from tests.pool import Pool
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from autodp.moves import ROUND_BYTES
-from autodp.pieces import Parcel, Piece, TensorSpec, cut
+from autodp.pieces import Parcel, Piece, PieceTensor, cut
 
 
-def spec(name: str, num_values: int) -> TensorSpec:
-    return TensorSpec(name, "float32", (num_values,), True)
+def spec(name: str, num_values: int) -> PieceTensor:
+    return PieceTensor(name, "float32", (num_values,), True)
 
 
 def test_pieces_hold_all_tensors_in_order_and_no_more_than_the_limit() -> None:
@@ -43,8 +43,8 @@ def test_a_tensor_beyond_the_limit_is_a_piece_by_itself() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_description_survives_json_and_gives_memory_of_its_size(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 5, dtype=dtype)
-    described = TensorSpec.of("w", tensor)
-    again = TensorSpec.from_json(json.loads(json.dumps(described.to_json())))
+    described = PieceTensor.of("w", tensor)
+    again = PieceTensor.from_json(json.loads(json.dumps(described.to_json())))
     assert again == described
     empty = again.empty(torch.device("cpu"))
     assert (empty.shape, empty.dtype, empty.is_cpu) == (tensor.shape, dtype, True)
@@ -77,7 +77,7 @@ def mixed_tensors() -> list[Tensor]:
 
 def test_what_is_unpacked_is_what_was_packed_bit_for_bit() -> None:
     sent = mixed_tensors()
-    received = [TensorSpec.of("t", t).empty(torch.device("cpu")) for t in sent]
+    received = [PieceTensor.of("t", t).empty(torch.device("cpu")) for t in sent]
     parcel = Parcel(received)
     outgoing = Parcel(sent).messages
     assert [len(message) for message in parcel.messages] == [len(message) for message in outgoing]

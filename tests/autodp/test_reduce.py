@@ -21,14 +21,23 @@ WORLD = 4
 def make_parameters() -> list[nn.Parameter]:
     """Make parameters of three dtypes, one of them 0-dim, one empty, one not contiguous."""
     f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
-    tensors = [torch.zeros(3, 4), torch.zeros(4), torch.zeros((), dtype=f64),
-               torch.zeros(2, 5, dtype=bf16), torch.zeros(0), torch.zeros(5, 2, dtype=f32).t(),
-               torch.zeros(7, dtype=f64), torch.zeros(1, dtype=bf16), torch.zeros(6)]
+    tensors = [
+        torch.zeros(3, 4),
+        torch.zeros(4),
+        torch.zeros((), dtype=f64),
+        torch.zeros(2, 5, dtype=bf16),
+        torch.zeros(0),
+        torch.zeros(5, 2, dtype=f32).t(),
+        torch.zeros(7, dtype=f64),
+        torch.zeros(1, dtype=bf16),
+        torch.zeros(6),
+    ]
     return [nn.Parameter(tensor) for tensor in tensors]
 
 
-def factor(index: int, like: Tensor, replica: int, micro_batch: int = 0, *,
-           whole: bool = True) -> Tensor:
+def factor(
+    index: int, like: Tensor, replica: int, micro_batch: int = 0, *, whole: bool = True
+) -> Tensor:
     """Return a replica's gradient; small whole numbers add up exactly in any order."""
     generator = torch.Generator().manual_seed(1000 * replica + 10 * index + micro_batch)
     if whole:
@@ -36,22 +45,32 @@ def factor(index: int, like: Tensor, replica: int, micro_batch: int = 0, *,
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
-def backward(parameters: Sequence[nn.Parameter], used: Sequence[int], micro_batch: int = 0, *,
-             whole: bool = True) -> None:
+def backward(
+    parameters: Sequence[nn.Parameter],
+    used: Sequence[int],
+    micro_batch: int = 0,
+    *,
+    whole: bool = True,
+) -> None:
     """Back-propagate a loss whose gradient for each used parameter is its factor."""
     rank = dist.get_rank()
-    terms = [(parameters[k] * factor(k, parameters[k], rank, micro_batch, whole=whole)).sum()
-             for k in used]
+    terms = [
+        (parameters[k] * factor(k, parameters[k], rank, micro_batch, whole=whole)).sum()
+        for k in used
+    ]
     sum(terms, torch.zeros((), dtype=torch.float64)).backward()
 
 
 def total(index: int, like: Tensor, replicas: Sequence[int], num_micro_batches: int = 1) -> Tensor:
-    return sum((factor(index, like, r, m) for r in replicas for m in range(num_micro_batches)),
-               torch.zeros_like(like.detach()))
+    return sum(
+        (factor(index, like, r, m) for r in replicas for m in range(num_micro_batches)),
+        torch.zeros_like(like.detach()),
+    )
 
 
-def wrong_sums(parameters: Sequence[nn.Parameter], users: Sequence[Sequence[int]],
-               num_micro_batches: int = 1) -> list[str]:
+def wrong_sums(
+    parameters: Sequence[nn.Parameter], users: Sequence[Sequence[int]], num_micro_batches: int = 1
+) -> list[str]:
     """Name the parameters whose gradient is not exactly the sum over their users' gradients."""
     wrong = []
     for k, (parameter, replicas) in enumerate(zip(parameters, users, strict=True)):
@@ -102,7 +121,8 @@ def test_gradients_become_the_sum_over_the_replicas(four_ranks: Pool, bucket_byt
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 def test_a_parameter_gets_the_users_sum_everywhere_and_none_where_nobody_used_it(
-        four_ranks: Pool, bucket_bytes: int) -> None:
+    four_ranks: Pool, bucket_bytes: int
+) -> None:
     assert four_ranks.run(reduce_with_users, MIXED, [], bucket_bytes) == [[]] * WORLD
 
 
@@ -126,7 +146,8 @@ def reduce_noise(bucket_bytes: int) -> list[bytes]:
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 def test_replicas_hold_the_same_bits_and_a_repetition_does_too(
-        four_ranks: Pool, bucket_bytes: int) -> None:
+    four_ranks: Pool, bucket_bytes: int
+) -> None:
     first = four_ranks.run(reduce_noise, bucket_bytes)
     assert len(first[0]) == 10
     assert first == [first[0]] * WORLD
@@ -206,8 +227,10 @@ def note_order_of_hooks() -> list[str]:
 
 
 def test_a_full_bucket_leaves_before_the_backward_goes_on(two_ranks: Pool) -> None:
-    assert two_ranks.run(note_order_of_hooks) == [[
-        "at 3", "send", "at 2", "send", "at 1", "send", "at 0", "send", "end"]] * 2
+    assert (
+        two_ranks.run(note_order_of_hooks)
+        == [["at 3", "send", "at 2", "send", "at 1", "send", "at 0", "send", "end"]] * 2
+    )
 
 
 def finish_in_another_order_on_each_rank() -> list[float]:
@@ -269,8 +292,10 @@ def backward_after_close() -> tuple[int, bool]:
     reducer.close()
     with recording() as events:
         backward(parameters, range(len(parameters)))
-    local = all(p.grad is not None and torch.equal(p.grad, factor(k, p, dist.get_rank()))
-                for k, p in enumerate(parameters))
+    local = all(
+        p.grad is not None and torch.equal(p.grad, factor(k, p, dist.get_rank()))
+        for k, p in enumerate(parameters)
+    )
     return len(events), local
 
 
@@ -298,7 +323,8 @@ def poison(culprits: dict[int, int], value: float, bucket_bytes: int) -> list[li
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_every_replica_learns_who_brought_a_bad_number_and_to_which_parameter(
-        four_ranks: Pool, value: float) -> None:
+    four_ranks: Pool, value: float
+) -> None:
     expected: list[list[int]] = [[] for _ in range(9)]
     expected[3], expected[8] = [1], [0, 3]
     found = four_ranks.run(poison, {1: 3, 0: 8, 3: 8}, value, 1)
@@ -349,7 +375,8 @@ def reduce_in_two_backwards(bucket_bytes: int) -> list[Any]:
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 def test_a_gradient_that_grows_after_it_was_sent_is_sent_anew(
-        four_ranks: Pool, bucket_bytes: int) -> None:
+    four_ranks: Pool, bucket_bytes: int
+) -> None:
     for rank, found in enumerate(four_ranks.run(reduce_in_two_backwards, bucket_bytes)):
         # From the second time on all wait for the end of the backward.
         assert found == [bool(rank % 2), [], False, []]

@@ -23,7 +23,8 @@ def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
 @pytest.mark.parametrize("sizes", [[1], [3], [64], [5000], [4, 9, 1, 2]])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_holds_every_index_once_in_one_order_whatever_the_batches(
-        num_samples: int, sizes: list[int], shuffle: bool) -> None:
+    num_samples: int, sizes: list[int], shuffle: bool
+) -> None:
     sampler = EpochSampler(num_samples, seed=3, shuffle=shuffle)
     indices = epoch_of(sampler, 2, sizes)
     assert sorted(indices) == list(range(num_samples))
@@ -55,8 +56,10 @@ def test_changing_a_batch_in_place_does_not_change_the_epoch() -> None:
 
 
 def test_epochs_and_seeds_give_different_orders() -> None:
-    orders = {tuple(epoch_of(EpochSampler(40, seed=seed), epoch, [40]))
-              for seed, epoch in product(range(20), range(20))}
+    orders = {
+        tuple(epoch_of(EpochSampler(40, seed=seed), epoch, [40]))
+        for seed, epoch in product(range(20), range(20))
+    }
     assert len(orders) == 400
 
 
@@ -96,7 +99,7 @@ def test_mixed_seeds_do_not_collide_on_a_grid_of_small_inputs() -> None:
 
 def test_mixed_seeds_are_63_bits_and_use_all_of_them() -> None:
     seeds = [mix_seed(a, b) for a, b in product(range(64), repeat=2)]
-    assert all(0 <= seed < 2 ** 63 for seed in seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
     for bit in range(63):
         ones = sum(seed >> bit & 1 for seed in seeds)
         # 4096 fair coins fall within six standard deviations (32 each) of the half.
@@ -104,8 +107,11 @@ def test_mixed_seeds_are_63_bits_and_use_all_of_them() -> None:
 
 
 def test_one_changed_input_bit_changes_half_of_the_seed() -> None:
-    changed = [(mix_seed(5, step) ^ mix_seed(5, step ^ 1 << bit)).bit_count()
-               for step in range(64) for bit in range(20)]
+    changed = [
+        (mix_seed(5, step) ^ mix_seed(5, step ^ 1 << bit)).bit_count()
+        for step in range(64)
+        for bit in range(20)
+    ]
     assert min(changed) >= 10
     # 1280 means of 63 fair coins: the mean's standard deviation is 4 / sqrt(1280), about 0.11.
     assert abs(sum(changed) / len(changed) - 31.5) < 0.7

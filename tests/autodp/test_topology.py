@@ -15,8 +15,11 @@ CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(
 
 
 def topologies() -> list[Topology]:
-    return [Topology(num_ranks, slots, length) for num_ranks, slots in CLUSTERS
-            for length in fitting_lengths(num_ranks, slots)]
+    return [
+        Topology(num_ranks, slots, length)
+        for num_ranks, slots in CLUSTERS
+        for length in fitting_lengths(num_ranks, slots)
+    ]
 
 
 def test_grid_of_the_docstring() -> None:
@@ -27,16 +30,23 @@ def test_grid_of_the_docstring() -> None:
     assert topology.pipeline_ranks(1) == (2, 3)
 
 
-@pytest.mark.parametrize(("num_ranks", "slots", "length", "pipelines", "spares"), [
-    (3, 3, 2, [(0, 1)], (2,)),
-    (6, 3, 2, [(0, 1), (3, 4)], (2, 5)),
-    (7, 7, 3, [(0, 1, 2), (3, 4, 5)], (6,)),
-    (12, 4, 8, [tuple(range(8))], (8, 9, 10, 11)),
-    (6, 4, 3, [(0, 1, 2)], (3, 4, 5)),
-])
+@pytest.mark.parametrize(
+    ("num_ranks", "slots", "length", "pipelines", "spares"),
+    [
+        (3, 3, 2, [(0, 1)], (2,)),
+        (6, 3, 2, [(0, 1), (3, 4)], (2, 5)),
+        (7, 7, 3, [(0, 1, 2), (3, 4, 5)], (6,)),
+        (12, 4, 8, [tuple(range(8))], (8, 9, 10, 11)),
+        (6, 4, 3, [(0, 1, 2)], (3, 4, 5)),
+    ],
+)
 def test_what_a_length_leaves_over_is_spare(
-        num_ranks: int, slots: int, length: int, pipelines: list[tuple[int, ...]],
-        spares: tuple[int, ...]) -> None:
+    num_ranks: int,
+    slots: int,
+    length: int,
+    pipelines: list[tuple[int, ...]],
+    spares: tuple[int, ...],
+) -> None:
     topology = Topology(num_ranks, slots, length)
     assert topology.replicas == len(pipelines)
     assert [topology.pipeline_ranks(r) for r in range(topology.replicas)] == pipelines
@@ -55,8 +65,10 @@ def test_the_planner_counts_replicas_as_the_topology_does() -> None:
         exact, *others = length_choices(num_ranks, slots)
         assert exact == fitting_lengths(num_ranks, slots)
         assert not any(Topology(num_ranks, slots, length).spares for length in exact)
-        trained = [{length * Topology(num_ranks, slots, length).replicas for length in lengths}
-                   for lengths in others]
+        trained = [
+            {length * Topology(num_ranks, slots, length).replicas for length in lengths}
+            for lengths in others
+        ]
         assert all(len(used) == 1 for used in trained)
         assert trained == sorted(trained, key=max, reverse=True)
         for length in range(1, num_ranks + 1):
@@ -109,8 +121,11 @@ def test_lengths_that_divide_the_world_and_fit_its_nodes_leave_no_rank_idle() ->
 
 @pytest.mark.parametrize("length", [-2, 0, 5, 6, 16])
 def test_a_length_that_does_not_fit_is_refused_with_the_ones_that_do(length: int) -> None:
-    with pytest.raises(ValueError, match=rf"length {length} does not fit 12 ranks with 4 slots a "
-                                         r"node; choose one of \[1, 2, 3, 4, 8, 12\]"):
+    with pytest.raises(
+        ValueError,
+        match=rf"length {length} does not fit 12 ranks with 4 slots a "
+        r"node; choose one of \[1, 2, 3, 4, 8, 12\]",
+    ):
         Topology(12, 4, length)
 
 
@@ -127,8 +142,11 @@ def members(group: dist.ProcessGroup | None) -> list[int] | None:
 def build_and_destroy(length: int) -> dict[str, object]:
     topology = Topology(dist.get_world_size(), 2, length)
     groups = build_groups(topology, dist.get_rank(), on_cuda=False, timeout_s=30.0)
-    found: dict[str, object] = {"forward": members(groups.forward), "stage": members(groups.stage),
-                                "one": groups.forward is groups.backward}
+    found: dict[str, object] = {
+        "forward": members(groups.forward),
+        "stage": members(groups.stage),
+        "one": groups.forward is groups.backward,
+    }
     for name in ("forward", "stage"):
         group = getattr(groups, name)
         if group is not None:
@@ -137,14 +155,16 @@ def build_and_destroy(length: int) -> dict[str, object]:
             found[f"{name} sum"] = int(total)
     groups.destroy()
     dist.barrier()
-    found["left"] = [g for g in (groups.forward, groups.stage)
-                     if g in dist.distributed_c10d._world.pg_map]
+    found["left"] = [
+        g for g in (groups.forward, groups.stage) if g in dist.distributed_c10d._world.pg_map
+    ]
     return found
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_groups_hold_the_pipeline_and_the_replicas_of_a_stage(
-        four_ranks: Pool, length: int) -> None:
+    four_ranks: Pool, length: int
+) -> None:
     topology = Topology(4, 2, length)
     for rank, found in enumerate(four_ranks.run(build_and_destroy, length)):
         pipeline = topology.pipeline_ranks(topology.replica_of(rank))

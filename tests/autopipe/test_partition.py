@@ -16,8 +16,9 @@ def all_splits(num_units: int, num_parts: int) -> Iterator[tuple[int, ...]]:
         yield (0, *cuts, num_units)
 
 
-def measures(part_cost: Callable[[int, int, int], float],
-             split: tuple[int, ...]) -> tuple[float, float]:
+def measures(
+    part_cost: Callable[[int, int, int], float], split: tuple[int, ...]
+) -> tuple[float, float]:
     costs = per_part(part_cost, split)
     return max(costs), sum(cost * cost for cost in costs)
 
@@ -57,27 +58,36 @@ def test_split_has_smallest_maximum_then_smallest_sum_of_squares_of_all_splits(s
 
 @pytest.mark.parametrize("seed", range(40))
 def test_split_is_best_of_the_feasible_ones_where_cost_and_feasibility_depend_on_the_part(
-        seed: int) -> None:
+    seed: int,
+) -> None:
     generator = random.Random(seed)
     num_units = generator.randint(2, 9)
     num_parts = generator.randint(1, num_units)
     costs = [[generator.random() for _ in range(num_units)] for _ in range(num_parts)]
-    banned = {(part, first, last) for part in range(num_parts) for first in range(num_units)
-              for last in range(first + 1, num_units + 1) if generator.random() < 0.4}
+    banned = {
+        (part, first, last)
+        for part in range(num_parts)
+        for first in range(num_units)
+        for last in range(first + 1, num_units + 1)
+        if generator.random() < 0.4
+    }
 
     def part_cost(part: int, first: int, last: int) -> float:
         return sum(costs[part][first:last])
 
-    found = best_split(num_units, num_parts, part_cost,
-                       feasible=lambda *part: part not in banned)
-    allowed = [split for split in all_splits(num_units, num_parts)
-               if banned.isdisjoint((part, *ends) for part, ends in enumerate(pairwise(split)))]
+    found = best_split(num_units, num_parts, part_cost, feasible=lambda *part: part not in banned)
+    allowed = [
+        split
+        for split in all_splits(num_units, num_parts)
+        if banned.isdisjoint((part, *ends) for part, ends in enumerate(pairwise(split)))
+    ]
     if not allowed:
         assert found is None
     else:
         assert found in allowed
         assert measures(part_cost, found) == pytest.approx(
-            min(measures(part_cost, split) for split in allowed))
+            min(measures(part_cost, split) for split in allowed)
+        )
 
 
 def test_no_feasible_split_gives_none() -> None:
@@ -109,7 +119,8 @@ def test_greedy_split_of_vit_base_on_8_devices_is_the_published_one() -> None:
 
 @pytest.mark.parametrize(("num_classes", "largest"), [(100, 11.89), (1000, 12.58)])
 def test_optimal_split_of_vit_base_on_8_devices_beats_the_greedy_one(
-        num_classes: int, largest: float) -> None:
+    num_classes: int, largest: float
+) -> None:
     sizes = vit_base_sizes(num_classes)
     split = min_max_partition(sizes, 8)
     assert split is not None

@@ -21,8 +21,11 @@ from autopipe.schedule import (
     split_at_first_backward,
 )
 
-SIZES = [(num_stages, num_micro_batches)
-         for num_stages in (1, 2, 3, 4, 8) for num_micro_batches in (1, 2, 3, 4, 5, 8, 17)]
+SIZES = [
+    (num_stages, num_micro_batches)
+    for num_stages in (1, 2, 3, 4, 8)
+    for num_micro_batches in (1, 2, 3, 4, 5, 8, 17)
+]
 
 
 def every_schedule() -> list[tuple[str, int, int, Schedule]]:
@@ -62,7 +65,8 @@ def test_stages_run_every_forward_once_and_every_backward_once_after_it() -> Non
             assert sorted(backwards) == ([] if name == "forward_only" else list(range(m)))
             for i in backwards:
                 assert program.index(Instruction(Op.FORWARD, i)) < program.index(
-                    Instruction(Op.BACKWARD, i))
+                    Instruction(Op.BACKWARD, i)
+                )
 
 
 def test_gpipe_runs_backwards_in_descending_order_and_1f1b_in_ascending_order() -> None:
@@ -81,7 +85,8 @@ def test_gpipe_runs_no_forward_after_its_first_backward() -> None:
 def test_stage_j_keeps_k_minus_j_micro_batches_under_1f1b_and_all_under_gpipe() -> None:
     for k, m in SIZES:
         assert [peak(program) for program in one_f_one_b(k, m)] == [
-            min(m, k - j) for j in range(k)]
+            min(m, k - j) for j in range(k)
+        ]
         assert [peak(program) for program in gpipe(k, m)] == [m] * k
 
 
@@ -100,8 +105,10 @@ def test_the_ends_of_a_pipeline_have_no_links_beyond_them() -> None:
 
 
 def test_work_stands_between_the_receive_it_needs_and_the_send_it_feeds() -> None:
-    around = {Op.FORWARD: (Op.RECV_ACTIVATION, Op.SEND_ACTIVATION),
-              Op.BACKWARD: (Op.RECV_GRADIENT, Op.SEND_GRADIENT)}
+    around = {
+        Op.FORWARD: (Op.RECV_ACTIVATION, Op.SEND_ACTIVATION),
+        Op.BACKWARD: (Op.RECV_GRADIENT, Op.SEND_GRADIENT),
+    }
     for _, k, _, schedule in every_schedule():
         for stage, program in enumerate(schedule):
             for n, instruction in enumerate(program):
@@ -124,7 +131,8 @@ def test_no_schedule_blocks_on_links_that_hold_few_messages(capacity: int) -> No
 def finishes(schedule: Schedule, capacity: int) -> bool:
     """Run all stages until none can go on; a full or an empty link blocks its user."""
     sent: dict[tuple[int, Op], list[int]] = {
-        (j, op): [] for j in range(len(schedule)) for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)}
+        (j, op): [] for j in range(len(schedule)) for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+    }
     position, moved = [0] * len(schedule), True
     while moved:
         moved = False
@@ -135,16 +143,20 @@ def finishes(schedule: Schedule, capacity: int) -> bool:
     return position == [len(program) for program in schedule]
 
 
-def advance(instruction: Instruction, stage: int, sent: dict[tuple[int, Op], list[int]],
-            capacity: int) -> bool:
+def advance(
+    instruction: Instruction, stage: int, sent: dict[tuple[int, Op], list[int]], capacity: int
+) -> bool:
     op, i = instruction.op, instruction.micro_batch
     if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
         if len(sent[stage, op]) == capacity:
             return False
         sent[stage, op].append(i)
     elif op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
-        queue = sent[stage - 1, Op.SEND_ACTIVATION] if op is Op.RECV_ACTIVATION \
+        queue = (
+            sent[stage - 1, Op.SEND_ACTIVATION]
+            if op is Op.RECV_ACTIVATION
             else sent[stage + 1, Op.SEND_GRADIENT]
+        )
         if not queue:
             return False
         assert queue.pop(0) == i, "a message is taken for another one"
@@ -165,7 +177,7 @@ def test_drawing_stages_that_wait_for_each_other_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_recomputation_comes_after_its_forward_and_before_the_wait_for_its_gradient(
-    name: str
+    name: str,
 ) -> None:
     for k, m in SIZES:
         for recomputed in (range(m), range(m - 1), ()):
@@ -177,15 +189,16 @@ def test_a_recomputation_comes_after_its_forward_and_before_the_wait_for_its_gra
                     following = [Instruction(Op.BACKWARD, i)]
                     if stage < k - 1:
                         following.insert(0, Instruction(Op.RECV_GRADIENT, i))
-                    assert list(program[at + 1:at + 1 + len(following)]) == following
+                    assert list(program[at + 1 : at + 1 + len(following)]) == following
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_without_its_recomputations_a_schedule_is_the_one_without_checkpointing(name: str) -> None:
     for k, m in SIZES:
         repeating = SCHEDULES[name](k, m, recomputed=range(m))
-        assert tuple(tuple(ins for ins in program if ins.op is not Op.RECOMPUTE)
-                     for program in repeating) == SCHEDULES[name](k, m)
+        assert tuple(
+            tuple(ins for ins in program if ins.op is not Op.RECOMPUTE) for program in repeating
+        ) == SCHEDULES[name](k, m)
 
 
 def test_a_program_parts_into_its_forwards_and_the_rest() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.profile import chain
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from tests.autopipe.balance.test_layer_costs import AddLeaves, Timed
 from tests.autopipe.profile.test_profile import Clock
 from tests.conformance.test_gpipe import Call, linears, on_cpu, ramp

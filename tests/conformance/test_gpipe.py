@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partitions import flatten_sequential
-from autopipe.skip.skippable import skippable
+from autopipe.skip.skip_layers import skippable
 
 MODES = ("always", "except_last", "never")
 # Sums over micro-batches come in another order than over the mini-batch: a few units of float64.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopipe.skip.routes import Namespace
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing
 from tests.conformance.test_gpipe import (
     CLOSE,

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from autopipe.skip.routes import Namespace, verify_skippables
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from tests.conformance.test_gpipe import on_cpu, ramp
 from tests.conformance.test_skip import (
     Commands,

@@ -204,10 +204,10 @@ def make_images(folder: Path) -> None:
 def test_a_folder_of_images_is_read_alike_each_time(tmp_path: Path) -> None:
     make_images(tmp_path)
     problem = images(tmp_path, "vit_tiny_patch16_224", weights=None, seed=0)
-    assert (len(problem.train_set), len(problem.eval_set)) == (8, 4)
-    pixels, label = problem.train_set[7]
+    assert (len(problem.train_dataset), len(problem.eval_dataset)) == (8, 4)
+    pixels, label = problem.train_dataset[7]
     assert pixels.shape == (3, 224, 224) and label == 1
-    assert v2.functional.to_dtype(pixels).equal(problem.train_set[7][0])
+    assert v2.functional.to_dtype(pixels).equal(problem.train_dataset[7][0])
     assert problem.model.head.out_features == 2
 
 

@@ -63,10 +63,10 @@ def test_the_report_compares_all_runs_with_the_baseline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_differ_in_nothing_but_how_pipelines_are_planned(run: str) -> None:
     settings = DemoSettings()
-    differing = {"length", "plan", "folder", "label"}
+    differing = {"pipeline_length", "plan", "folder", "label"}
     own, elastic = (run_settings(settings, one) for one in (run, "elastic"))
     rates = [one.pop("learning_rate_schedule")(3, 10) for one in (own, elastic)]
     assert rates[0] == rates[1]
     assert {k for k in own if own[k] != elastic[k]} <= differing
-    assert own["length"] == (demo.NUM_SLOTS if run == "baseline" else None)
-    assert own["plan"] == ("paper" if run == "published" else "fastest")
+    assert own["pipeline_length"] == (demo.NUM_SLOTS if run == "baseline" else None)
+    assert own["plan"] == ("published" if run == "published" else "fastest")

@@ -42,8 +42,10 @@ def predicted(system: PublishedSystem) -> dict[str, float]:
 
 
 def test_the_ablation_is_ranked_as_published(predicted: dict[str, float]) -> None:
-    found = [predicted[name] for name in (
-        "freeze only", "+ AutoPipe + AutoCache", "+ AutoPipe + AutoDP", "all four")]
+    found = [
+        predicted[name]
+        for name in ("freeze only", "+ AutoPipe + AutoCache", "+ AutoPipe + AutoDP", "all four")
+    ]
     assert found == sorted(found) and len(set(found)) == 4
     assert found[0] < 1 < found[1]
     assert ablation.ranked_as_published(predicted)
@@ -51,7 +53,8 @@ def test_the_ablation_is_ranked_as_published(predicted: dict[str, float]) -> Non
 
 
 def test_every_prediction_is_within_a_third_of_what_was_published(
-        predicted: dict[str, float]) -> None:
+    predicted: dict[str, float],
+) -> None:
     # The text says how far each is off: 0.69 to 0.90 of it. This catches a model that went astray.
     for name, published in SPEED_UPS.items():
         assert 2 / 3 <= predicted[name] / published <= 3 / 2, name
@@ -70,7 +73,8 @@ def test_the_device_s_rate_is_the_published_forward_s(system: PublishedSystem) -
 
 
 def test_the_pipeline_s_throughput_is_near_the_published_one_where_that_is_best(
-        system: PublishedSystem) -> None:
+    system: PublishedSystem,
+) -> None:
     # Nothing of it went into the model; beyond M = 16 the published one falls, see the text.
     table = throughput_table(system.profile, START, 8)
     for count in (8, 16, 24):
@@ -79,7 +83,7 @@ def test_the_pipeline_s_throughput_is_near_the_published_one_where_that_is_best(
 
 def test_lengths_by_epoch_are_the_published_ones(system: PublishedSystem) -> None:
     run = system.run(ABLATION["all four"])
-    assert tuple(epoch.length for epoch in run)[:len(LENGTHS)] == LENGTHS
+    assert tuple(epoch.length for epoch in run)[: len(LENGTHS)] == LENGTHS
     assert frozen_by_epoch() == [0, 4, 7, 9, 10, 11, 11, 12, 12, 12]
     assert [epoch.replicas for epoch in run] == [16 // epoch.length for epoch in run]
     alone = system.run(ABLATION["+ AutoPipe + AutoCache"])
@@ -87,9 +91,11 @@ def test_lengths_by_epoch_are_the_published_ones(system: PublishedSystem) -> Non
 
 
 def test_a_cache_reads_the_epoch_before_and_computes_what_froze_since(
-        system: PublishedSystem) -> None:
+    system: PublishedSystem,
+) -> None:
     cached, computed = (
-        system.run(Parts(auto_pipe=True, auto_dp=True, auto_cache=on)) for on in (True, False))
+        system.run(Parts(auto_pipe=True, auto_dp=True, auto_cache=on)) for on in (True, False)
+    )
     read_s = forward_s(system.profile, 0, 3, 400)
     for before, now, plain in zip(cached, cached[1:], computed[1:], strict=False):
         fresh_s = forward_s(system.profile, before.num_frozen, now.num_frozen, 400)
@@ -115,7 +121,8 @@ def test_layers_frozen_in_place_keep_their_forward_alone(system: PublishedSystem
 
 
 def test_our_rules_take_one_stage_and_beat_the_published_ones(
-        system: PublishedSystem, predicted: dict[str, float]) -> None:
+    system: PublishedSystem, predicted: dict[str, float]
+) -> None:
     baseline_s = total_s(system.run(BASELINE))
     seconds, plans = ours(system.profile, grow=False, cache=True)
     assert {plan.length for plan in plans} == {1}
@@ -123,8 +130,11 @@ def test_our_rules_take_one_stage_and_beat_the_published_ones(
 
 
 def test_the_program_prints_its_tables_and_reasons_and_last_a_json_line(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-        system: PublishedSystem, predicted: dict[str, float]) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    system: PublishedSystem,
+    predicted: dict[str, float],
+) -> None:
     monkeypatch.setattr("sys.argv", ["published_ablation"])
     monkeypatch.setattr(ablation, "published_profile", lambda: system.profile)
     ablation.main()

@@ -15,11 +15,11 @@ from freeze.policy import (
     FreezeDecision,
     FreezePolicy,
     LayerStats,
-    Never,
+    NeverFreeze,
     as_policy,
     checked_decision,
 )
-from freeze.rules import ClosedForm, FreezeSchedule, PaperRule
+from freeze.rules import AlphaSchedule, FreezeSchedule, PaperRule
 
 # L = 12, T = 1, 2, ...: published with the paper's rule.
 GOLDEN = {
@@ -67,7 +67,7 @@ def run_policy(policy: FreezePolicy, norms_per_epoch: Sequence[Sequence[float]])
 
 @pytest.mark.parametrize("alpha", GOLDEN)
 def test_closed_form_equals_published_table(alpha: float) -> None:
-    assert run_policy(ClosedForm(alpha), [FALLING] * len(GOLDEN[alpha])) == GOLDEN[alpha]
+    assert run_policy(AlphaSchedule(alpha), [FALLING] * len(GOLDEN[alpha])) == GOLDEN[alpha]
 
 
 @pytest.mark.parametrize("alpha", GOLDEN)
@@ -77,7 +77,7 @@ def test_paper_rule_equals_closed_form_until_only_last_layer_is_active(alpha: fl
 
 
 def test_closed_form_counts_from_start_epoch_and_stops_at_max_frozen() -> None:
-    policy = ClosedForm(1 / 3, start_epoch=3, max_frozen=8)
+    policy = AlphaSchedule(1 / 3, start_epoch=3, max_frozen=8)
     assert run_policy(policy, [FALLING] * 6) == [0, 0, 4, 7, 8, 8]
     assert checked_decision(policy, make_context(epoch=0)).num_frozen == 0
 
@@ -177,9 +177,9 @@ def test_paper_rule_continues_identically_from_its_state_as_json() -> None:
 def test_state_of_another_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="PaperRule was given a state with the keys"):
         PaperRule(1 / 2).load_state_dict({})
-    with pytest.raises(ValueError, match="ClosedForm keeps no state"):
-        ClosedForm(1 / 2).load_state_dict(PaperRule(1 / 2).state_dict())
-    ClosedForm(1 / 2).load_state_dict(ClosedForm(1 / 2).state_dict())
+    with pytest.raises(ValueError, match="AlphaSchedule keeps no state"):
+        AlphaSchedule(1 / 2).load_state_dict(PaperRule(1 / 2).state_dict())
+    AlphaSchedule(1 / 2).load_state_dict(AlphaSchedule(1 / 2).state_dict())
 
 
 def test_schedule_holds_its_last_entry_and_may_thaw() -> None:
@@ -197,14 +197,14 @@ def test_alpha_outside_0_and_1_is_refused(alpha: float) -> None:
     with pytest.raises(ValueError, match="alpha is .* between 0 and 1"):
         PaperRule(alpha)
     with pytest.raises(ValueError, match="alpha is .* between 0 and 1"):
-        ClosedForm(alpha)
+        AlphaSchedule(alpha)
 
 
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_frozen is -1; give 0 or more"):
         PaperRule(1 / 2, max_frozen=-1)
     with pytest.raises(TypeError, match=r"start_epoch is 1\.5 \(float\)"):
-        ClosedForm(1 / 2, start_epoch=1.5)  # type: ignore[arg-type]
+        AlphaSchedule(1 / 2, start_epoch=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an epoch of the freeze schedule is '3'"):
         FreezeSchedule({"3": 4})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="is empty"):
@@ -214,7 +214,7 @@ def test_arguments_out_of_range_are_refused() -> None:
 def test_none_becomes_never_and_a_policy_stays_itself() -> None:
     policy = PaperRule(1 / 3)
     assert as_policy(policy) is policy
-    assert isinstance(as_policy(None), Never)
+    assert isinstance(as_policy(None), NeverFreeze)
     decision = checked_decision(as_policy(None), make_context(num_frozen=3))
     assert decision == FreezeDecision(3, "keep")
 

@@ -169,7 +169,7 @@ def rounding(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
 
 def test_an_optimizer_that_draws_numbers_draws_the_same_on_all_replicas(two_ranks: Pool) -> None:
     # It drew what the last layer's seed left, which differs by replica.
-    job = Job(tiny_model, tiny_data, rounding, settings={"length": 1, "micro_batches": 2})
+    job = Job(tiny_model, tiny_data, rounding, settings={"pipeline_length": 1, "micro_batches": 2})
     first, second = two_ranks.run(train, job)
     for name, tensor in first.trained.items():
         assert torch.equal(tensor, second.trained[name]), name
@@ -181,7 +181,7 @@ def test_counts_and_totals_of_small_dtypes_are_added_up_precisely() -> None:
         total = nn.functional.cross_entropy(output, target, reduction="sum")
         return total, torch.tensor(40.0 * len(target), dtype=torch.bfloat16)
 
-    settings = {"batch_size": 26, "micro_batches": 26}
+    settings = {"global_batch_size": 26, "micro_batches": 26}
     norms = []
     for micro_batches in (1, 26):
         job = replace(TINY, loss_fn=counted, settings={**settings, "micro_batches": micro_batches})

@@ -77,7 +77,7 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
             loss_fn=nn.CrossEntropyLoss(),
             freeze=FreezeSchedule([2]),
             epochs=4,
-            batch_size=8,
+            global_batch_size=8,
             progress=False,
         ) as trainer,
     ):
@@ -93,6 +93,7 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
 
 def measured_with_free_reads() -> Any:
     """Measure as ever, but find that reading a cache costs nothing."""
+
     def free(*arguments: Any, **options: Any) -> Any:
         return replace(measure(*arguments, **options), copy_bytes_per_s=1e18)
 

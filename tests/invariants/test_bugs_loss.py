@@ -52,9 +52,9 @@ def make_trainer(loss_fn: Any, data: TensorDataset, **settings: Any) -> Trainer:
         data,
         loss_fn=loss_fn,
         optimizer=sgd,
-        batch_size=BATCH_SIZE,
+        global_batch_size=BATCH_SIZE,
         progress=False,
-        **{"length": 1, "micro_batches": 4, **settings},
+        **{"pipeline_length": 1, "micro_batches": 4, **settings},
     )
 
 
@@ -132,7 +132,7 @@ def test_a_batch_may_weigh_less_than_one_sample() -> None:
 def test_ignored_targets_count_in_no_micro_batch_of_any_replica(two_ranks: Pool) -> None:
     # The mean over a micro-batch without other targets is 0 / 0, and ended the run; a smaller
     # number of them in one micro-batch than in another made each of them count for more.
-    for settings in ({"micro_batches": 4}, {"micro_batches": 2, "length": 2}):
+    for settings in ({"micro_batches": 4}, {"micro_batches": 2, "pipeline_length": 2}):
         outcomes = two_ranks.run(train, nn.CrossEntropyLoss, some_ignored(), settings)
         check(outcomes[0], nn.CrossEntropyLoss, some_ignored())
 
@@ -180,7 +180,7 @@ def test_a_function_whose_means_do_not_join_is_refused_in_the_same_step_on_every
     two_ranks: Pool,
 ) -> None:
     # Nothing asked a user's own function whether its mean is one over samples.
-    for settings in ({"micro_batches": 4}, {"micro_batches": 2, "length": 2}):
+    for settings in ({"micro_batches": 4}, {"micro_batches": 2, "pipeline_length": 2}):
         for text in two_ranks.run(refused, settings):
             assert "the loss 'own_loss'" in text and "return (sum, count)" in text
     trained = train(lambda: own_pair, some_ignored(), {})
@@ -208,7 +208,7 @@ def noted_steps() -> Iterator[tuple[list[float], dict[str, Tensor]]]:
             tiny_model(dropout=0.3),
             tiny_data(),
             loss_fn=Loss(loss_fn, is_exact=is_exact),
-            batch_size=BATCH_SIZE,
+            global_batch_size=BATCH_SIZE,
             micro_batches=3,
             progress=False,
         ) as trainer:

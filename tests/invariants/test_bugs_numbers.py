@@ -32,7 +32,7 @@ def sgd(named: Named) -> Optimizer:
     return SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
-TINY = Job(tiny_model, tiny_data, sgd, settings={"length": 1, "micro_batches": 2})
+TINY = Job(tiny_model, tiny_data, sgd, settings={"pipeline_length": 1, "micro_batches": 2})
 
 
 def images() -> TensorDataset:
@@ -58,7 +58,7 @@ def test_channels_last_parameters_train_as_in_a_plain_loop(two_ranks: Pool, leng
     # moved. Fused AdamW reads both as memory: the first convolution was off by 4.7e-2 after nine
     # steps, and differently so on each replica.
     job = Job(convolutions, images, adamw, frozen=(0, 1, 0), settings={"epochs": 3})
-    job = replace(job, settings={**job.settings, "length": length})
+    job = replace(job, settings={**job.settings, "pipeline_length": length})
     for result in two_ranks.run(train, job):
         assert_as_loop(replace(result, weights=loop(job).weights), loop(job))
     assert_as_loop(two_ranks.run(train, job)[0], loop(job))
@@ -113,7 +113,7 @@ def decay_by_note(named: Named) -> Optimizer:
 def test_what_is_noted_on_parameters_moves_with_them(two_ranks: Pool) -> None:
     # Where a layer had moved, its parameters were bare: replica 0 did not decay them, the others
     # did, and the replicas drifted apart (norms 2.29 and 1.98).
-    job = Job(noted_model, tiny_data, decay_by_note, settings={"length": 1})
+    job = Job(noted_model, tiny_data, decay_by_note, settings={"pipeline_length": 1})
     for result in two_ranks.run(train, job):
         assert_as_loop(replace(result, weights=loop(job).weights), loop(job))
 
@@ -137,7 +137,13 @@ def parametrised() -> nn.Module:
 
 
 def test_parametrisations_train_as_in_a_plain_loop(two_ranks: Pool) -> None:
-    job = Job(parametrised, tiny_data, sgd, frozen=(0, 2, 0), settings={"epochs": 3, "length": 2})
+    job = Job(
+        parametrised,
+        tiny_data,
+        sgd,
+        frozen=(0, 2, 0),
+        settings={"epochs": 3, "pipeline_length": 2},
+    )
     assert_as_loop(two_ranks.run(train, job)[0], loop(job))
 
 
@@ -172,7 +178,9 @@ def repeated() -> nn.Module:
 def test_a_parameter_may_get_its_gradient_in_several_backwards(two_ranks: Pool) -> None:
     # Every reentrant checkpoint has a backward of its own. The first to report let the gradients
     # leave for the other replicas, and what the later ones added was overwritten (off by 4e-2).
-    job = Job(repeated, tiny_data, sgd, settings={"length": 1, "micro_batches": 2, "epochs": 3})
+    job = Job(
+        repeated, tiny_data, sgd, settings={"pipeline_length": 1, "micro_batches": 2, "epochs": 3}
+    )
     for result in two_ranks.run(train, job):
         assert_as_loop(replace(result, weights=loop(job).weights), loop(job))
 
@@ -293,7 +301,7 @@ def test_gathered_weights_of_the_middle_of_a_run_cannot_be_used_later(two_ranks:
 
 def use_the_model_between_steps() -> str:
     """Gather, step, and call rank 0's model."""
-    job = replace(TINY, settings={"length": 2, "micro_batches": 2})
+    job = replace(TINY, settings={"pipeline_length": 2, "micro_batches": 2})
     with make_trainer(job) as trainer:
         trainer.step()
         state = trainer.state_dict()

@@ -89,7 +89,7 @@ def evaluate_for_long() -> dict[str, float]:
         tiny_data(),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=sgd,
-        batch_size=4,
+        global_batch_size=4,
         plan=Forced({0: Shape(3, 1, spares=True)}),
         evaluate_every_epochs=0,
         progress=False,

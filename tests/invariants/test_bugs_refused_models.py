@@ -184,7 +184,7 @@ def test_a_loss_whose_gradient_alone_depends_on_the_split_is_refused() -> None:
 
 def refused_with_one_sample_each() -> str:
     """Train on as many samples as there are replicas."""
-    settings = {"length": 1, "batch_size": 2, "micro_batches": 1}
+    settings = {"pipeline_length": 1, "global_batch_size": 2, "micro_batches": 1}
     with (
         make_trainer(replace(TINY, loss_fn=weighted, settings=settings)) as trainer,
         pytest.raises(ValueError, match="depends on how a batch is split") as caught,
@@ -206,7 +206,7 @@ def test_an_evaluation_s_loss_is_probed() -> None:
     data = tiny_data(num_samples=8)
     x, y = data.tensors
     ignored = torch.utils.data.TensorDataset(x, y.where(torch.arange(8) < 3, -100))
-    settings = {"batch_size": 8, "micro_batches": 4}
+    settings = {"global_batch_size": 8, "micro_batches": 4}
     job = replace(TINY, loss_fn=masked, data=lambda: data, settings=settings)
     with make_trainer(job) as trainer:
         trainer.step()

@@ -24,16 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autodp.groups import Groups
 from autodp.moves import Move
-from autodp.pieces import Piece, Shard, TensorSpec
+from autodp.pieces import Piece, PieceTensor, Shard
 from autodp.redistribute import ShardStore, _Journey
 from autodp.reduce import GradientReducer
 from autodp.topology import Topology
-from autopipe.engine.channel import Peer, Receiver, Sender
-from autopipe.engine.channel import TensorSpec as RowSpec
+from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.executor import StageLinks, StageWork, run_program
 from autopipe.engine.link import Payload
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
-from autopipe.engine.watchdog import LinkError, Mark, Watchdog
+from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.device_memory import free_bytes
@@ -44,7 +43,7 @@ from pipetransformer.stage.wiring import StageWiring
 from tests.pool import Pool
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-ROW = RowSpec((3,), "float32", True)
+ROW = TensorSpec((3,), "float32", True)
 NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 
 
@@ -67,7 +66,7 @@ class Traffic:
         return True
 
 
-class ReachedMark(Mark):
+class ReachedMark(Milestone):
     """Stand for a place that the device has come to."""
 
     def is_reached(self) -> bool:
@@ -111,23 +110,31 @@ def receive_all(watched_by: Watchdog | None, num_micro_batches: int) -> list[Ten
 
 
 def test_between_gpus_the_stream_waits_for_a_receive_and_none_is_posted_ahead(
-        traffic: Traffic) -> None:
+    traffic: Traffic,
+) -> None:
     received = receive_all(watchdog(), 3)
     assert traffic.events == ["irecv cuda:0", "stream waits"] * 3
     assert [tensor.device for tensor in received] == [GPU] * 3
 
 
 def test_over_gloo_a_gpu_receives_as_a_cpu_does_and_brings_it_to_the_device(
-        traffic: Traffic) -> None:
+    traffic: Traffic,
+) -> None:
     received = receive_all(None, 3)
     assert traffic.events == [
-        "irecv cpu", "irecv cpu", "host waits 30 s", "irecv cpu", "host waits 30 s",
-        "host waits 30 s"]
+        "irecv cpu",
+        "irecv cpu",
+        "host waits 30 s",
+        "irecv cpu",
+        "host waits 30 s",
+        "host waits 30 s",
+    ]
     assert [tensor.device for tensor in received] == [GPU] * 3
 
 
 def test_between_gpus_nothing_is_waited_for_before_the_flush_and_no_host_waits_at_all(
-        traffic: Traffic) -> None:
+    traffic: Traffic,
+) -> None:
     sender = Sender(peer(watchdog()))
     for _ in range(2):
         sender.send(torch.empty(2, 3, device=GPU))
@@ -152,7 +159,8 @@ def test_a_sender_at_its_bound_lets_the_stream_wait_for_the_oldest(traffic: Traf
 
 
 def test_between_gpus_the_header_travels_in_host_memory_and_is_limited_by_the_wait(
-        traffic: Traffic) -> None:
+    traffic: Traffic,
+) -> None:
     sender = Sender(peer(watchdog()))
     sender.send_header({"hidden": ROW})
     sender.send(torch.empty(2, 3, device=GPU))
@@ -161,7 +169,8 @@ def test_between_gpus_the_header_travels_in_host_memory_and_is_limited_by_the_wa
 
 
 def test_a_sent_tensor_stays_referenced_until_the_stream_is_to_wait_for_it(
-        traffic: Traffic) -> None:
+    traffic: Traffic,
+) -> None:
     sender, tensor = Sender(peer(watchdog())), torch.empty(2, 3, device=GPU)
     storage = weakref.ref(tensor.untyped_storage())
     sender.send(tensor)
@@ -174,7 +183,7 @@ def test_a_sent_tensor_stays_referenced_until_the_stream_is_to_wait_for_it(
     assert storage() is None
 
 
-class StuckMark(Mark):
+class StuckMark(Milestone):
     """Stand for a place that the device comes to only by an abort."""
 
     def is_reached(self) -> bool:
@@ -194,8 +203,11 @@ def test_after_an_abort_every_call_raises_and_starts_nothing(traffic: Traffic) -
     watched.look()
     events = list(traffic.events)
     said = r"^rank 0 waited for the activations of rank 1 \(limit 30 s\): the links have been"
-    for call in (lambda: receiver.receive(1), lambda: sender.send(torch.empty(1, device=GPU)),
-                 sender.flush):
+    for call in (
+        lambda: receiver.receive(1),
+        lambda: sender.send(torch.empty(1, device=GPU)),
+        sender.flush,
+    ):
         with pytest.raises(LinkError, match=said):
             call()
     assert traffic.events == events
@@ -217,12 +229,15 @@ class Identity(StageWork):
 
 
 def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
-        traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Receiver, "receive_header", lambda self: {"hidden": ROW})
     watched = watchdog()
     marks = peer(watched)
-    links = StageLinks(ProcessLinkBelow(Receiver(marks, GPU), Sender(marks)),
-                       ProcessLinkAbove(Sender(marks), Receiver(marks, GPU)))
+    links = StageLinks(
+        ProcessLinkBelow(Receiver(marks, GPU), Sender(marks)),
+        ProcessLinkAbove(Sender(marks), Receiver(marks, GPU)),
+    )
     with torch.no_grad():
         run_program(forward_only(3, 3)[1], Identity(), links, [2] * 3)
     header, *rest = traffic.events[2:]
@@ -234,26 +249,42 @@ def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
 
 def test_side_inputs_leave_from_host_memory_wherever_they_are(traffic: Traffic) -> None:
     sender = SideSender(Sender(peer(None)), ("mask", "target"))
-    sender.send({"mask": torch.empty(2, 5, dtype=torch.bool, device=GPU),
-                 "target": torch.empty(2, dtype=torch.int64)})
+    sender.send(
+        {
+            "mask": torch.empty(2, 5, dtype=torch.bool, device=GPU),
+            "target": torch.empty(2, dtype=torch.int64),
+        }
+    )
     assert [(m.device, tuple(m.shape)) for m in traffic.messages] == [
-        (CPU, (1024,)), (CPU, (2, 5 + 8))]
+        (CPU, (1024,)),
+        (CPU, (2, 5 + 8)),
+    ]
 
 
 @pytest.mark.parametrize(("name", "on_gpu"), [(NCCL, True), (GLOO, False), ("cuda:nccl", True)])
 def test_stages_are_linked_over_the_gpu_where_the_group_is_nccl_s(
-        traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, on_gpu: bool) -> None:
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, on_gpu: bool
+) -> None:
     group = backend(monkeypatch, name)
     world = World(1, 3, 3, GPU, group, owned=False)
     assert world.link_device == (GPU if on_gpu else CPU)
     monkeypatch.setattr(stage_wiring, "trained_parameters", lambda task, active: {})
     task = SimpleNamespace(config=SimpleNamespace(step_limit_s=lambda step_s: 30.0))
     plan = SimpleNamespace(boundaries=(0, 1, 2, 3), predicted_step_s=0.1)
-    links = StageWiring(task, world, plan, Topology(3, 3, 3),  # type: ignore[arg-type]
-                        Groups(group, group, None)).links()
+    links = StageWiring(
+        task,
+        world,
+        plan,
+        Topology(3, 3, 3),  # type: ignore[arg-type]
+        Groups(group, group, None),
+    ).links()
     assert isinstance(links.below, ProcessLinkBelow) and isinstance(links.above, ProcessLinkAbove)
-    ends = (links.below.activations, links.below.gradients, links.above.activations,
-            links.above.gradients)
+    ends = (
+        links.below.activations,
+        links.below.gradients,
+        links.above.activations,
+        links.above.gradients,
+    )
     watchdogs = {end._peer.watchdog for end in ends}
     assert len(watchdogs) == 1 and (None not in watchdogs) == on_gpu
     assert {links.below.activations.device, links.above.gradients.device} == {GPU}
@@ -290,20 +321,25 @@ class FakeStore(ShardStore):
 
 def carry(monkeypatch: pytest.MonkeyPatch, traffic: Traffic, *, rank: int) -> FakeStore:
     """Send a GPU's weight, moment and step count from rank 0 to rank 1; return rank's store."""
-    shard = {"weight": torch.empty(9000, device=GPU), "moment": torch.empty(7, device=GPU),
-             "step": torch.empty(())}
-    piece = Piece("shard", tuple(TensorSpec.of(name, t) for name, t in shard.items()))
+    shard = {
+        "weight": torch.empty(9000, device=GPU),
+        "moment": torch.empty(7, device=GPU),
+        "step": torch.empty(()),
+    }
+    piece = Piece("shard", tuple(PieceTensor.of(name, t) for name, t in shard.items()))
     store = FakeStore(shard if rank == 0 else {})
     monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group=None: [0, 1])
     group = backend(monkeypatch, GLOO)
-    _Journey({"piece": piece}, frozenset({"piece"} if rank else ()), store, group=group,
-             device=GPU).run([Move("piece", 0, 1, 0)])
+    _Journey(
+        {"piece": piece}, frozenset({"piece"} if rank else ()), store, group=group, device=GPU
+    ).run([Move("piece", 0, 1, 0)])
     return store
 
 
 def test_over_gloo_shards_of_a_gpu_travel_through_host_memory_and_live_where_they_did(
-        traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert carry(monkeypatch, traffic, rank=0).shard == {}
     sent = [(m.device, m.nbytes) for m in traffic.messages]
     traffic.messages.clear()
@@ -311,12 +347,16 @@ def test_over_gloo_shards_of_a_gpu_travel_through_host_memory_and_live_where_the
     # Both ends lay out the same messages: the small ones together.
     assert [(m.device, m.nbytes) for m in traffic.messages] == sent == [(CPU, 36000), (CPU, 32)]
     assert {name: t.device for name, t in arrived.items()} == {
-        "weight": GPU, "moment": GPU, "step": CPU}
+        "weight": GPU,
+        "moment": GPU,
+        "step": CPU,
+    }
 
 
 @pytest.mark.parametrize(("name", "place"), [(NCCL, GPU), (GLOO, CPU)])
 def test_a_gpu_s_gradients_are_summed_in_host_memory_over_gloo_and_come_back(
-        traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, place: torch.device) -> None:
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, place: torch.device
+) -> None:
     parameter = nn.Parameter(torch.empty(4, 3, device=GPU))
     parameter.grad = torch.empty(4, 3, device=GPU)
     reducer = GradientReducer([parameter], backend(monkeypatch, name))
@@ -346,17 +386,20 @@ def test_sums_of_copies_in_host_memory_come_back_into_the_gradients(two_ranks: P
 @pytest.mark.parametrize(("name", "place"), [(NCCL, GPU), (GLOO, CPU)])
 @pytest.mark.parametrize("sends", [True, False])
 def test_links_are_measured_with_messages_where_training_has_them(
-        traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, place: torch.device,
-        sends: bool) -> None:
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, place: torch.device, sends: bool
+) -> None:
     world = World(0, 2, 2, GPU, backend(monkeypatch, name), owned=False)
     _pass(world, torch.empty(8, device=GPU), 1, sends=sends)
     assert traffic.events == [f"{'send' if sends else 'recv'} {place}"]
 
 
-@pytest.mark.parametrize(("slots", "num_gpus", "index", "free"), [
-    (1, 1, 0, 1010), (2, 1, 0, 510), (3, 2, 0, 510), (3, 2, 1, 1010), (4, 4, 3, 1010)])
+@pytest.mark.parametrize(
+    ("slots", "num_gpus", "index", "free"),
+    [(1, 1, 0, 1010), (2, 1, 0, 510), (3, 2, 0, 510), (3, 2, 1, 1010), (4, 4, 3, 1010)],
+)
 def test_slots_that_share_a_gpu_have_equal_parts_of_what_is_free(
-        monkeypatch: pytest.MonkeyPatch, slots: int, num_gpus: int, index: int, free: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, slots: int, num_gpus: int, index: int, free: int
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(slots))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(slots))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)

@@ -19,8 +19,12 @@ import pytest
 
 from autopipe.schedule import SCHEDULES, Op, Schedule, forward_only
 
-STEP_OF = {Op.RECV_ACTIVATION: ("activation", -1), Op.SEND_ACTIVATION: ("activation", 1),
-           Op.RECV_GRADIENT: ("gradient", 1), Op.SEND_GRADIENT: ("gradient", -1)}
+STEP_OF = {
+    Op.RECV_ACTIVATION: ("activation", -1),
+    Op.SEND_ACTIVATION: ("activation", 1),
+    Op.RECV_GRADIENT: ("gradient", 1),
+    Op.SEND_GRADIENT: ("gradient", -1),
+}
 SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 
 
@@ -54,7 +58,8 @@ class Rank:
 
 
 def launch_all(
-        schedule: Schedule, length: int, *, num_micro_batches: int, shared: bool) -> list[Rank]:
+    schedule: Schedule, length: int, *, num_micro_batches: int, shared: bool
+) -> list[Rank]:
     """Launch a step as channels do: a wait after each receive, sends waited for K + 1 later."""
     ranks = [Rank() for _ in range(length)]
     for index, program in enumerate(schedule(length, num_micro_batches)):
@@ -86,13 +91,17 @@ def run(ranks: list[Rank]) -> bool:
     passed: set[End] = set()
     while True:
         for rank in ranks:
-            ahead = rank.computing[rank.position:]
+            ahead = rank.computing[rank.position :]
             rank.position += next(
                 (i for i, end in enumerate(ahead) if end is not None and end not in passed),
-                len(ahead))
+                len(ahead),
+            )
         ready = {
-            queue[0][0]: queue for rank in ranks for queue in rank.communicating.values()
-            if queue and queue[0][1] <= rank.position}
+            queue[0][0]: queue
+            for rank in ranks
+            for queue in rank.communicating.values()
+            if queue and queue[0][1] <= rank.position
+        }
         meeting = [end for end in ready if end.other in ready]
         if not meeting:
             return all(rank.position == len(rank.computing) for rank in ranks)
@@ -108,7 +117,8 @@ def test_every_schedule_runs_to_its_end(name: str, shared: bool) -> None:
     for length in range(2, 7):
         for num_micro_batches in range(1, 2 * length + 2):
             ranks = launch_all(
-                schedule, length, num_micro_batches=num_micro_batches, shared=shared)
+                schedule, length, num_micro_batches=num_micro_batches, shared=shared
+            )
             assert run(ranks), f"K = {length}, M = {num_micro_batches}"
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autodp.groups import build_groups
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.watchdog import LinkError, StreamMark, Watchdog
+from autopipe.engine.watchdog import LinkError, StreamMilestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
 from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain
@@ -66,7 +66,7 @@ def test_two_gpus_train_over_nccl_as_a_plain_loop_does(tmp_path: Path) -> None:
 
 def test_a_mark_is_reached_when_the_stream_has_come_there() -> None:
     torch.cuda._sleep(500_000_000)
-    mark = StreamMark()
+    mark = StreamMilestone()
     assert not mark.is_reached()
     mark.wait()
     assert mark.is_reached()
@@ -93,5 +93,10 @@ def wait_in_vain(folder: str) -> None:
 @two_gpus
 def test_a_rank_that_waits_in_vain_over_nccl_says_for_whom(tmp_path: Path) -> None:
     launch(wait_in_vain, (str(tmp_path),), num_slots=2)
-    assert (tmp_path / "error").read_text().startswith(
-        "(2, 3) rank 1 waited for the activations of rank 0 (limit 1 s): the links have been")
+    assert (
+        (tmp_path / "error")
+        .read_text()
+        .startswith(
+            "(2, 3) rank 1 waited for the activations of rank 0 (limit 1 s): the links have been"
+        )
+    )

@@ -111,6 +111,6 @@ def test_float32_losses_agree_to_a_ten_thousandth(two_ranks: Pool) -> None:
 
 def test_a_short_batch_leaves_a_replica_without_samples(four_ranks: Pool) -> None:
     scenario = Scenario(
-        {0: Shape(1, 2)}, settings={"batch_size": 8}
+        {0: Shape(1, 2)}, settings={"global_batch_size": 8}
     )  # 26 = 3 * 8 + 2: two of four replicas idle.
     assert_equal(merge(four_ranks.run(train, scenario)), plain(scenario))

@@ -62,7 +62,7 @@ GROW_SHRINK_AND_THAW = Scenario(
         7: Shape(4, 9),
     },
     {0: 0, 3: 2, 5: 6, 7: 1},
-    settings={"epochs": EPOCHS, "batch_size": 11, "prefix_chunk": 3},
+    settings={"epochs": EPOCHS, "global_batch_size": 11, "prefix_chunk": 3},
     deep=Deep(ignored=True, num_samples=24),
     slots_per_node=2,
     looks=(3, 6),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.plan.search import PlanRequest, plan_pipeline
+from autopipe.plan.request import PlanRequest
+from autopipe.plan.search import plan_pipeline
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan
 from pipetransformer.planning import fastest_per_sample
@@ -51,8 +52,9 @@ def two_sublayers() -> Profile:
 def situation(**changes: object) -> PlanSituation:
     """Plan the two sublayers, at the start of a run."""
     scale_batch = bool(changes.pop("scale_batch", False))
-    return PlanSituation(0, 10, two_sublayers(), request(**changes), None, lambda _: 1.0,
-                         scale_batch)
+    return PlanSituation(
+        0, 10, two_sublayers(), request(**changes), None, lambda _: 1.0, scale_batch
+    )
 
 
 def test_a_rank_stays_idle_only_where_no_length_uses_all() -> None:
@@ -72,8 +74,10 @@ def test_the_trainer_s_planner_comes_to_the_same(scale_batch: bool) -> None:
 
 def test_the_most_training_slots_come_first_and_then_the_fastest() -> None:
     # Seven ranks, three sublayers and a limit that one stage of two breaks: K = 3 trains on six.
-    plan = plan_pipeline(profile(3, all_reduce=sums(0.0)),
-                         request(num_ranks=7, slots_per_node=7, memory_limit_bytes=799))
+    plan = plan_pipeline(
+        profile(3, all_reduce=sums(0.0)),
+        request(num_ranks=7, slots_per_node=7, memory_limit_bytes=799),
+    )
     assert plan.length == 3
 
 
@@ -112,7 +116,7 @@ def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float
         stages = {span.stage for span in trainer.trace_step().spans}
         while not trainer._timeline.is_over:
             losses.append(trainer.step().loss)
-        loss = trainer.evaluate(trainer._train_set)["loss"]
+        loss = trainer.evaluate(trainer._train_dataset)["loss"]
         return collect(trainer, losses), loss, stages
 
 

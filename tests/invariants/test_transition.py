@@ -50,7 +50,7 @@ def make_trainer(scenario: Scenario, folder: str | None, **settings: Any) -> Tra
         return Trainer(
             model,
             data,
-            eval_set=data,
+            eval_dataset=data,
             loss_fn=loss_fn,
             optimizer=build_adamw,
             **{**defaults, **scenario.options, **settings},
@@ -312,11 +312,14 @@ def test_a_rank_holds_its_own_layers_and_nothing_else(two_ranks: Pool) -> None:
 def trace_one_step() -> tuple[str, list[int], float]:
     """Train one traced step; return its grid, the peaks of kept micro-batches and the loss."""
     scenario = Scenario({0: Shape(2, 3)})
-    with Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(),
-                 **scenario.options) as trainer:
+    with Trainer(
+        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), **scenario.options
+    ) as trainer:
         trace = trainer.trace_step()
-        peaks = [max(span.num_graphs for span in trace.spans if span.stage == stage)
-                 for stage in range(2)]
+        peaks = [
+            max(span.num_graphs for span in trace.spans if span.stage == stage)
+            for stage in range(2)
+        ]
         return trace.grid(), peaks, trainer.step().loss
 
 

@@ -23,19 +23,31 @@ from pipetransformer.loss import Loss, choose_loss
 from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("epochs", "batch_size", "prefix_chunk", "keep_checkpoints"),
-                    (0, -1, 1.5, "3", None, True)),
-    **dict.fromkeys(("length", "micro_batches", "memory_limit_bytes", "freeze_interval_steps",
-                     "cache_limit_bytes"), (0, -1, 2.0, "8")),
-    **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps",
-                     "evaluate_every_epochs"), (-1, 0.5, None)),
+    **dict.fromkeys(
+        ("epochs", "global_batch_size", "prefix_chunk", "keep_checkpoints"),
+        (0, -1, 1.5, "3", None, True),
+    ),
+    **dict.fromkeys(
+        (
+            "pipeline_length",
+            "micro_batches",
+            "memory_limit_bytes",
+            "freeze_interval_steps",
+            "cache_limit_bytes",
+        ),
+        (0, -1, 2.0, "8"),
+    ),
+    **dict.fromkeys(
+        ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"),
+        (-1, 0.5, None),
+    ),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
     **dict.fromkeys(("scale_batch", "cache", "progress"), ("no", 1, None)),
     "resume": ("no", "Auto", 1, 0, None),
     "learning_rate_schedule": (0.1, "cosine", None),
-    "plan": ("slowest", "Fastest", "", None, 1, ["paper"]),
+    "plan": ("slowest", "Fastest", "", None, 1, ["published"]),
     "seed": (None, 0.5, "0"),
-    "clip_norm": (0, -1.0, math.nan, "1"),
+    "max_grad_norm": (0, -1.0, math.nan, "1"),
     "on_nonfinite": ("ignore", None),
     "schedule": ("1F1B", "zero-bubble", 1),
     "device": ("gpu", None, 0),
@@ -45,9 +57,14 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    pytest.param(name, value, id=f"{name}={value!r}")
-    for name, values in BAD_VALUES.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param(name, value, id=f"{name}={value!r}")
+        for name, values in BAD_VALUES.items()
+        for value in values
+    ],
+)
 def test_a_bad_value_is_refused_by_name_with_what_is_allowed(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; choose \w+"):
         make_config({name: value})
@@ -58,45 +75,74 @@ def test_no_setting_but_the_label_goes_unchecked() -> None:
     assert unchecked == {"label"}
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"checkpoint_every_epochs": 1}, "need a folder to save to; give folder="),
-    ({"checkpoint_every_steps": 5}, "need a folder to save to; give folder="),
-    ({"resume": True}, "need a folder to save to; give folder="),
-    ({"resume": True, "folder": "runs/a"}, "resume=True .* would never save again"),
-    ({"resume": "auto", "folder": "runs/a"}, "resume='auto' .* would never save again"),
-    ({"micro_batches": 9, "batch_size": 8}, "micro_batches is 9 for a batch_size of 8"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"checkpoint_every_epochs": 1}, "need a folder to save to; give folder="),
+        ({"checkpoint_every_steps": 5}, "need a folder to save to; give folder="),
+        ({"resume": True}, "need a folder to save to; give folder="),
+        ({"resume": True, "folder": "runs/a"}, "resume=True .* would never save again"),
+        ({"resume": "auto", "folder": "runs/a"}, "resume='auto' .* would never save again"),
+        (
+            {"micro_batches": 9, "global_batch_size": 8},
+            "micro_batches is 9 for a global_batch_size of 8",
+        ),
+    ],
+    ids=str,
+)
 def test_settings_that_contradict_each_other_are_refused(
-        settings: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(settings)
 
 
 def test_unknown_settings_are_all_named_beside_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'batchsize', 'epoch'; known are .*batch_size.*epochs"):
+    known = r"'batchsize', 'epoch'; known are .*epochs.*global_batch_size"
+    with pytest.raises(ValueError, match=known):
         make_config({"epoch": 3, "batchsize": 8, "seed": 1})
 
 
 def test_settings_that_make_sense_are_kept_as_given(tmp_path: Path) -> None:
-    settings = {"epochs": 3, "seed": -7, "clip_norm": 1, "length": None, "schedule": "gpipe",
-                "metrics": {"f1": lambda output, target: (0.0, 1.0)}, "folder": tmp_path,
-                "checkpoint_every_epochs": 2, "checkpoint_every_steps": 100,
-                "resume": "auto", "micro_batches": 32}
+    settings = {
+        "epochs": 3,
+        "seed": -7,
+        "max_grad_norm": 1,
+        "pipeline_length": None,
+        "schedule": "gpipe",
+        "metrics": {"f1": lambda output, target: (0.0, 1.0)},
+        "folder": tmp_path,
+        "checkpoint_every_epochs": 2,
+        "checkpoint_every_steps": 100,
+        "resume": "auto",
+        "micro_batches": 32,
+    }
     config = make_config(settings)
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 # Legend: warm-up of w = 20 of 100 steps: (step + 1) / (w + 1), then half a cosine to zero.
-@pytest.mark.parametrize(("step", "factor"), [
-    (0, 1 / 21), (9.5, 0.5), (19, 20 / 21), (20, 1.0), (40, 0.5 + 0.25 * math.sqrt(2)), (60, 0.5),
-    (80, 0.5 - 0.25 * math.sqrt(2)), (100, 0.0)])
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [
+        (0, 1 / 21),
+        (9.5, 0.5),
+        (19, 20 / 21),
+        (20, 1.0),
+        (40, 0.5 + 0.25 * math.sqrt(2)),
+        (60, 0.5),
+        (80, 0.5 - 0.25 * math.sqrt(2)),
+        (100, 0.0),
+    ],
+)
 def test_cosine_schedule_rises_linearly_and_falls_to_zero(step: float, factor: float) -> None:
     assert cosine_with_warmup(0.2)(step, 100) == pytest.approx(factor, abs=1e-12)
 
 
 def test_cosine_schedule_without_warmup_starts_at_the_peak() -> None:
-    assert [cosine_with_warmup(0.0)(step, 2) for step in (0, 1, 2)] \
-        == pytest.approx([1.0, 0.5, 0.0], abs=1e-12)
+    assert [cosine_with_warmup(0.0)(step, 2) for step in (0, 1, 2)] == pytest.approx(
+        [1.0, 0.5, 0.0], abs=1e-12
+    )
 
 
 def test_cosine_schedule_of_a_single_step_is_positive() -> None:
@@ -113,23 +159,36 @@ def test_constant_schedule_is_one_at_every_step() -> None:
     assert {constant(step, 10) for step in range(11)} == {1.0}
 
 
-@pytest.mark.parametrize(("length", "num_ranks", "slots", "allowed"), [
-    (3, 4, 4, [1, 2, 4]), (8, 4, 4, [1, 2, 4]), (2, 1, 1, [1]), (2, 6, 3, [1, 3, 6]),
-    (4, 12, 6, [1, 2, 3, 6, 12])])
+@pytest.mark.parametrize(
+    ("length", "num_ranks", "slots", "allowed"),
+    [
+        (3, 4, 4, [1, 2, 4]),
+        (8, 4, 4, [1, 2, 4]),
+        (2, 1, 1, [1]),
+        (2, 6, 3, [1, 3, 6]),
+        (4, 12, 6, [1, 2, 3, 6, 12]),
+    ],
+)
 def test_a_length_that_does_not_fit_the_ranks_is_refused_with_those_that_do(
-        length: int, num_ranks: int, slots: int, allowed: list[int]) -> None:
-    with pytest.raises(ValueError, match=rf"length {length} does not fit {num_ranks} processes "
-                                         rf"with {slots} .*{re.escape(str(allowed))}"):
-        check_world(TrainConfig(length=length), num_ranks, slots)
+    length: int, num_ranks: int, slots: int, allowed: list[int]
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"length {length} does not fit {num_ranks} processes "
+        rf"with {slots} .*{re.escape(str(allowed))}",
+    ):
+        check_world(TrainConfig(pipeline_length=length), num_ranks, slots)
     for good in allowed:
-        check_world(TrainConfig(length=good), num_ranks, slots)
+        check_world(TrainConfig(pipeline_length=good), num_ranks, slots)
 
 
 def test_a_batch_smaller_than_the_replicas_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_size 3 is smaller than the 4 replicas .*least 4"):
-        check_world(TrainConfig(batch_size=3), 4, 4)
-    check_world(TrainConfig(batch_size=4), 4, 4)
-    check_world(TrainConfig(batch_size=2, length=2), 4, 4)
+    with pytest.raises(
+        ValueError, match=r"global_batch_size 3 is smaller than the 4 replicas .*least 4"
+    ):
+        check_world(TrainConfig(global_batch_size=3), 4, 4)
+    check_world(TrainConfig(global_batch_size=4), 4, 4)
+    check_world(TrainConfig(global_batch_size=2, pipeline_length=2), 4, 4)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8), nn.LazyBatchNorm2d()])
@@ -141,8 +200,9 @@ def test_batch_normalisation_is_refused_by_its_name(norm: nn.Module) -> None:
 
 def test_the_given_loss_wins_over_the_model_s_own() -> None:
     plain = adapt(tiny_model())
-    model = LayeredModel(plain.model, plain.sublayers, inputs=("x",), targets=("y",),
-                         loss_fn=torch.dist)
+    model = LayeredModel(
+        plain.model, plain.sublayers, inputs=("x",), targets=("y",), loss_fn=torch.dist
+    )
     assert choose_loss(None, model.loss_fn, model="Sequential") == Loss(torch.dist)
     assert choose_loss(torch.dot, model.loss_fn, model="Sequential") == Loss(torch.dot)
 
@@ -158,43 +218,60 @@ def with_batch_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [
-    ({"epoch": 3}, ValueError, "unknown setting"),
-    ({"epochs": 0}, ValueError, "epochs is 0"),
-    ({"length": 2}, ValueError, "length 2 does not fit 1 processes"),
-    ({"device": "cuda"}, ValueError, "device='cuda' needs a GPU"),
-    ({"loss_fn": None}, ValueError, "no loss of its own; give loss_fn="),
-    ({"model": nn.Linear(6, 3)}, TypeError, "no adapter knows"),
-    ({"model": with_batch_norm()}, ValueError, "'1' is a BatchNorm1d"),
-    ({"train_set": Stream()}, TypeError, r"train_set \(Stream\) has no length"),
-    ({"train_set": []}, ValueError, "train_set is empty"),
-    ({"eval_set": Stream()}, TypeError, r"eval_set \(Stream\) has no length"),
-    ({"freeze": 3}, TypeError, "policy"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"epoch": 3}, ValueError, "unknown setting"),
+        ({"epochs": 0}, ValueError, "epochs is 0"),
+        ({"pipeline_length": 2}, ValueError, "length 2 does not fit 1 processes"),
+        ({"device": "cuda"}, ValueError, "device='cuda' needs a GPU"),
+        ({"loss_fn": None}, ValueError, "no loss of its own; give loss_fn="),
+        ({"model": nn.Linear(6, 3)}, TypeError, "no adapter knows"),
+        ({"model": with_batch_norm()}, ValueError, "'1' is a BatchNorm1d"),
+        ({"train_dataset": Stream()}, TypeError, r"train_dataset \(Stream\) has no length"),
+        ({"train_dataset": []}, ValueError, "train_dataset is empty"),
+        ({"eval_dataset": Stream()}, TypeError, r"eval_dataset \(Stream\) has no length"),
+        ({"freeze": 3}, TypeError, "policy"),
+    ],
+    ids=str,
+)
 def test_a_trainer_refuses_bad_input_before_it_joins_other_processes(
-        monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception],
-        message: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.distributed.init_process_group",
-                        lambda *_args, **_settings: pytest.fail("a process group was started"))
-    given = {"model": tiny_model(), "train_set": tiny_data(), "loss_fn": nn.CrossEntropyLoss(),
-             "progress": False, **changes}
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group",
+        lambda *_args, **_settings: pytest.fail("a process group was started"),
+    )
+    given = {
+        "model": tiny_model(),
+        "train_dataset": tiny_data(),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "progress": False,
+        **changes,
+    }
     with pytest.raises(error, match=message):
-        Trainer(given.pop("model"), given.pop("train_set"), **given)
+        Trainer(given.pop("model"), given.pop("train_dataset"), **given)
 
 
 def test_a_batch_smaller_than_the_world_is_refused_before_it_is_joined(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr("torch.distributed.init_process_group",
-                        lambda *_args, **_settings: pytest.fail("a process group was started"))
-    with pytest.raises(ValueError, match="batch_size 3 is smaller than the 4 replicas"):
-        Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), batch_size=3)
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group",
+        lambda *_args, **_settings: pytest.fail("a process group was started"),
+    )
+    with pytest.raises(ValueError, match="global_batch_size 3 is smaller than the 4 replicas"):
+        Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), global_batch_size=3)
 
 
-@pytest.mark.parametrize(("set_s", "predicted_s", "limit_s"), [
-    (None, 0.0, 60.0), (None, 2.9, 60.0), (None, 10.0, 200.0), (5.0, 10.0, 5.0)])
+@pytest.mark.parametrize(
+    ("set_s", "predicted_s", "limit_s"),
+    [(None, 0.0, 60.0), (None, 2.9, 60.0), (None, 10.0, 200.0), (5.0, 10.0, 5.0)],
+)
 def test_a_wait_within_a_step_is_limited_as_set_or_by_twenty_steps_and_a_minute(
-        set_s: float | None, predicted_s: float, limit_s: float) -> None:
+    set_s: float | None, predicted_s: float, limit_s: float
+) -> None:
     assert make_config({"step_timeout_s": set_s}).step_limit_s(predicted_s) == limit_s

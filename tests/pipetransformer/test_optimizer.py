@@ -54,18 +54,22 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     """Make parameters with names that have slashes, dots and a marker in them."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a.weight": (4, 3), "a.bias": (4,), "b/c.weight": (2, 2), "scale": ()}
-    return {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
-            for name, shape in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+        for name, shape in shapes.items()
+    }
 
 
-def train(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter],
-          steps: range) -> None:
+def train(
+    optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], steps: range
+) -> None:
     """Take steps whose gradients depend on the step and the name alone."""
     for step in steps:
         for name, parameter in named.items():
             generator = torch.Generator().manual_seed(1000 * step + len(name))
-            parameter.grad = torch.randn(parameter.shape, generator=generator,
-                                         dtype=parameter.dtype)
+            parameter.grad = torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
         for optimizer in optimizers:
             optimizer.step()
 
@@ -84,7 +88,8 @@ def assert_same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_a_fresh_optimizer_with_the_state_continues_bit_by_bit(
-        kind: str, dtype: torch.dtype) -> None:
+    kind: str, dtype: torch.dtype
+) -> None:
     named = parameters(dtype)
     optimizer = FACTORIES[kind](list(named.items()))
     train([optimizer], named, range(3))
@@ -110,8 +115,9 @@ def test_two_optimizers_over_halves_continue_as_the_whole_would(kind: str) -> No
     for names in (("a.weight", "scale"), ("a.bias", "b/c.weight")):
         part = {name: moved[name] for name in names}
         halves.append(FACTORIES[kind](list(part.items())))
-        put_state(halves[-1], part,
-                  copied(take_state(optimizer, {name: named[name] for name in names})))
+        put_state(
+            halves[-1], part, copied(take_state(optimizer, {name: named[name] for name in names}))
+        )
     train([optimizer], named, range(3, 6))
     train(halves, moved, range(3, 6))
     assert_same_bits(moved, named)
@@ -124,7 +130,8 @@ def test_state_is_named_by_parameter_and_numbers_keep_their_type() -> None:
     flat = take_state(optimizer, {"b/c.weight": named["b/c.weight"]})
     assert {name: (t.dtype, t.item()) for name, t in flat.items()} == {
         "b/c.weight/count#number": (torch.int64, 2**40 + 1),
-        "b/c.weight/rate#number": (torch.float64, 0.1 / 3)}
+        "b/c.weight/rate#number": (torch.float64, 0.1 / 3),
+    }
     fresh = Numbers(named.values())
     put_state(fresh, named, flat)
     state = fresh.state[named["b/c.weight"]]
@@ -147,10 +154,13 @@ def test_state_that_cannot_travel_is_refused() -> None:
         take_state(optimizer, named)
 
 
-@pytest.mark.parametrize(("names", "decays"), [
-    (("a.weight", "a.bias", "scale"), [0.3, 0.0]), (("a.weight",), [0.3]), (("a.bias",), [0.0])])
+@pytest.mark.parametrize(
+    ("names", "decays"),
+    [(("a.weight", "a.bias", "scale"), [0.3, 0.0]), (("a.weight",), [0.3]), (("a.bias",), [0.0])],
+)
 def test_adamw_decays_matrices_alone_and_makes_no_empty_group(
-        names: tuple[str, ...], decays: list[float]) -> None:
+    names: tuple[str, ...], decays: list[float]
+) -> None:
     named: Named = [(name, parameters()[name]) for name in names]
     optimizer = adamw(0.5, weight_decay=0.3, betas=(0.8, 0.9))(named)
     groups = optimizer.param_groups

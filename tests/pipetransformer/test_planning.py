@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autopipe.plan.paper import paper_plan
-from autopipe.plan.search import PipelinePlan, PlanRequest, plan_pipeline, predict
+from autopipe.plan.request import PipelinePlan, PlanRequest
+from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile, SublayerCost
 from pipetransformer import PlanSituation, fastest_plan, published_plan
 from pipetransformer.planning import fastest_per_sample, planner_of
@@ -17,13 +18,23 @@ from tests.costs import FREE, sums
 
 def profile(num_sublayers: int = 4, **changes: Any) -> Profile:
     """Cost 1 s forward and 2 s backward a sample; 100 parameter bytes, 400 with all it takes."""
-    sublayers = tuple(SublayerCost(f"layer {i}", i, (1.0,), (1.0,), (1.0,), (0.5,), 100, 100, 200,
-                                   0, 0.0, 0.0)
-                      for i in range(num_sublayers))
-    return Profile((1,), sublayers, **{"read_s": 0.0, "optimizer_s_per_byte": 0.0,
-                                       "step_overhead_s": 0.0,
-                                       "link": FREE, "node_link": FREE, "all_reduce": sums(),
-                                       **changes})
+    sublayers = tuple(
+        SublayerCost(f"layer {i}", i, (1.0,), (1.0,), (1.0,), (0.5,), 100, 100, 200, 0, 0.0, 0.0)
+        for i in range(num_sublayers)
+    )
+    return Profile(
+        (1,),
+        sublayers,
+        **{
+            "read_s": 0.0,
+            "optimizer_s_per_byte": 0.0,
+            "step_overhead_s": 0.0,
+            "link": FREE,
+            "node_link": FREE,
+            "all_reduce": sums(),
+            **changes,
+        },
+    )
 
 
 def situation(current: PipelinePlan | None = None, **changes: Any) -> PlanSituation:
@@ -31,12 +42,25 @@ def situation(current: PipelinePlan | None = None, **changes: Any) -> PlanSituat
     transition costs."""
     transition_s = changes.pop("transition_s", 1.0)
     fields = {field.name for field in dataclasses.fields(PlanRequest)}
-    wanted = {"num_ranks": 2, "slots_per_node": 2, "global_batch": 8, "num_frozen": 0,
-              **{name: value for name, value in changes.items() if name in fields}}
+    wanted = {
+        "num_ranks": 2,
+        "slots_per_node": 2,
+        "global_batch": 8,
+        "num_frozen": 0,
+        **{name: value for name, value in changes.items() if name in fields},
+    }
     others = {name: value for name, value in changes.items() if name not in fields}
-    return PlanSituation(**{"step": 0, "remaining_steps": 10, "profile": profile(),
-                            "request": PlanRequest(**wanted), "current": current,
-                            "transition_s": lambda plan: transition_s, **others})
+    return PlanSituation(
+        **{
+            "step": 0,
+            "remaining_steps": 10,
+            "profile": profile(),
+            "request": PlanRequest(**wanted),
+            "current": current,
+            "transition_s": lambda plan: transition_s,
+            **others,
+        }
+    )
 
 
 def pipeline(length: int, **changes: Any) -> PipelinePlan:
@@ -58,13 +82,24 @@ def test_the_first_plan_is_the_fastest_whatever_a_transition_costs() -> None:
     assert fastest_plan(situation(transition_s=1e9)) == pipeline(1)
 
 
-@pytest.mark.parametrize(("remaining_steps", "transition_s", "length"), [
-    (10, 59.0, 1), (10, 60.0, 2), (10, 61.0, 2), (9, 59.0, 2), (1, 5.9, 1), (0, 0.0, 2),
-    (1000, 60.0, 1)])
+@pytest.mark.parametrize(
+    ("remaining_steps", "transition_s", "length"),
+    [
+        (10, 59.0, 1),
+        (10, 60.0, 2),
+        (10, 61.0, 2),
+        (9, 59.0, 2),
+        (1, 5.9, 1),
+        (0, 0.0, 2),
+        (1000, 60.0, 1),
+    ],
+)
 def test_a_pipeline_is_left_only_where_the_saving_exceeds_the_transition(
-        remaining_steps: int, transition_s: float, length: int) -> None:
-    plan = fastest_plan(situation(pipeline(2), remaining_steps=remaining_steps,
-                                  transition_s=transition_s))
+    remaining_steps: int, transition_s: float, length: int
+) -> None:
+    plan = fastest_plan(
+        situation(pipeline(2), remaining_steps=remaining_steps, transition_s=transition_s)
+    )
     assert plan == pipeline(length)
 
 
@@ -81,14 +116,16 @@ def test_each_length_bears_its_own_transition() -> None:
 
 def test_stages_of_which_one_has_frozen_are_cut_anew_where_leaving_them_costs_more() -> None:
     frozen = situation(pipeline(2), num_frozen=2)
-    plan = fastest_plan(dataclasses.replace(
-        frozen, transition_s=lambda plan: 1.0 if plan.length == 2 else 1e9))
+    plan = fastest_plan(
+        dataclasses.replace(frozen, transition_s=lambda plan: 1.0 if plan.length == 2 else 1e9)
+    )
     assert (plan.length, plan.boundaries) == (2, (2, 3, 4))
 
 
 @pytest.mark.parametrize(("transition_s", "boundaries"), [(59.0, (1, 3, 5)), (61.0, (1, 2, 5))])
 def test_stages_of_the_same_number_are_repacked_only_where_that_pays(
-        transition_s: float, boundaries: tuple[int, ...]) -> None:
+    transition_s: float, boundaries: tuple[int, ...]
+) -> None:
     # Stages of one and three sublayers take 86 s a step, of two and two 74 s.
     five = {"profile": profile(5), "lengths": (2,), "num_frozen": 1, "micro_batches": (2,)}
     current = dataclasses.replace(pipeline(2), boundaries=(0, 2, 5), num_micro_batches=2)
@@ -141,13 +178,21 @@ def test_growing_batches_save_by_the_sample_too(transition_s: float, length: int
 def test_shrinking_batches_save_by_the_sample_too() -> None:
     # A slow all-reduce makes K = 2 the faster: 8 samples in 54 s against 16 in 96 s + 100 s.
     slow = profile(all_reduce=sums(100.0))
-    one, two = (predict(slow, situation(global_batch=batch).request, boundaries=cuts,
-                        num_micro_batches=8, schedule="1f1b")
-                for batch, cuts in ((16, (0, 4)), (8, (0, 2, 4))))
+    one, two = (
+        predict(
+            slow,
+            situation(global_batch=batch).request,
+            boundaries=cuts,
+            num_micro_batches=8,
+            schedule="1f1b",
+        )
+        for batch, cuts in ((16, (0, 4)), (8, (0, 2, 4)))
+    )
     assert (one.predicted_step_s, two.predicted_step_s) == (196.0, 54.0)
     for transition_s, length in ((879.0, 2), (881.0, 1)):  # 10 x (196 - 2 x 54) = 880
-        plan = fastest_plan(situation(one, profile=slow, scale_batch=True,
-                                      transition_s=transition_s))
+        plan = fastest_plan(
+            situation(one, profile=slow, scale_batch=True, transition_s=transition_s)
+        )
         assert plan.length == length
 
 
@@ -155,7 +200,8 @@ def test_shrinking_batches_save_by_the_sample_too() -> None:
 # frozen layers: 2 + 2/6 layers are no more than 3, where with one frozen layer 3 + 1/6 are.
 @pytest.mark.parametrize(("num_frozen", "length"), [(0, 2), (1, 2), (2, 1), (3, 1)])
 def test_the_published_plan_follows_its_rules_whatever_a_transition_costs(
-        num_frozen: int, length: int) -> None:
+    num_frozen: int, length: int
+) -> None:
     asked = situation(pipeline(2), num_frozen=num_frozen, transition_s=1e9)
     assert published_plan(asked) == paper_plan(asked.profile, asked.request)
     assert published_plan(asked).length == length
@@ -182,8 +228,10 @@ def test_the_published_batch_grows_with_the_replicas() -> None:
 
 def test_a_growing_batch_is_held_against_the_memory_once_its_replicas_are_known() -> None:
     whole = profile()
-    kept = dataclasses.replace(whole, sublayers=tuple(
-        dataclasses.replace(cost, saved_bytes=100.0) for cost in whole.sublayers))
+    kept = dataclasses.replace(
+        whole,
+        sublayers=tuple(dataclasses.replace(cost, saved_bytes=100.0) for cost in whole.sublayers),
+    )
     wanted: dict[str, Any] = {"profile": kept, "scale_batch": True}
     # K = 2 leaves one replica with 8 samples; 16 of them would not fit.
     limit = max(published_plan(situation(**wanted)).peak_bytes)
@@ -194,7 +242,9 @@ def test_a_growing_batch_is_held_against_the_memory_once_its_replicas_are_known(
 
 def test_a_plan_is_named_or_a_function() -> None:
     assert planner_of("fastest") is fastest_plan
-    assert planner_of("paper") is published_plan
+    assert planner_of("published") is published_plan
     assert planner_of(fastest_per_sample) is fastest_per_sample
-    with pytest.raises(ValueError, match="plan is 'papers'; choose one of 'fastest', 'paper', or"):
-        planner_of("papers")
+    with pytest.raises(
+        ValueError, match="plan is 'publishe'; choose one of 'fastest', 'published', or"
+    ):
+        planner_of("publishe")

@@ -25,7 +25,7 @@ def test_saves_are_due_by_steps_by_epochs_and_at_the_end(
     settings = TrainConfig(
         folder="runs",
         epochs=3,
-        batch_size=6,
+        global_batch_size=6,
         checkpoint_every_steps=steps,
         checkpoint_every_epochs=epochs,
     )

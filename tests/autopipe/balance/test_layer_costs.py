@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopipe.balance.layer_costs import layer_bytes, layer_seconds
 from autopipe.profile import chain as chain_module
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from tests.autopipe.profile.test_profile import Clock
 
 

@@ -18,7 +18,8 @@ from autopipe.cluster.description import Cluster
 from autopipe.cluster.kernels import Kernel, count_kernels
 from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
-from autopipe.plan.search import PlanRequest, least_memory_plan, plan_pipeline, predict
+from autopipe.plan.request import PlanRequest
+from autopipe.plan.search import least_memory_plan, plan_pipeline, predict
 from autopipe.profile.chain import ProfiledSublayer, left_as_found, measure_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile

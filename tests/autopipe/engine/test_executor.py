@@ -56,8 +56,13 @@ class Outcome:
     num_gradients_sent: int
 
 
-def train(schedule: str, steps: Sequence[Sequence[int]], num_frozen: int = 0,
-          inplace: bool = False, checkpoint: str = "never") -> list[Outcome]:
+def train(
+    schedule: str,
+    steps: Sequence[Sequence[int]],
+    num_frozen: int = 0,
+    inplace: bool = False,
+    checkpoint: str = "never",
+) -> list[Outcome]:
     """Run steps of the given micro-batch sizes over the same links, each with a fresh model."""
     stage, length, group = place()
     links, outcomes = connect(group), []
@@ -68,9 +73,11 @@ def train(schedule: str, steps: Sequence[Sequence[int]], num_frozen: int = 0,
         work = StackWork(layers, sizes)
         recomputed = range(len(sizes) - (checkpoint == "except_last"))
         program = SCHEDULES[schedule](
-            length, len(sizes), recomputed=() if checkpoint == "never" else recomputed)[stage]
-        report = run_program(program, work, links, sizes,
-                             before_last_backward=partial(work.events.append, "last"))
+            length, len(sizes), recomputed=() if checkpoint == "never" else recomputed
+        )[stage]
+        report = run_program(
+            program, work, links, sizes, before_last_backward=partial(work.events.append, "last")
+        )
         sender = getattr(links.below, "gradients", None)
         sent = sender.num_sent if isinstance(sender, CountingSender) else 0
         outcomes.append(Outcome(report, work.events, compare(model, layers, work), sent))
@@ -108,7 +115,8 @@ def assert_plain_gradients(stages: list[list[Outcome]], *, inplace: bool = False
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_equal_the_plain_models_for_every_parameter(
-        run_stages: RunStages, schedule: str) -> None:
+    run_stages: RunStages, schedule: str
+) -> None:
     assert_plain_gradients(run_stages(train, schedule, SIZES))
 
 
@@ -120,7 +128,8 @@ def test_an_empty_micro_batch_changes_no_gradient(run_stages: RunStages, schedul
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_frozen", [1, 3, 4, 7])
 def test_with_frozen_layers_only_trained_ones_below_are_sent_gradients(
-        run_stages: RunStages, schedule: str, num_frozen: int) -> None:
+    run_stages: RunStages, schedule: str, num_frozen: int
+) -> None:
     steps = SIZES[2:4]
     stages = run_stages(train, schedule, steps, num_frozen)
     assert_plain_gradients(stages)
@@ -131,14 +140,16 @@ def test_with_frozen_layers_only_trained_ones_below_are_sent_gradients(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_may_begin_with_a_layer_that_works_in_place(
-        run_stages: RunStages, schedule: str) -> None:
+    run_stages: RunStages, schedule: str
+) -> None:
     assert_plain_gradients(run_stages(train, schedule, SIZES[:3], 0, True), inplace=True)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_checkpointing_keeps_one_graph_and_gives_the_plain_models_gradients(
-        run_stages: RunStages, schedule: str, checkpoint: str) -> None:
+    run_stages: RunStages, schedule: str, checkpoint: str
+) -> None:
     stages = run_stages(train, schedule, SIZES, 0, False, checkpoint)
     assert_plain_gradients(stages)
     for outcomes in stages:
@@ -158,13 +169,16 @@ def test_1f1b_keeps_at_most_k_minus_j_micro_batches_and_gpipe_all(run_stages: Ru
         stages = run_stages(train, schedule, SIZES)
         for j, outcomes in enumerate(stages):
             kept = [outcome.report.peak_in_flight for outcome in outcomes]
-            assert kept == [len(sizes) if schedule == "gpipe" else min(len(sizes), len(stages) - j)
-                            for sizes in SIZES]
+            assert kept == [
+                len(sizes) if schedule == "gpipe" else min(len(sizes), len(stages) - j)
+                for sizes in SIZES
+            ]
 
 
 @pytest.mark.parametrize(("schedule", "step"), [("gpipe", -1), ("1f1b", 1)])
 def test_backwards_run_downwards_under_gpipe_and_upwards_under_1f1b(
-        run_stages: RunStages, schedule: str, step: int) -> None:
+    run_stages: RunStages, schedule: str, step: int
+) -> None:
     for outcomes in run_stages(train, schedule, SIZES):
         for sizes, outcome in zip(SIZES, outcomes, strict=True):
             backwards = [event for event in outcome.events if event.startswith("B")]
@@ -208,7 +222,8 @@ def evaluate(sizes: Sequence[int], with_grad: bool) -> tuple[bool, list[str], St
 
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_forward_only_gives_the_plain_outputs_and_keeps_nothing(
-        run_stages: RunStages, with_grad: bool) -> None:
+    run_stages: RunStages, with_grad: bool
+) -> None:
     for right, alive, report in run_stages(evaluate, (2, 1, 3, 2), with_grad):
         assert right
         assert alive == []

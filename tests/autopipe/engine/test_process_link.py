@@ -55,7 +55,8 @@ def transfer(order: tuple[int, ...], sizes: tuple[int, ...], transposed: bool) -
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_micro_batches_arrive_as_sent_in_every_dtype(
-        two_ranks: Pool, order: tuple[int, ...], transposed: bool) -> None:
+    two_ranks: Pool, order: tuple[int, ...], transposed: bool
+) -> None:
     assert two_ranks.run(transfer, order, (2, 0, 3, 1), transposed) == [[], []]
 
 
@@ -82,8 +83,11 @@ def test_channels_between_the_same_ranks_do_not_mix(two_ranks: Pool) -> None:
 
 
 def exchange_headers() -> dict[str, TensorSpec]:
-    specs = {"hidden": TensorSpec((5, 3), "bfloat16", True), "mask": TensorSpec((), "bool"),
-             "größe": TensorSpec((7,), "int64")}
+    specs = {
+        "hidden": TensorSpec((5, 3), "bfloat16", True),
+        "mask": TensorSpec((), "bool"),
+        "größe": TensorSpec((7,), "int64"),
+    }
     if dist.get_rank() == 0:
         sender = Sender(peer(dist.group.WORLD))
         for sent in (specs, {}):
@@ -105,7 +109,8 @@ def test_a_header_arrives_as_it_was_sent(two_ranks: Pool) -> None:
 def send_long_header() -> str:
     try:
         Sender(peer(dist.group.WORLD)).send_header(
-            {f"entry {i}": TensorSpec((128,), "float32") for i in range(40)})
+            {f"entry {i}": TensorSpec((128,), "float32") for i in range(40)}
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -145,10 +150,15 @@ def wait_in_vain(what: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(("what", "waited"), [
-    ("header", "for the activations of rank 0"), ("tensor", "for the activations of rank 0"),
-    ("header between GPUs", "for the activations of rank 0"),
-    ("taken", "for rank 0 to take its activations")])
+@pytest.mark.parametrize(
+    ("what", "waited"),
+    [
+        ("header", "for the activations of rank 0"),
+        ("tensor", "for the activations of rank 0"),
+        ("header between GPUs", "for the activations of rank 0"),
+        ("taken", "for rank 0 to take its activations"),
+    ],
+)
 def test_a_timeout_says_who_waited_for_what(two_ranks: Pool, what: str, waited: str) -> None:
     message = two_ranks.run(wait_in_vain, what)[1]
     assert message.startswith(f"rank 1 waited {waited} (limit 0.2 s): ")

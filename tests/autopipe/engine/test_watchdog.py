@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from autopipe.engine.watchdog import LinkError, Mark, Watchdog
+from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
 
 PATIENCE_S = 30.0
 FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"
 
 
-class HandMark(Mark):
+class HandMark(Milestone):
     """Be reached when the test says so."""
 
     def __init__(self, stream: Stream) -> None:
@@ -43,9 +43,7 @@ class Stream:
         self.looked = threading.Event()
         self.now_s = 100.0
         self.num_aborts = 0
-        self.watchdog = Watchdog(
-            self.abort, mark=lambda: HandMark(self), clock=lambda: self.now_s
-        )
+        self.watchdog = Watchdog(self.abort, mark=lambda: HandMark(self), clock=lambda: self.now_s)
 
     def abort(self) -> None:
         """Let the stream go on, as NCCL's kernels do when they are told to end."""
@@ -79,7 +77,8 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def test_a_wait_within_its_limit_is_forgotten_when_it_is_over(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream = unwatched(monkeypatch)
     stream.watchdog.watch(FIRST, 5.0)
     stream.now_s += 4.9
@@ -92,7 +91,8 @@ def test_a_wait_within_its_limit_is_forgotten_when_it_is_over(
 
 
 def test_a_wait_that_exceeds_its_limit_is_logged_once_and_raised_at_every_next_call(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = unwatched(monkeypatch)
     stream.watchdog.watch(FIRST, 5.0)
     stream.watchdog.watch(SECOND, 5.0)
@@ -103,15 +103,19 @@ def test_a_wait_that_exceeds_its_limit_is_logged_once_and_raised_at_every_next_c
     said = f"{FIRST} (limit 5 s): the links have been aborted"
     assert [record.message for record in caplog.records] == [said]
     assert stream.num_aborts == 1
-    for call in (stream.watchdog.check, stream.watchdog.settle,
-                 lambda: stream.watchdog.watch(SECOND, 5.0)):
+    for call in (
+        stream.watchdog.check,
+        stream.watchdog.settle,
+        lambda: stream.watchdog.watch(SECOND, 5.0),
+    ):
         with pytest.raises(LinkError, match=r"^rank 1 waited for the activations .*limit 5 s"):
             call()
     assert len(stream.marks) == 2, "nothing is watched after a failure"
 
 
 def test_a_wait_s_time_begins_when_the_one_before_it_is_over(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = unwatched(monkeypatch)
     stream.watchdog.watch(FIRST, 5.0)
     stream.watchdog.watch(SECOND, 5.0)  # Launched ahead: the stream is not there yet.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.forward_pass import Task, running
+from autopipe.engine.forward_pass import ForwardPass, running
 from autopipe.gpipe.batch_norm import (
     DeferredBatchNorm,
     convert_deferred_batch_norm,
@@ -38,13 +38,13 @@ def batch(num_samples: int, num_dims: int, *, seed: int = 0, dtype: Any = torch.
 def run(module: nn.Module, input: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     """Run a mini-batch's micro-batches, each forward repeated as before a backward."""
     parts = input.split(list(sizes))
-    tasks = [Task(index, len(sizes), checkpointing=True) for index in range(len(sizes))]
+    tasks = [ForwardPass(index, len(sizes), checkpointing=True) for index in range(len(sizes))]
     outputs = []
     for task, part in zip(tasks, parts, strict=True):
         with running(task):
             outputs.append(module(part))
     for task, part, output in reversed(list(zip(tasks, parts, outputs, strict=True))):
-        with running(Task(task.micro_batch, len(sizes), recomputing=True)):
+        with running(ForwardPass(task.micro_batch, len(sizes), recomputing=True)):
             assert torch.equal(module(part), output)
     return outputs
 
@@ -88,7 +88,7 @@ def test_batch_norm_1d_takes_two_dimensions_too() -> None:
     plain(whole)
     run(deferred, whole, (3, 4))
     assert_same_state(deferred, plain)
-    with pytest.raises(ValueError, match="expected 2D or 3D input"), running(Task(0, 1)):
+    with pytest.raises(ValueError, match="expected 2D or 3D input"), running(ForwardPass(0, 1)):
         deferred(batch(2, 2))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         run(deferred, whole, (6, 1))
@@ -115,7 +115,7 @@ def test_each_micro_batch_is_normalised_by_itself_with_the_gradients_of_plain_on
 def test_a_mini_batch_changes_nothing_before_its_last_micro_batch() -> None:
     plain, deferred = pair()
     for index in range(2):
-        with running(Task(index, 3)):
+        with running(ForwardPass(index, 3)):
             deferred(batch(4, 2, seed=index))
         assert_same_state(deferred, plain, rtol=0, atol=0)
 
@@ -124,7 +124,7 @@ def test_a_mini_batch_changes_nothing_before_its_last_micro_batch() -> None:
 def test_a_mini_batch_that_broke_off_leaves_no_trace(broken_after: int) -> None:
     plain, deferred = pair()
     for index in range(broken_after):
-        with running(Task(index, 3)):
+        with running(ForwardPass(index, 3)):
             deferred(batch(4, 2, seed=50 + index))
     whole = batch(7, 2)
     plain(whole)
@@ -272,18 +272,18 @@ def test_a_deferred_norm_can_be_copied_and_pickled_at_any_time() -> None:
     plain, deferred = pair()
     whole = batch(7, 2)
     plain(whole)
-    with running(Task(0, 2)):
+    with running(ForwardPass(0, 2)):
         deferred(whole[:3])
     twins = [copy.deepcopy(deferred), pickle.loads(pickle.dumps(deferred))]
     for norm in (deferred, *twins):
-        with running(Task(1, 2)):
+        with running(ForwardPass(1, 2)):
             norm(whole[3:])
         assert_same_state(norm, plain)
 
 
 def test_a_restored_norm_forgets_an_unfinished_mini_batch() -> None:
     plain, deferred = pair()
-    with running(Task(0, 2)):
+    with running(ForwardPass(0, 2)):
         deferred(batch(4, 2))
     assert restore_batch_norm(deferred) is deferred
     assert type(deferred) is nn.BatchNorm2d and vars(deferred).keys() == vars(plain).keys()

@@ -129,8 +129,7 @@ def ddp_gradients(checkpoint: str) -> tuple[list[list[float]], Counts]:
     parameter = ours[0].weight
     assert isinstance(parameter, nn.Parameter)
     parameter.register_hook(lambda _: counts.__setitem__(0, counts[0] + 1))
-    parameter.register_post_accumulate_grad_hook(
-        lambda _: counts.__setitem__(1, counts[1] + 1))
+    parameter.register_post_accumulate_grad_hook(lambda _: counts.__setitem__(1, counts[1] + 1))
     x, y = batch(8)
     half = slice(4 * rank, 4 * rank + 4)
     nn.functional.cross_entropy(wrapped(x[half]), y[half]).backward()
@@ -139,9 +138,7 @@ def ddp_gradients(checkpoint: str) -> tuple[list[list[float]], Counts]:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_distributed_data_parallel_trains_a_gpipe_module(
-    two_ranks: Pool, checkpoint: str
-) -> None:
+def test_distributed_data_parallel_trains_a_gpipe_module(two_ranks: Pool, checkpoint: str) -> None:
     plain, (x, y) = tiny_model(), batch(8)
     nn.functional.cross_entropy(plain(x), y).backward()
     for values, counts in two_ranks.run(ddp_gradients, checkpoint):
@@ -149,7 +146,8 @@ def test_distributed_data_parallel_trains_a_gpipe_module(
         for mine, other in zip(values, gradients(plain), strict=True):
             assert other is not None
             torch.testing.assert_close(
-                torch.tensor(mine, dtype=torch.float64), other.flatten(), rtol=1e-7, atol=1e-9)
+                torch.tensor(mine, dtype=torch.float64), other.flatten(), rtol=1e-7, atol=1e-9
+            )
 
 
 class Fails(nn.Module):
@@ -231,8 +229,13 @@ def test_what_ran_follows_the_dependency_graph(
     schedule: str, checkpoint: str, num_micro_batches: int
 ) -> None:
     """Compare real times with figures 1 to 3 of torchgpipe's paper."""
-    ours = GPipe(tiny_model(num_blocks=6), [2, 2, 2, 2], chunks=num_micro_batches,
-                 checkpoint=checkpoint, schedule=schedule)
+    ours = GPipe(
+        tiny_model(num_blocks=6),
+        [2, 2, 2, 2],
+        chunks=num_micro_batches,
+        checkpoint=checkpoint,
+        schedule=schedule,
+    )
     x, y = batch(9)
     with ours.trace() as trace:
         ours.step(x, y, nn.functional.cross_entropy)
@@ -247,10 +250,13 @@ def test_what_ran_follows_the_dependency_graph(
             if i > 0:
                 assert spans[Op.FORWARD, i - 1, stage].end_s <= forward.start_s
                 first, then = (i, i - 1) if schedule == "gpipe" else (i - 1, i)
-                assert (spans[Op.BACKWARD, first, stage].end_s
-                        <= spans[Op.BACKWARD, then, stage].start_s)
+                assert (
+                    spans[Op.BACKWARD, first, stage].end_s
+                    <= spans[Op.BACKWARD, then, stage].start_s
+                )
             repeated = checkpoint == "always" or (
-                checkpoint == "except_last" and i < num_micro_batches - 1)
+                checkpoint == "except_last" and i < num_micro_batches - 1
+            )
             assert ((Op.RECOMPUTE, i, stage) in spans) == repeated
 
 
@@ -264,8 +270,9 @@ def test_a_tensor_that_a_forward_leaves_in_its_layer_does_not_join_the_next_step
             self.feature = super().forward(x)
             return self.feature
 
-    ours = GPipe(nn.Sequential(Leaves(3, 3), Leaves(3, 3)), balance, chunks=2,
-                 checkpoint=checkpoint)
+    ours = GPipe(
+        nn.Sequential(Leaves(3, 3), Leaves(3, 3)), balance, chunks=2, checkpoint=checkpoint
+    )
     for _ in range(2):
         ours(torch.ones(4, 3)).sum().backward()
 
@@ -285,5 +292,5 @@ def test_a_failed_backward_is_not_continued(balance: list[int]) -> None:
 
 def test_a_step_in_inference_mode_is_refused() -> None:
     ours = GPipe(nn.Sequential(nn.Linear(3, 3)), [1])
-    with (torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode")):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
         ours.step(torch.ones(2, 3), torch.ones(2, 3), nn.functional.mse_loss)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autopipe.plan.explanation import ExplainedPlan, StepParts, explain
-from autopipe.plan.search import PlanRequest, predict
+from autopipe.plan.request import PlanRequest
+from autopipe.plan.search import predict
 from autopipe.profile.network import AllReduceCost, LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from autopipe.schedule import Op
@@ -87,7 +88,7 @@ def test_no_part_is_negative_where_messages_cost_their_ends_and_neighbours_slow_
         optimizer_s_per_byte=0.0,
         step_overhead_s=0.0,
         link=LinkCost(0.0001, 1e6, overhead_s=0.002),
-        alone_share=0.8,
+        idle_node_share=0.8,
     )
     request = PlanRequest(2, 2, global_batch=32, num_frozen=0)
     plan = predict(

@@ -15,7 +15,7 @@ from autopipe.plan.paper import (
     throughput_tables,
     trial_plans,
 )
-from autopipe.plan.search import PlanRequest
+from autopipe.plan.request import PlanRequest
 from autopipe.plan.throughput import best_count, draw_tables, table_text
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.costs import FREE, sums
@@ -60,13 +60,17 @@ def request(num_frozen: int = 0, **changes: Any) -> PlanRequest:
 
 # Legend: alpha = 1/3 freezes 0 4 7 9 10 11 11 12 layers from epoch to epoch, alpha = 1/2
 # 0 6 9 11 12. With lambda = 0, as Algorithm 1 is printed, K is the published one.
-@pytest.mark.parametrize(("frozen", "frozen_cost", "lengths"), [
-    ((0, 4, 7, 9, 10, 11, 11, 12), 0.0, [8, 8, 4, 2, 2, 1, 1, 1]),
-    ((0, 6, 9, 11, 12), 0.0, [8, 4, 2, 1, 1]),
-    ((0, 4, 7, 9, 10, 11, 11, 12), 1 / 6, [8, 8, 4, 4, 4, 2, 2, 2]),
-])
+@pytest.mark.parametrize(
+    ("frozen", "frozen_cost", "lengths"),
+    [
+        ((0, 4, 7, 9, 10, 11, 11, 12), 0.0, [8, 8, 4, 2, 2, 1, 1, 1]),
+        ((0, 6, 9, 11, 12), 0.0, [8, 4, 2, 1, 1]),
+        ((0, 4, 7, 9, 10, 11, 11, 12), 1 / 6, [8, 8, 4, 4, 4, 2, 2, 2]),
+    ],
+)
 def test_vit_base_is_compressed_as_published(
-        frozen: tuple[int, ...], frozen_cost: float, lengths: list[int]) -> None:
+    frozen: tuple[int, ...], frozen_cost: float, lengths: list[int]
+) -> None:
     plans = [paper_plan(vit_base(), request(now), frozen_cost=frozen_cost) for now in frozen]
     assert [plan.length for plan in plans] == lengths
     assert {plan.schedule for plan in plans} == {"gpipe"}
@@ -85,8 +89,10 @@ def test_frozen_parameters_count_a_sixth_on_the_first_partition() -> None:
     layers = profile(*((layer, 1_000_000) for layer in range(12)))
     assert paper_split(layers, 6, 3, frozen_cost=0.0) == (6, 7, 9, 12)
     assert paper_split(layers, 6, 3, frozen_cost=1 / 6)[1] - 6 == 1
-    assert paper_split(layers, 6, 2, frozen_cost=0.0)[1] \
+    assert (
+        paper_split(layers, 6, 2, frozen_cost=0.0)[1]
         > paper_split(layers, 6, 2, frozen_cost=1 / 6)[1]
+    )
 
 
 def test_the_balance_of_vit_base_is_the_published_one() -> None:
@@ -129,9 +135,13 @@ def test_the_table_is_that_of_the_start_whatever_is_frozen() -> None:
 def test_a_costly_micro_batch_makes_the_table_peak_and_the_plan_follows() -> None:
     layers = profile(*((layer, 1_000_000) for layer in range(4)))
     times = dict.fromkeys(
-        ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s"), (1.0, 1.5))
-    fixed = dataclasses.replace(layers, batch_sizes=(1, 48), sublayers=tuple(
-        dataclasses.replace(cost, **times) for cost in layers.sublayers))
+        ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s"), (1.0, 1.5)
+    )
+    fixed = dataclasses.replace(
+        layers,
+        batch_sizes=(1, 48),
+        sublayers=tuple(dataclasses.replace(cost, **times) for cost in layers.sublayers),
+    )
     asked = request(num_ranks=4, slots_per_node=4, global_batch=48)
     table = throughput_table(fixed, asked, 4)
     assert paper_plan(fixed, asked).num_micro_batches == best_count(table) == 4
@@ -149,7 +159,8 @@ def test_the_pipelines_to_be_timed_are_gpipe_s_with_nothing_frozen() -> None:
     plans = trial_plans(vit_base(), request(9, prefix_cached_s=1e-3), 4)
     assert [plan.num_micro_batches for plan in plans] == [4, 8, 12, 16, 20, 24]
     assert {(plan.schedule, plan.boundaries) for plan in plans} == {
-        ("gpipe", paper_split(vit_base(), 0, 4))}
+        ("gpipe", paper_split(vit_base(), 0, 4))
+    }
 
 
 def test_what_does_not_fit_is_timed_with_as_little_frozen_as_fits() -> None:
@@ -165,13 +176,19 @@ def test_what_does_not_fit_is_timed_with_as_little_frozen_as_fits() -> None:
 
 def test_only_what_fits_at_last_is_timed() -> None:
     # A single stage needs less memory the more micro-batches it takes one after the other.
-    kept = dataclasses.replace(vit_base(), sublayers=tuple(
-        dataclasses.replace(cost, saved_bytes=1e6) for cost in vit_base().sublayers))
+    kept = dataclasses.replace(
+        vit_base(),
+        sublayers=tuple(
+            dataclasses.replace(cost, saved_bytes=1e6) for cost in vit_base().sublayers
+        ),
+    )
     asked = request(num_ranks=1, slots_per_node=1, global_batch=12)
     free = trial_plans(kept, asked, 1)
     last = dataclasses.replace(asked, num_frozen=12)
-    least = min(max(paper_plan(kept, dataclasses.replace(last, micro_batches=(m,))).peak_bytes)
-                for m in (4, 5, 6))
+    least = min(
+        max(paper_plan(kept, dataclasses.replace(last, micro_batches=(m,))).peak_bytes)
+        for m in (4, 5, 6)
+    )
     plans = trial_plans(kept, dataclasses.replace(asked, memory_limit_bytes=least), 1)
     assert len(free) == 6 > len(plans) > 0
     assert all(max(plan.peak_bytes) <= least for plan in plans)
@@ -186,18 +203,25 @@ def test_the_best_count_that_fits_the_memory_is_taken() -> None:
     # GPipe keeps a pipeline's samples whatever M is; uneven micro-batches round them up.
     free = paper_plan(vit_base(), request())
     limit = max(free.peak_bytes) - 1
-    with pytest.raises(ValueError, match=(
+    with pytest.raises(
+        ValueError,
+        match=(
             rf"published rules give 8 stages, which need \d+ bytes .*= {limit // 2}; .*"
-            r'plan="fastest" or raise the limit')):
+            r'plan="fastest" or raise the limit'
+        ),
+    ):
         paper_plan(vit_base(), request(memory_limit_bytes=limit // 2))
     assert paper_plan(vit_base(), request(memory_limit_bytes=limit + 1)) == free
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"schedules": ("1f1b",)}, r"train with 'gpipe', but schedules is \('1f1b',\)"),
-    ({"lengths": (16,)}, r"within the 8 slots of a node.*lengths = \(16,\) allow none"),
-    ({"num_frozen": 12, "lengths": (4, 8)}, r"2 active sublayers cannot fill any of \[8, 4\]"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedules": ("1f1b",)}, r"train with 'gpipe', but schedules is \('1f1b',\)"),
+        ({"lengths": (16,)}, r"within the 8 slots of a node.*lengths = \(16,\) allow none"),
+        ({"num_frozen": 12, "lengths": (4, 8)}, r"2 active sublayers cannot fill any of \[8, 4\]"),
+    ],
+)
 def test_what_the_rules_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         paper_plan(vit_base(), request(**changes))
@@ -219,15 +243,14 @@ def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Pat
 
 
 def test_two_processes_plan_as_published_and_train_as_a_plain_loop_does(two_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "paper"})
+    scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "published"})
     outcome = merge(two_ranks.run(train, scenario))
     assert [entry["length"] for entry in outcome.extra["transitions"]][-1] == 1
     assert_equal(outcome, plain(scenario))
 
 
-def test_four_processes_plan_as_published_and_train_as_a_plain_loop_does(
-        four_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "paper"})
+def test_four_processes_plan_as_published_and_train_as_a_plain_loop_does(four_ranks: Pool) -> None:
+    scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "published"})
     outcome = merge(four_ranks.run(train, scenario))
     assert [entry["length"] for entry in outcome.extra["transitions"]][-1] == 1
     assert_equal(outcome, plain(scenario))

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.search import (
-    PipelinePlan,
-    PlanRequest,
-    candidates,
-    micro_batch_sizes,
-    plan_pipeline,
-    predict,
-)
+from autopipe.plan.request import PipelinePlan, PlanRequest
+from autopipe.plan.search import candidates, micro_batch_sizes, plan_pipeline, predict
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.costs import FREE, sums
@@ -25,15 +19,34 @@ from tests.costs import FREE, sums
 def sublayer(layer: int, *, forward_s: float = 1.0, **changes: Any) -> SublayerCost:
     """Cost 1 s forward, 2 s backward and 1/2 s frozen a sample; 100 parameter bytes, AdamW's."""
     size = changes.get("parameter_bytes", 100)
-    values = {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size,
-              "buffer_bytes": 0, "saved_bytes": 10.0, "output_bytes": 0.0}
-    return SublayerCost(f"layer{layer}", layer, (forward_s,), (forward_s,), (forward_s,),
-                        (forward_s / 2,), **{**values, **changes})
+    values = {
+        "parameter_bytes": size,
+        "gradient_bytes": size,
+        "optimizer_bytes": 2 * size,
+        "buffer_bytes": 0,
+        "saved_bytes": 10.0,
+        "output_bytes": 0.0,
+    }
+    return SublayerCost(
+        f"layer{layer}",
+        layer,
+        (forward_s,),
+        (forward_s,),
+        (forward_s,),
+        (forward_s / 2,),
+        **{**values, **changes},
+    )
 
 
 def profile(*sublayers: SublayerCost, **changes: Any) -> Profile:
-    values = {"read_s": 0.0, "optimizer_s_per_byte": 0.0, "step_overhead_s": 0.0, "link": FREE,
-              "node_link": FREE, "all_reduce": sums()}
+    values = {
+        "read_s": 0.0,
+        "optimizer_s_per_byte": 0.0,
+        "step_overhead_s": 0.0,
+        "link": FREE,
+        "node_link": FREE,
+        "all_reduce": sums(),
+    }
     return Profile((1,), sublayers, **{**values, **changes})
 
 
@@ -48,12 +61,22 @@ def request(num_ranks: int = 2, **changes: Any) -> PlanRequest:
 
 
 def random_profile(generator: random.Random) -> Profile:
-    layers = [sublayer(layer, forward_s=generator.uniform(0.5, 2.0),
-                       parameter_bytes=generator.randint(50, 150),
-                       output_bytes=generator.uniform(0.0, 10.0))
-              for layer in range(generator.randint(4, 10))]
-    return profile(*layers, link=LinkCost(generator.random(), 100.0), step_overhead_s=0.5,
-                   all_reduce=sums(generator.random(), 50.0), optimizer_s_per_byte=1e-3)
+    layers = [
+        sublayer(
+            layer,
+            forward_s=generator.uniform(0.5, 2.0),
+            parameter_bytes=generator.randint(50, 150),
+            output_bytes=generator.uniform(0.0, 10.0),
+        )
+        for layer in range(generator.randint(4, 10))
+    ]
+    return profile(
+        *layers,
+        link=LinkCost(generator.random(), 100.0),
+        step_overhead_s=0.5,
+        all_reduce=sums(generator.random(), 50.0),
+        optimizer_s_per_byte=1e-3,
+    )
 
 
 def test_model_that_fits_one_device_is_trained_without_a_pipeline() -> None:
@@ -75,19 +98,28 @@ def test_memory_limit_forces_a_pipeline_and_freezing_releases_it() -> None:
 
 def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> None:
     model = profile(*(sublayer(layer, output_bytes=1.0, buffer_bytes=7) for layer in range(6)))
-    plan = predict(model, request(3, slots_per_node=3, global_batch=9, num_frozen=1),
-                   boundaries=(1, 3, 4, 6), num_micro_batches=3, schedule="1f1b")
+    plan = predict(
+        model,
+        request(3, slots_per_node=3, global_batch=9, num_frozen=1),
+        boundaries=(1, 3, 4, 6),
+        num_micro_batches=3,
+        schedule="1f1b",
+    )
     # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
     # layer takes while it runs is 10 bytes a sample and its two ends.
-    assert plan.peak_bytes == (107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2), 407 + 3 * 2 * (10 + 2),
-                               2 * 407 + 3 * 1 * (20 + 2))
+    assert plan.peak_bytes == (
+        107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2),
+        407 + 3 * 2 * (10 + 2),
+        2 * 407 + 3 * 1 * (20 + 2),
+    )
 
 
 def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations() -> None:
     def peaks(round_bytes: int) -> tuple[int, ...]:
         wanted = request(lengths=(2,), num_frozen=4, micro_batches=(16,), round_bytes=round_bytes)
-        return predict(uniform(7), wanted, boundaries=(4, 5, 7), num_micro_batches=16,
-                       schedule="1f1b").peak_bytes
+        return predict(
+            uniform(7), wanted, boundaries=(4, 5, 7), num_micro_batches=16, schedule="1f1b"
+        ).peak_bytes
 
     # Weights, moments and gradients of 1 and 2 layers; activations of 2 micro-batches and of 1.
     first, second = 4 * 100 + 10 + 400 + 2 * 10, 2 * 400 + 20
@@ -103,42 +135,66 @@ def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations
 def test_1f1b_holds_fewer_micro_batches_than_gpipe_on_every_stage() -> None:
     state = 2 * 400
     for schedule, in_flight in (("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))):
-        plan = predict(uniform(8), request(4), boundaries=(0, 2, 4, 6, 8), num_micro_batches=8,
-                       schedule=schedule)
+        plan = predict(
+            uniform(8),
+            request(4),
+            boundaries=(0, 2, 4, 6, 8),
+            num_micro_batches=8,
+            schedule=schedule,
+        )
         assert plan.peak_bytes == tuple(state + 2 * number * 20 for number in in_flight)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 8, 16])
 def test_uniform_stages_take_the_time_of_the_bubble_formula(
-        schedule: str, num_micro_batches: int) -> None:
-    plan = predict(uniform(8), request(4), boundaries=(0, 2, 4, 6, 8),
-                   num_micro_batches=num_micro_batches, schedule=schedule)
+    schedule: str, num_micro_batches: int
+) -> None:
+    plan = predict(
+        uniform(8),
+        request(4),
+        boundaries=(0, 2, 4, 6, 8),
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+    )
     stage_s = 16 * 2 * 3.0
     assert plan.predicted_step_s == pytest.approx(
-        stage_s * (num_micro_batches + 4 - 1) / num_micro_batches)
+        stage_s * (num_micro_batches + 4 - 1) / num_micro_batches
+    )
 
 
 def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
-    plan = predict(uniform(1), request(1, global_batch=7), boundaries=(0, 1), num_micro_batches=3,
-                   schedule="gpipe")
+    plan = predict(
+        uniform(1),
+        request(1, global_batch=7),
+        boundaries=(0, 1),
+        num_micro_batches=3,
+        schedule="gpipe",
+    )
     assert plan.predicted_step_s == 7 * 3.0
     assert micro_batch_sizes(7, 3) == (3, 2, 2)
 
 
 def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:
-    model = uniform(3, optimizer_s_per_byte=0.01, step_overhead_s=5.0,
-                    all_reduce=sums(0.25, 100.0))
-    plan = predict(model, request(4, global_batch=2), boundaries=(0, 2, 3), num_micro_batches=1,
-                   schedule="gpipe")
+    model = uniform(
+        3, optimizer_s_per_byte=0.01, step_overhead_s=5.0, all_reduce=sums(0.25, 100.0)
+    )
+    plan = predict(
+        model,
+        request(4, global_batch=2),
+        boundaries=(0, 2, 3),
+        num_micro_batches=1,
+        schedule="gpipe",
+    )
     # 2 replicas pass on 2 (R - 1) / R = 1 time the 200 bytes.
     assert plan.predicted_step_s == 3 * 3.0 + (0.25 + 200 / 100.0) + 200 * 0.01 + 5.0
 
 
 def test_messages_between_stages_count_latency_and_bytes_each_way() -> None:
     model = profile(sublayer(0, output_bytes=10.0), sublayer(1), link=LinkCost(0.5, 20.0))
-    plan = predict(model, request(global_batch=2), boundaries=(0, 1, 2), num_micro_batches=1,
-                   schedule="gpipe")
+    plan = predict(
+        model, request(global_batch=2), boundaries=(0, 1, 2), num_micro_batches=1, schedule="gpipe"
+    )
     assert plan.predicted_step_s == 2 * 2 * 3.0 + 2 * (0.5 + 2 * 10.0 / 20.0)
 
 
@@ -153,8 +209,9 @@ def test_computed_prefix_moves_the_boundary_and_a_cached_one_does_not() -> None:
 
 
 def test_frozen_weights_count_on_the_first_stage() -> None:
-    plan = plan_pipeline(uniform(14), request(lengths=(2,), num_frozen=6, micro_batches=(16,),
-                                              prefix_cached_s=0.0))
+    plan = plan_pipeline(
+        uniform(14), request(lengths=(2,), num_frozen=6, micro_batches=(16,), prefix_cached_s=0.0)
+    )
     assert plan.peak_bytes[0] - plan.peak_bytes[1] == 6 * 100 + 10 + 4 * 10
 
 
@@ -181,7 +238,8 @@ def test_equally_fast_plans_prefer_fewer_micro_batches_then_the_earlier_schedule
 
 @pytest.mark.parametrize(("all_reduce_s", "length"), [(20.0, 1), (100.0, 2)])
 def test_shorter_pipeline_is_taken_unless_it_is_over_one_percent_slower(
-        all_reduce_s: float, length: int) -> None:
+    all_reduce_s: float, length: int
+) -> None:
     # Besides the all-reduce one stage takes 3072 s; two stages take 3078 s, and no all-reduce.
     model = uniform(2, all_reduce=sums(all_reduce_s))
     plan = plan_pipeline(model, request(global_batch=1024, micro_batches=(512,)))
@@ -192,18 +250,27 @@ def test_shorter_pipeline_is_taken_unless_it_is_over_one_percent_slower(
 def test_plan_is_the_one_an_exhaustive_search_takes(seed: int) -> None:
     generator = random.Random(seed)
     model = random_profile(generator)
-    wanted = request(8, global_batch=generator.randint(8, 40), num_frozen=generator.randint(0, 3),
-                     slots_per_node=4,
-                     memory_limit_bytes=generator.choice([None, 2000, 3000, 5000]))
+    wanted = request(
+        8,
+        global_batch=generator.randint(8, 40),
+        num_frozen=generator.randint(0, 3),
+        slots_per_node=4,
+        memory_limit_bytes=generator.choice([None, 2000, 3000, 5000]),
+    )
     plans = candidates(model, wanted)
     if not plans:
         with pytest.raises(ValueError, match="no plan fits"):
             plan_pipeline(model, wanted)
         return
-    close = [plan for plan in plans
-             if plan.predicted_step_s <= 1.01 * plans[0].predicted_step_s]
-    assert plan_pipeline(model, wanted) == min(close, key=lambda plan: (
-        plan.length, plan.num_micro_batches, wanted.schedules.index(plan.schedule)))
+    close = [plan for plan in plans if plan.predicted_step_s <= 1.01 * plans[0].predicted_step_s]
+    assert plan_pipeline(model, wanted) == min(
+        close,
+        key=lambda plan: (
+            plan.length,
+            plan.num_micro_batches,
+            wanted.schedules.index(plan.schedule),
+        ),
+    )
 
 
 def test_every_candidate_predicts_itself() -> None:
@@ -211,23 +278,39 @@ def test_every_candidate_predicts_itself() -> None:
     plans = candidates(model, wanted)
     assert {plan.length for plan in plans} >= {2, 4}
     for plan in plans:
-        assert plan == predict(model, wanted, boundaries=plan.boundaries, schedule=plan.schedule,
-                               num_micro_batches=plan.num_micro_batches)
+        assert plan == predict(
+            model,
+            wanted,
+            boundaries=plan.boundaries,
+            schedule=plan.schedule,
+            num_micro_batches=plan.num_micro_batches,
+        )
 
 
 def test_nothing_fitting_names_the_stage_its_bytes_and_the_limit() -> None:
     heavy = profile(sublayer(0), sublayer(1, parameter_bytes=1000), sublayer(2))
-    with pytest.raises(ValueError, match=(
+    with pytest.raises(
+        ValueError,
+        match=(
             "no plan fits memory_limit_bytes = 3999: the smallest, 2 stages x 16 micro-batches "
-            r"\(1f1b\), needs 4420 bytes on stage 1; raise the limit, lower the global batch")):
+            r"\(1f1b\), needs 4420 bytes on stage 1; raise the limit, lower the global batch"
+        ),
+    ):
         plan_pipeline(heavy, request(memory_limit_bytes=3999, micro_batches=(16,)))
 
 
-@pytest.mark.parametrize(("num_ranks", "slots", "length", "fitting"), [
-    (4, 4, 5, r"\[1, 2, 3, 4\]"), (8, 4, 16, r"\[1, 2, 3, 4, 8\]"),
-    (12, 4, 6, r"\[1, 2, 3, 4, 8, 12\]"), (4, 4, 0, r"\[1, 2, 3, 4\]")])
+@pytest.mark.parametrize(
+    ("num_ranks", "slots", "length", "fitting"),
+    [
+        (4, 4, 5, r"\[1, 2, 3, 4\]"),
+        (8, 4, 16, r"\[1, 2, 3, 4, 8\]"),
+        (12, 4, 6, r"\[1, 2, 3, 4, 8, 12\]"),
+        (4, 4, 0, r"\[1, 2, 3, 4\]"),
+    ],
+)
 def test_length_that_does_not_fit_the_cluster_is_refused_with_those_that_do(
-        num_ranks: int, slots: int, length: int, fitting: str) -> None:
+    num_ranks: int, slots: int, length: int, fitting: str
+) -> None:
     with pytest.raises(ValueError, match=f"length {length} does not fit .* from {fitting}"):
         request(num_ranks, slots_per_node=slots, lengths=(length,))
 
@@ -250,8 +333,13 @@ def test_request_out_of_range_is_refused() -> None:
 
 def test_prediction_of_boundaries_that_miss_sublayers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"boundaries \(0, 4\) must ascend from 1 to 4"):
-        predict(uniform(4), request(num_frozen=1), boundaries=(0, 4), num_micro_batches=1,
-                schedule="gpipe")
+        predict(
+            uniform(4),
+            request(num_frozen=1),
+            boundaries=(0, 4),
+            num_micro_batches=1,
+            schedule="gpipe",
+        )
 
 
 def test_plan_survives_json() -> None:
@@ -261,25 +349,35 @@ def test_plan_survives_json() -> None:
 
 def test_stages_that_compute_alone_on_their_node_are_as_much_faster_as_measured() -> None:
     one = request(lengths=(2,), micro_batches=(1,), slots_per_node=2)
-    slow, fast = (predict(uniform(4, alone_share=share), one, boundaries=(0, 2, 4),
-                          num_micro_batches=1, schedule="1f1b").predicted_step_s
-                  for share in (1.0, 0.75))
+    slow, fast = (
+        predict(
+            uniform(4, idle_node_share=share),
+            one,
+            boundaries=(0, 2, 4),
+            num_micro_batches=1,
+            schedule="1f1b",
+        ).predicted_step_s
+        for share in (1.0, 0.75)
+    )
     assert fast == 0.75 * slow
     # Two replicas of a whole model always compute side by side.
     whole = request(lengths=(1,), micro_batches=(1,))
-    assert (plan_pipeline(uniform(4, alone_share=0.75), whole).predicted_step_s
-            == plan_pipeline(uniform(4), whole).predicted_step_s)
+    assert (
+        plan_pipeline(uniform(4, idle_node_share=0.75), whole).predicted_step_s
+        == plan_pipeline(uniform(4), whole).predicted_step_s
+    )
     # So do slots of different nodes.
     apart = request(lengths=(2,), micro_batches=(1,), slots_per_node=1)
-    assert plan_pipeline(uniform(4, alone_share=0.75), apart).predicted_step_s == slow
+    assert plan_pipeline(uniform(4, idle_node_share=0.75), apart).predicted_step_s == slow
 
 
 def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() -> None:
     def ratio(count: int) -> float:
-        one = request(lengths=(2,), micro_batches=(count,), global_batch=64,
-                      slots_per_node=2)
-        fast, slow = (plan_pipeline(uniform(4, alone_share=share), one).predicted_step_s
-                      for share in (0.5, 1.0))
+        one = request(lengths=(2,), micro_batches=(count,), global_batch=64, slots_per_node=2)
+        fast, slow = (
+            plan_pipeline(uniform(4, idle_node_share=share), one).predicted_step_s
+            for share in (0.5, 1.0)
+        )
         return fast / slow
 
     assert 0.5 == ratio(1) < ratio(2) < ratio(8) < ratio(64) < 1.0
@@ -288,7 +386,9 @@ def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int) -> None:
     generator = random.Random(seed)
-    known = dataclasses.replace(random_profile(generator), alone_share=generator.uniform(0.3, 1.0))
+    known = dataclasses.replace(
+        random_profile(generator), idle_node_share=generator.uniform(0.3, 1.0)
+    )
     asked = request(4, num_frozen=generator.randint(0, 2))
     best = candidates(known, asked)[0]
     assert plan_pipeline(known, asked).predicted_step_s <= 1.01 * best.predicted_step_s
@@ -296,9 +396,13 @@ def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int
 
 def test_a_fetch_from_the_cache_costs_what_the_profile_says_for_every_micro_batch() -> None:
     forced = {"lengths": (1,), "num_frozen": 2, "prefix_cached_s": 0.0}
-    one, four = (plan_pipeline(uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
-                               request(**forced, micro_batches=(count,))).predicted_step_s
-                 for count in (1, 4))
+    one, four = (
+        plan_pipeline(
+            uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
+            request(**forced, micro_batches=(count,)),
+        ).predicted_step_s
+        for count in (1, 4)
+    )
     assert four - one == 3 * 7.0
 
 

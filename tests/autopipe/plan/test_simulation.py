@@ -12,12 +12,16 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.schedule import SCHEDULES, Instruction, Op, Schedule, gpipe, one_f_one_b
 
 
-def uniform(length: int, num_micro_batches: int, *, transfer_s: float = 0.0,
-            lead_s: tuple[float, ...] = ()) -> StageTimes:
+def uniform(
+    length: int, num_micro_batches: int, *, transfer_s: float = 0.0, lead_s: tuple[float, ...] = ()
+) -> StageTimes:
     """Give every forward 1 s and every backward 2 s."""
-    return StageTimes(((1.0,) * num_micro_batches,) * length,
-                      ((2.0,) * num_micro_batches,) * length,
-                      ((transfer_s,) * num_micro_batches,) * (length - 1), lead_s)
+    return StageTimes(
+        ((1.0,) * num_micro_batches,) * length,
+        ((2.0,) * num_micro_batches,) * length,
+        ((transfer_s,) * num_micro_batches,) * (length - 1),
+        lead_s,
+    )
 
 
 def grid(simulation: Simulation) -> list[str]:
@@ -31,6 +35,7 @@ def grid(simulation: Simulation) -> list[str]:
 
 def longest_path(schedule: Schedule, times: StageTimes) -> float:
     """Find a step's end by recursion over what each instruction waits for."""
+
     def rank(stage: int, op: Op, micro_batch: int) -> int:
         return schedule[stage].index(Instruction(op, micro_batch))
 
@@ -72,9 +77,11 @@ def test_timeline_is_the_documented_grid() -> None:
 @pytest.mark.parametrize("length", [1, 2, 4, 7])
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 8])
 def test_uniform_stages_idle_for_the_bubble_of_the_formula(
-        name: str, length: int, num_micro_batches: int) -> None:
-    result = simulate(SCHEDULES[name](length, num_micro_batches),
-                      uniform(length, num_micro_batches))
+    name: str, length: int, num_micro_batches: int
+) -> None:
+    result = simulate(
+        SCHEDULES[name](length, num_micro_batches), uniform(length, num_micro_batches)
+    )
     assert result.step_s == 3.0 * (num_micro_batches + length - 1)
     assert result.idle_s == (3.0 * (length - 1),) * length
     assert result.busy_s == (3.0 * num_micro_batches,) * length
@@ -87,7 +94,8 @@ def test_step_of_random_times_is_the_longest_path(name: str, seed: int) -> None:
     length, num_micro_batches = generator.randint(1, 5), generator.randint(1, 7)
     forward_s, backward_s, transfer_s = (
         tuple(tuple(generator.random() for _ in range(num_micro_batches)) for _ in range(stages))
-        for stages in (length, length, length - 1))
+        for stages in (length, length, length - 1)
+    )
     times = StageTimes(forward_s, backward_s, transfer_s)
     schedule = SCHEDULES[name](length, num_micro_batches)
     assert simulate(schedule, times).step_s == pytest.approx(longest_path(schedule, times))
@@ -114,11 +122,17 @@ def test_work_before_the_first_instruction_delays_the_stage_and_counts_as_busy()
 
 
 def test_stages_that_wait_for_each_other_are_named() -> None:
-    wait_first = ((Instruction(Op.RECV_GRADIENT, 0), Instruction(Op.FORWARD, 0),
-                   Instruction(Op.SEND_ACTIVATION, 0)),
-                  (Instruction(Op.RECV_ACTIVATION, 0), Instruction(Op.SEND_GRADIENT, 0)))
-    with pytest.raises(ValueError, match="stage 0 waits for recv_gradient 0, "
-                                         "stage 1 waits for recv_activation 0"):
+    wait_first = (
+        (
+            Instruction(Op.RECV_GRADIENT, 0),
+            Instruction(Op.FORWARD, 0),
+            Instruction(Op.SEND_ACTIVATION, 0),
+        ),
+        (Instruction(Op.RECV_ACTIVATION, 0), Instruction(Op.SEND_GRADIENT, 0)),
+    )
+    with pytest.raises(
+        ValueError, match="stage 0 waits for recv_gradient 0, stage 1 waits for recv_activation 0"
+    ):
         simulate(wait_first, uniform(2, 1))
 
 
@@ -153,14 +167,23 @@ def test_handling_times_are_one_a_boundary() -> None:
         simulate(one_f_one_b(3, 1), times)
 
 
-@pytest.mark.parametrize(("length", "num_micro_batches", "company"), [
-    (1, 4, 1.0), (2, 1, 1.0), (4, 1, 1.0),
-    # Forwards of 1 s alone: one stage is at work in the first and the last of 5 s, else two.
-    (2, 4, (2 * 1 + 3 * 4) / (2 * 1 + 3 * 2))])
+@pytest.mark.parametrize(
+    ("length", "num_micro_batches", "company"),
+    [
+        (1, 4, 1.0),
+        (2, 1, 1.0),
+        (4, 1, 1.0),
+        # Forwards of 1 s alone: one stage is at work in the first and the last of 5 s, else two.
+        (2, 4, (2 * 1 + 3 * 4) / (2 * 1 + 3 * 2)),
+    ],
+)
 def test_company_is_how_many_stages_compute_while_one_does(
-        length: int, num_micro_batches: int, company: float) -> None:
-    times = StageTimes(((1.0,) * num_micro_batches,) * length,
-                       ((0.0,) * num_micro_batches,) * length,
-                       ((0.0,) * num_micro_batches,) * (length - 1))
+    length: int, num_micro_batches: int, company: float
+) -> None:
+    times = StageTimes(
+        ((1.0,) * num_micro_batches,) * length,
+        ((0.0,) * num_micro_batches,) * length,
+        ((0.0,) * num_micro_batches,) * (length - 1),
+    )
     result = simulate(gpipe(length, num_micro_batches), times)
     assert result.company == pytest.approx(company)

@@ -22,15 +22,34 @@ LINK = LinkCost(1e-3, 1e6)
 
 def cost(name: str = "block", *seconds: float, **changes: Any) -> SublayerCost:
     times = seconds or (1.0, 2.0)
-    values = SublayerCost(name, 0, times, times, times, times, parameter_bytes=4,
-                          gradient_bytes=4, optimizer_bytes=8, buffer_bytes=0, saved_bytes=8.0,
-                          output_bytes=2.0)
+    values = SublayerCost(
+        name,
+        0,
+        times,
+        times,
+        times,
+        times,
+        parameter_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        buffer_bytes=0,
+        saved_bytes=8.0,
+        output_bytes=2.0,
+    )
     return replace(values, **changes)
 
 
 def profile(*costs: SublayerCost, batch_sizes: tuple[int, ...] = (2, 4)) -> Profile:
-    return Profile(batch_sizes, costs, read_s=1e-6, optimizer_s_per_byte=1e-9, step_overhead_s=0.1,
-                   link=LINK, node_link=LINK, all_reduce=(AllReduceCost(2, (1, 9), (0.5, 1.5)),))
+    return Profile(
+        batch_sizes,
+        costs,
+        read_s=1e-6,
+        optimizer_s_per_byte=1e-9,
+        step_overhead_s=0.1,
+        link=LINK,
+        node_link=LINK,
+        all_reduce=(AllReduceCost(2, (1, 9), (0.5, 1.5)),),
+    )
 
 
 class Clock:
@@ -69,8 +88,10 @@ def call(module: nn.Module, hidden: Tensor | None, batch: Mapping[str, Tensor]) 
 
 
 def chain(*modules: nn.Module) -> list[ProfiledSublayer]:
-    return [ProfiledSublayer(f"sublayer{index}", index, module, partial(call, module))
-            for index, module in enumerate(modules)]
+    return [
+        ProfiledSublayer(f"sublayer{index}", index, module, partial(call, module))
+        for index, module in enumerate(modules)
+    ]
 
 
 def batches(*sizes: int, width: int = 8) -> list[dict[str, Tensor]]:
@@ -131,8 +152,9 @@ def test_sublayer_without_parameters_or_input_gradient_has_no_backward_time(cloc
 
 
 def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
-    costs = profile_sublayers(chain(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))),
-                              batches(1, 4)).costs
+    costs = profile_sublayers(
+        chain(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))), batches(1, 4)
+    ).costs
     # The first Linear saves its 8 inputs; ReLU and the second Linear the same 16 values.
     assert costs[0].saved_bytes == 4 * (8 + 16)
     assert costs[0].output_bytes == 4 * 8
@@ -237,7 +259,12 @@ def test_profile_with_missing_times_or_unordered_sizes_is_refused() -> None:
 def test_sum_over_replicas_is_linear_between_sizes_and_in_proportion_beyond() -> None:
     measured = profile(cost("block"))
     assert [measured.all_reduce_s(2, size) for size in (0, 1, 5, 9, 18)] == [
-        0.5, 0.5, 1.0, 1.5, 3.0]
+        0.5,
+        0.5,
+        1.0,
+        1.5,
+        3.0,
+    ]
     assert measured.all_reduce_s(1, 100) == 0.0
     with pytest.raises(ValueError, match=r"sums over \[2\] replicas, none over 4"):
         measured.all_reduce_s(4, 100)

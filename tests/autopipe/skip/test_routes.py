@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from autopipe.skip.routes import Namespace, SkipEdge, SkipKey, skip_edges, verify_skippables
-from autopipe.skip.skippable import skippable
+from autopipe.skip.skip_layers import skippable
 
 
 def declaring(*, stash: tuple[str, ...] = (), pop: tuple[str, ...] = ()) -> Any:

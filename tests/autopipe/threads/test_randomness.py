@@ -98,7 +98,7 @@ def test_no_two_partitions_or_micro_batches_draw_the_same() -> None:
 
 @pytest.mark.parametrize("balance", [[3], [1, 2]])
 def test_where_partitions_take_turns_they_draw_as_the_plain_module_does(
-    balance: list[int]
+    balance: list[int],
 ) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Draw(torch.rand_like))
     ours, x = GPipe(copy.deepcopy(layers), balance, checkpoint="always"), torch.rand(6, 4)

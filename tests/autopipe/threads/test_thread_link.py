@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopipe.engine.link import Payload
 from autopipe.gpipe.module import GPipe
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing, Mailbox, Stopped
 
 CPU = torch.device("cpu")

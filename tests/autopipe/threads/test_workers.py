@@ -22,14 +22,16 @@ class Note(nn.Module):
         self.seen: list[dict[str, Any]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append({
-            "grad": torch.is_grad_enabled(),
-            "inference": torch.is_inference_mode_enabled(),
-            "autocast": torch.is_autocast_enabled("cpu"),
-            "autocast_dtype": torch.get_autocast_dtype("cpu"),
-            "threads": torch.get_num_threads(),
-            "default_device": torch.zeros(()).device.type,
-        })
+        self.seen.append(
+            {
+                "grad": torch.is_grad_enabled(),
+                "inference": torch.is_inference_mode_enabled(),
+                "autocast": torch.is_autocast_enabled("cpu"),
+                "autocast_dtype": torch.get_autocast_dtype("cpu"),
+                "threads": torch.get_num_threads(),
+                "default_device": torch.zeros(()).device.type,
+            }
+        )
         return x * 1
 
 
@@ -68,7 +70,8 @@ def test_partitions_that_work_at_once_share_the_callers_threads(
     chunks: int, num_threads: int, expected: int
 ) -> None:
     assert {seen["threads"] for seen in seen_by(chunks=chunks, num_threads=num_threads)} == {
-        expected}
+        expected
+    }
 
 
 def test_a_job_that_fails_before_it_has_begun_stops_the_others() -> None:
@@ -78,8 +81,12 @@ def test_a_job_that_fails_before_it_has_begun_stops_the_others() -> None:
         raise ArithmeticError("deliberate")
 
     with pytest.raises(ArithmeticError, match="deliberate"):
-        run_together([fails, lambda: assert_set(stopped)], num_threads=1, stop=stopped.set,
-                     order=lambda _: 0)
+        run_together(
+            [fails, lambda: assert_set(stopped)],
+            num_threads=1,
+            stop=stopped.set,
+            order=lambda _: 0,
+        )
 
 
 def assert_set(event: threading.Event) -> None:
@@ -103,7 +110,8 @@ def test_a_failed_step_keeps_no_tensor_alive_once_its_error_is_gone() -> None:
 
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
-    reason="torch 2.11's compiler crashes in a thread whose input is no leaf")
+    reason="torch 2.11's compiler crashes in a thread whose input is no leaf",
+)
 def test_compiled_layers_run_compiled_in_every_partition() -> None:
     calls: list[int] = []
 

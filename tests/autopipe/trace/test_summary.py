@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op, draw, forward_only
-from autopipe.skip.skippable import pop, skippable, stash
+from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
 from tests.traced import CASES, CHUNKS, SAMPLES, WIDTH, batch, model, traced_step

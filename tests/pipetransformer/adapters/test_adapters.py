@@ -31,19 +31,32 @@ NUM_SAMPLES, LENGTH = 4, 6
 
 def sequential() -> nn.Module:
     relu = nn.ReLU()
-    return nn.Sequential(nn.Linear(5, 8), relu, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
-                         relu, nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(5, 8),
+        relu,
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        relu,
+        nn.Linear(8, 3),
+    )
 
 
 def timm_vit(**options: Any) -> Any:
-    return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2,
-                             num_classes=3, **options)
+    return VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3, **options
+    )
 
 
 def bert_config(**options: Any) -> BertConfig:
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "intermediate_size": 24, "max_position_embeddings": 8, "hidden_dropout_prob": 0.0,
-             "attention_probs_dropout_prob": 0.0}
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 8,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     return BertConfig(**{**sizes, **options})
 
 
@@ -56,19 +69,30 @@ def answerer() -> Any:
 
 
 def hf_vit(**options: Any) -> Any:
-    return ViTForImageClassification(ViTConfig(
-        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        **{"num_labels": 3, **options}))
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=8,
+            patch_size=4,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **{"num_labels": 3, **options},
+        )
+    )
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "sequential": sequential,
     "timm": timm_vit,
     "timm_registers_average": lambda: timm_vit(
-        global_pool="avg", reg_tokens=2, init_values=0.1, no_embed_class=True, pre_norm=True),
+        global_pool="avg", reg_tokens=2, init_values=0.1, no_embed_class=True, pre_norm=True
+    ),
     "timm_attention_pool": lambda: timm_vit(
-        global_pool="map", class_token=False, qk_norm=True, dynamic_img_size=True),
+        global_pool="map", class_token=False, qk_norm=True, dynamic_img_size=True
+    ),
     "bert_sdpa": classifier,
     "bert_eager": lambda: classifier(attn_implementation="eager"),
     "bert_answers": answerer,
@@ -104,10 +128,12 @@ def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
         return {"x": torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=dtype)}
     if isinstance(model, BertForSequenceClassification | BertForQuestionAnswering):
         tokens = torch.arange(LENGTH)
-        return {"input_ids": torch.randint(1, 20, (NUM_SAMPLES, LENGTH), generator=generator),
-                "attention_mask": (tokens < LENGTH - torch.arange(NUM_SAMPLES)[:, None]).long(),
-                "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
-                "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1)}
+        return {
+            "input_ids": torch.randint(1, 20, (NUM_SAMPLES, LENGTH), generator=generator),
+            "attention_mask": (tokens < LENGTH - torch.arange(NUM_SAMPLES)[:, None]).long(),
+            "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
+            "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1),
+        }
     images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)
     return {"pixel_values" if isinstance(model, ViTForImageClassification) else "x": images}
 
@@ -123,8 +149,10 @@ def own_forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone()
-            for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -134,6 +162,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 # --- the same computation ---
+
 
 def test_output_is_bitwise_the_models_own(model: nn.Module) -> None:
     model.eval()
@@ -196,12 +225,18 @@ def test_attention_mask_of_another_rank_is_refused() -> None:
 
 # --- layers, names, entries ---
 
+
 @pytest.mark.parametrize("build", [timm_vit, classifier, answerer, hf_vit])
 def test_transformers_are_cut_between_attention_and_mlp(build: Callable[[], nn.Module]) -> None:
     layered = adapt(build())
     assert [(sub.name, sub.layer) for sub in layered.sublayers] == [
-        ("embedding", 0), ("blocks.0.attention", 0), ("blocks.0.mlp", 0),
-        ("blocks.1.attention", 1), ("blocks.1.mlp", 1), ("head", 2)]
+        ("embedding", 0),
+        ("blocks.0.attention", 0),
+        ("blocks.0.mlp", 0),
+        ("blocks.1.attention", 1),
+        ("blocks.1.mlp", 1),
+        ("head", 2),
+    ]
     assert layered.num_layers == 2
     assert [layered.first_active(frozen) for frozen in range(3)] == [0, 3, 5]
 
@@ -215,10 +250,12 @@ def test_sides_are_those_of_the_sublayers_in_the_range() -> None:
 
 # --- the very same tensors ---
 
+
 def test_tensors_cover_every_parameter_and_buffer_once(model: nn.Module) -> None:
     layered = adapt(model)
-    found = [pair for index in range(len(layered.sublayers))
-             for pair in layered.tensors(index).items()]
+    found = [
+        pair for index in range(len(layered.sublayers)) for pair in layered.tensors(index).items()
+    ]
     own = dict(chain(model.named_parameters(), model.named_buffers()))
     assert sorted(name for name, _ in found) == sorted(own)
     assert all(tensor is own[name] for name, tensor in found)
@@ -264,8 +301,10 @@ def test_released_and_refilled_model_is_the_same_in_every_view(model: nn.Module)
 def test_replaced_tensors_are_seen_by_the_model_and_saved(model: nn.Module) -> None:
     layered = adapt(model)
     for index in range(len(layered.sublayers)):
-        layered.replace(index, {name: torch.ones_like(tensor)
-                                for name, tensor in layered.tensors(index).items()})
+        layered.replace(
+            index,
+            {name: torch.ones_like(tensor) for name, tensor in layered.tensors(index).items()},
+        )
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -295,13 +334,17 @@ def test_bert_is_saved_by_its_own_method_after_refilling(tmp_path: Any) -> None:
 
 # --- losses ---
 
+
 def mean_in_parts(layered: LayeredModel, output: Tensor, target: Any) -> Tensor:
     """Combine the losses of samples 0 and 1..3 as the trainer does."""
     total, count = torch.zeros(()), torch.zeros(())
     assert layered.loss_fn is not None
     for rows in (slice(0, 1), slice(1, None)):
-        part = ({name: entry[rows] for name, entry in target.items()}
-                if isinstance(target, dict) else target[rows])
+        part = (
+            {name: entry[rows] for name, entry in target.items()}
+            if isinstance(target, dict)
+            else target[rows]
+        )
         value = layered.loss_fn(output[rows], part)
         size = len(output[rows])
         value, number = value if isinstance(value, tuple) else (value * size, size)
@@ -310,14 +353,19 @@ def mean_in_parts(layered: LayeredModel, output: Tensor, target: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("build", [classifier, hf_vit])
-@pytest.mark.parametrize(("options", "labels"), [
-    ({}, torch.tensor([2, -100, 0, 1])),
-    ({"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0])),
-    ({"problem_type": "regression"}, torch.randn(NUM_SAMPLES, 3)),
-    ({}, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
-], ids=["classes", "one value", "values", "many labels"])
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({}, torch.tensor([2, -100, 0, 1])),
+        ({"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        ({"problem_type": "regression"}, torch.randn(NUM_SAMPLES, 3)),
+        ({}, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
+    ],
+    ids=["classes", "one value", "values", "many labels"],
+)
 def test_classification_loss_is_the_models_own_in_any_split(
-        build: Callable[..., Any], options: dict[str, Any], labels: Tensor) -> None:
+    build: Callable[..., Any], options: dict[str, Any], labels: Tensor
+) -> None:
     model = build(**options).eval()
     layered, batch = adapt(model), batch_for(model)
     ours = mean_in_parts(layered, layered.run(batch), labels)
@@ -329,15 +377,19 @@ def test_classification_loss_is_the_models_own_in_any_split(
 def test_answer_loss_is_the_models_own_in_any_split(starts: list[int]) -> None:
     bert = answerer().eval()
     layered, batch = adapt(bert), batch_for(bert)
-    positions = {"start_positions": torch.tensor(starts),
-                 "end_positions": torch.tensor(starts)[:, None]}
+    positions = {
+        "start_positions": torch.tensor(starts),
+        "end_positions": torch.tensor(starts)[:, None],
+    }
     ours = mean_in_parts(layered, layered.run(batch), positions)
     torch.testing.assert_close(ours, bert(**batch, **positions).loss)
 
 
 def test_answers_cut_off_at_their_end_weigh_all_positions_alike() -> None:
-    positions = {"start_positions": torch.tensor([1, 2]),
-                 "end_positions": torch.tensor([2, LENGTH])}
+    positions = {
+        "start_positions": torch.tensor([1, 2]),
+        "end_positions": torch.tensor([2, LENGTH]),
+    }
     total, count = span_loss(torch.zeros(2, LENGTH, 2), positions)
     assert count == 3
     torch.testing.assert_close(total, 3 * torch.tensor(float(LENGTH)).log())
@@ -352,6 +404,7 @@ def test_timm_loss_takes_classes_and_probabilities() -> None:
 
 
 # --- refusals ---
+
 
 def test_pooler_without_a_part_in_answers_is_kept_unused() -> None:
     bert = answerer()

@@ -16,14 +16,24 @@ from pipetransformer.adapters.registry import adapt, register_adapter
 
 def sequential() -> nn.Sequential:
     relu = nn.ReLU()
-    return nn.Sequential(nn.Linear(5, 8), relu, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
-                         relu, nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(5, 8),
+        relu,
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        relu,
+        nn.Linear(8, 3),
+    )
 
 
 def test_sequential_children_are_layers_even_where_a_module_is_used_twice() -> None:
     layered = adapt(sequential())
     assert [(sub.name, sub.layer) for sub in layered.sublayers] == [
-        ("0", 0), ("1", 1), ("2", 2), ("3", 3), ("4", 4)]
+        ("0", 0),
+        ("1", 1),
+        ("2", 2),
+        ("3", 3),
+        ("4", 4),
+    ]
     assert (layered.inputs, layered.targets, layered.loss_fn) == (("x",), ("y",), None)
 
 
@@ -127,8 +137,11 @@ def test_every_tensor_must_be_in_a_sublayer_or_declared_unused() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "extra": nn.BatchNorm1d(2)})
     names = {"a": 0, "b": 1}
     sublayers = [Sublayer(name, layer, model[name]) for name, layer in names.items()]
-    extra = [name for name, _ in chain(model.named_parameters(), model.named_buffers())
-             if name.startswith("extra.")]
+    extra = [
+        name
+        for name, _ in chain(model.named_parameters(), model.named_buffers())
+        if name.startswith("extra.")
+    ]
     with pytest.raises(ValueError, match=r"in no sublayer: \['extra.bias', .*'extra.weight'\]"):
         LayeredModel(model, sublayers, inputs=["x"], targets=["y"])
     with pytest.raises(ValueError, match=r"declared unused but not so: \['a.bias'\]"):
@@ -140,12 +153,15 @@ def test_every_tensor_must_be_in_a_sublayer_or_declared_unused() -> None:
         LayeredModel(model, alien, inputs=["x"], targets=["y"], unused=extra)
 
 
-@pytest.mark.parametrize(("layers", "names"), [
-    ([0, 0], "ab"), ([1, 2], "ab"), ([0, 2], "ab"), ([0, 1, 0], "abc"), ([0], "a")])
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [([0, 0], "ab"), ([1, 2], "ab"), ([0, 2], "ab"), ([0, 1, 0], "abc"), ([0], "a")],
+)
 def test_layers_out_of_order_are_refused(layers: list[int], names: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
-    sublayers = [Sublayer(name, layer, model[name])
-                 for name, layer in zip(names, layers, strict=True)]
+    sublayers = [
+        Sublayer(name, layer, model[name]) for name, layer in zip(names, layers, strict=True)
+    ]
     with pytest.raises(ValueError, match="layers of the sublayers are"):
         LayeredModel(model, sublayers, inputs=["x"], targets=["y"])
 
@@ -165,11 +181,15 @@ def test_unknown_models_are_refused_until_registered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pipetransformer.adapters.registry._BUILDERS", {nn.Sequential: adapt})
     model = Tied()
     model.classifier.weight = nn.Parameter(torch.zeros(7, 4))
-    with pytest.raises(TypeError, match="knows a .*Tied; known: torch.nn.*Sequential. Give an "
-                                        "nn.Sequential, .* or call register_adapter"):
+    with pytest.raises(
+        TypeError,
+        match="knows a .*Tied; known: torch.nn.*Sequential. Give an "
+        "nn.Sequential, .* or call register_adapter",
+    ):
         adapt(model)
-    register_adapter(Tied, lambda tied: LayeredModel(
-        tied, tied.sublayers(), inputs=["x"], targets=["y"]))
+    register_adapter(
+        Tied, lambda tied: LayeredModel(tied, tied.sublayers(), inputs=["x"], targets=["y"])
+    )
     layered = adapt(model)
     assert layered.model is model and adapt(layered) is layered
 
@@ -192,6 +212,8 @@ def test_models_with_a_forward_of_their_own_are_refused() -> None:
 
 
 def test_importing_the_adapters_imports_neither_timm_nor_transformers() -> None:
-    code = ("import sys, pipetransformer.adapters; "
-            "assert not {'timm', 'transformers'} & set(sys.modules)")
+    code = (
+        "import sys, pipetransformer.adapters; "
+        "assert not {'timm', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

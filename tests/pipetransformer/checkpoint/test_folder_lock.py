@@ -28,9 +28,20 @@ from tests.pool import Pool
 
 def make_trainer(folder: Path, **settings: Any) -> Trainer:
     """Build a trainer that saves into a folder, and continues what is there."""
-    defaults = {"resume": "auto", "checkpoint_every_epochs": 1, "epochs": 2, "batch_size": 8}
-    return Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), folder=folder,
-                   progress=False, **{**defaults, **settings})
+    defaults = {
+        "resume": "auto",
+        "checkpoint_every_epochs": 1,
+        "epochs": 2,
+        "global_batch_size": 8,
+    }
+    return Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        folder=folder,
+        progress=False,
+        **{**defaults, **settings},
+    )
 
 
 def train_and_wait(folder: Path, pipe: Connection) -> None:
@@ -75,7 +86,8 @@ def contents(folder: Path) -> list[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_a_folder_in_which_another_process_trains_is_refused_until_it_ends(
-        tmp_path: Path, end: str) -> None:
+    tmp_path: Path, end: str
+) -> None:
     run = tmp_path / "run"
     with another_run(run) as (child, pipe, pid):
         before = contents(run)
@@ -96,7 +108,8 @@ def test_a_folder_in_which_another_process_trains_is_refused_until_it_ends(
 
 
 def test_a_second_trainer_of_one_process_is_refused_and_the_first_keeps_the_folder(
-        tmp_path: Path) -> None:
+    tmp_path: Path,
+) -> None:
     with make_trainer(tmp_path) as first:
         first.step()
         for _ in range(2):
@@ -128,7 +141,8 @@ def test_every_rank_hears_that_the_folder_is_refused(two_ranks: Pool, tmp_path: 
 
 
 def test_damaged_records_are_refused_on_every_rank_and_leave_the_folder_free(
-        two_ranks: Pool, tmp_path: Path) -> None:
+    two_ranks: Pool, tmp_path: Path
+) -> None:
     (tmp_path / "records.jsonl").write_text("no record\n{}\n")
     for message in two_ranks.run(step_into, tmp_path):
         assert message.startswith("rank 0: ") and "records.jsonl" in message
@@ -136,7 +150,8 @@ def test_damaged_records_are_refused_on_every_rank_and_leave_the_folder_free(
 
 
 def test_a_restarted_run_waits_for_its_predecessor(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.take()
     with pytest.raises(ValueError, match="is training in folder"):
@@ -150,7 +165,8 @@ def test_a_restarted_run_waits_for_its_predecessor(
 
 
 def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = threading.Event()
 
     def slow(*arguments: Any) -> Any:
@@ -181,7 +197,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -137,7 +137,7 @@ def make_trainer(folder: Path, **settings: Any) -> Trainer:
     model = settings.pop("model", None) or tiny_model()
     defaults = {
         "epochs": 2,
-        "batch_size": 6,
+        "global_batch_size": 6,
         "progress": False,
         "checkpoint_every_steps": 2,
         "optimizer": build_adamw,
@@ -157,7 +157,7 @@ def train(folder: Path, **settings: Any) -> None:
 
 def train_in_two_stages(folder: Path, **settings: Any) -> None:
     """Train with ranks that read different files."""
-    train(folder, length=2, **settings)
+    train(folder, pipeline_length=2, **settings)
 
 
 def resume_with_a_file_that_goes_bad(folder: Path) -> str:
@@ -266,7 +266,7 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
     saving.write_shards = dying
     run_state._PATIENCE_STEPS = PATIENCE_STEPS
     # Two runs may measure the machine differently; bits depend on the plan.
-    with make_trainer(folder, length=2, micro_batches=2, schedule="1f1b") as trainer:
+    with make_trainer(folder, pipeline_length=2, micro_batches=2, schedule="1f1b") as trainer:
         trainer._set_up()
         (folder / f"life-{life}").write_text(str(trainer._timeline.position.step))
         trainer.fit()
@@ -290,7 +290,7 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_and_the_restart_con
 
 def test_steps_taken_one_by_one_are_evaluated_and_saved_as_those_of_fit(tmp_path: Path) -> None:
     fitted, stepped = tmp_path / "fitted", tmp_path / "stepped"
-    settings = {"eval_set": tiny_data(), "evaluate_every_epochs": 1, "micro_batches": 1}
+    settings = {"eval_dataset": tiny_data(), "evaluate_every_epochs": 1, "micro_batches": 1}
     with make_trainer(fitted, **settings) as trainer:
         expected = trainer.fit().metrics
     with make_trainer(stepped, **settings) as trainer:
@@ -318,7 +318,7 @@ def test_a_run_of_a_longer_pipeline_ends_alike_on_one_rank(tmp_path: Path) -> No
     # Bits depend on the micro-batches, which two runs might plan differently.
     train(tmp_path / "whole", model=whole, micro_batches=1)
     train(tmp_path / "cut", epochs=1, micro_batches=1)
-    again = {"model": continued, "resume": True, "length": 4, "micro_batches": 1}
+    again = {"model": continued, "resume": True, "pipeline_length": 4, "micro_batches": 1}
     with make_trainer(tmp_path / "cut", **again) as trainer:
         trainer.fit()
         assert trainer.decision is not None and trainer.decision.plan.length == 1

@@ -113,7 +113,7 @@ def test_a_process_that_was_started_twice_from_one_place_is_no_restart(
 def test_a_run_goes_on_with_the_longest_pipeline_that_fewer_ranks_allow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: Any
 ) -> None:
-    set_to = dataclasses.replace(config(tmp_path, resume), length=4)
+    set_to = dataclasses.replace(config(tmp_path, resume), pipeline_length=4)
     with pytest.raises(ValueError, match=r"length 4 does not fit|holds no checkpoint"):
         check_world(set_to, 2, 2)
     save(tmp_path / "checkpoints", 10)

@@ -348,7 +348,7 @@ def test_a_save_that_is_due_too_early_is_left_out_and_the_last_one_waits(
         loss_fn=nn.CrossEntropyLoss(),
         folder=tmp_path,
         epochs=2,
-        batch_size=6,
+        global_batch_size=6,
         checkpoint_every_steps=3,
         progress=False,
     )

@@ -36,11 +36,19 @@ def augmented(index: int) -> dict[str, Any]:
     return {"x": torch.rand(3) + index, "mask": np.random.rand(2), "y": random.random()}
 
 
-def read(dataset: Made, ids: Sequence[int], *, names: Sequence[str] = ("x", "mask", "y"),
-         required: Sequence[str] = ("x", "y"), seed: int = 0, epoch: int = 0) -> Batch:
+def read(
+    dataset: Made,
+    ids: Sequence[int],
+    *,
+    names: Sequence[str] = ("x", "mask", "y"),
+    required: Sequence[str] = ("x", "y"),
+    seed: int = 0,
+    epoch: int = 0,
+) -> Batch:
     """Read samples by plain indices."""
-    return read_samples(dataset, torch.tensor(ids), names=names, required=required, seed=seed,
-                        epoch=epoch)
+    return read_samples(
+        dataset, torch.tensor(ids), names=names, required=required, seed=seed, epoch=epoch
+    )
 
 
 def test_a_sample_does_not_depend_on_what_was_read_with_or_before_it() -> None:
@@ -56,7 +64,8 @@ def test_a_sample_does_not_depend_on_what_was_read_with_or_before_it() -> None:
 @pytest.mark.parametrize("changes", [{"seed": 6}, {"epoch": 3}, {"ids": [4]}], ids=str)
 @pytest.mark.parametrize("name", ["x", "mask", "y"])
 def test_seed_epoch_and_index_each_change_every_generator(
-        name: str, changes: dict[str, Any]) -> None:
+    name: str, changes: dict[str, Any]
+) -> None:
     dataset = Made(lambda index: {**augmented(0), "index": index})
     usual: dict[str, Any] = {"ids": [3], "seed": 5, "epoch": 2}
     one, other = (read(dataset, **given)[name] for given in (usual, {**usual, **changes}))
@@ -71,15 +80,22 @@ def test_exactly_the_samples_asked_for_are_read_in_order() -> None:
 
 def test_tuples_take_the_required_names_in_order() -> None:
     data = TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
-    batch = read_samples(data, torch.tensor([2, 0]), names=("x", "mask", "y"),
-                         required=("x", "y"), seed=0, epoch=0)
+    batch = read_samples(
+        data, torch.tensor([2, 0]), names=("x", "mask", "y"), required=("x", "y"), seed=0, epoch=0
+    )
     assert torch.equal(batch["x"], torch.tensor([[4.0, 5.0], [0.0, 1.0]]))
     assert torch.equal(batch["y"], torch.tensor([2, 0])) and list(batch) == ["x", "y"]
 
 
 def test_arrays_numbers_and_lists_of_numbers_become_tensors_of_their_dtype() -> None:
-    dataset = Made(lambda index: {"x": [index, 7, 8], "mask": np.ones((2, 2), np.float32),
-                                  "y": index % 2 == 0, "text": "left out"})
+    dataset = Made(
+        lambda index: {
+            "x": [index, 7, 8],
+            "mask": np.ones((2, 2), np.float32),
+            "y": index % 2 == 0,
+            "text": "left out",
+        }
+    )
     batch = read(dataset, [1, 2])
     assert torch.equal(batch["x"], torch.tensor([[1, 7, 8], [2, 7, 8]]))
     assert torch.equal(batch["mask"], torch.ones(2, 2, 2))
@@ -98,31 +114,37 @@ def sometimes(index: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ids", [[2, 3, 4], [3, 2, 4]], ids=["first lacks it", "later lack it"])
-def test_an_entry_that_only_some_samples_give_is_refused_and_never_dropped(
-        ids: list[int]) -> None:
+def test_an_entry_that_only_some_samples_give_is_refused_and_never_dropped(ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"samples \[2, 4\] lack the entry 'mask'"):
         read(Made(sometimes), ids)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda i: {"x": torch.zeros(i), "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
-    (lambda i: {"x": np.zeros(i), "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
-    (lambda i: {"x": [0] * i, "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
-    (lambda i: {"x": [[0], [0, 1]], "y": 0}, r"entry 'x' .* cannot be stacked"),
-    (lambda i: {"x": torch.zeros(2), "y": object()}, r"entry 'y' .* cannot be stacked"),
-    (lambda i: {"x": "a text", "y": 0}, r"entry 'x' .* is a str; give tensors"),
-    (lambda i: {"x": ["a", "b"], "y": 0}, r"entry 'x' .* cannot be stacked"),
-    (lambda i: {"x": {"a": 1}, "y": 0}, r"entry 'x' .* is a dict; give tensors"),
-    (lambda i: {"x": torch.zeros(2)}, r"lacks \['y'\]; the model needs \['x', 'y'\]"),
-    (lambda i: {"x": torch.zeros(2), "y": None}, r"lacks \['y'\]; the model needs \['x', 'y'\]"),
-    (lambda i: {"images": torch.zeros(2), "y": 0}, r"lacks \['x'\]; the model needs"),
-    (lambda i: (torch.zeros(2),), r"is a tuple of 1; give a mapping .* or a tuple of 2"),
-    (lambda i: (torch.zeros(2), 0, 0), r"is a tuple of 3; give a mapping .* or a tuple of 2"),
-    (lambda i: torch.zeros(2), r"is a Tensor; give a mapping"),
-    (lambda i: None, r"is a NoneType; give a mapping"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda i: {"x": torch.zeros(i), "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
+        (lambda i: {"x": np.zeros(i), "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
+        (lambda i: {"x": [0] * i, "y": 0}, r"'x' of the samples \[1, 2\].* padded to one"),
+        (lambda i: {"x": [[0], [0, 1]], "y": 0}, r"entry 'x' .* cannot be stacked"),
+        (lambda i: {"x": torch.zeros(2), "y": object()}, r"entry 'y' .* cannot be stacked"),
+        (lambda i: {"x": "a text", "y": 0}, r"entry 'x' .* is a str; give tensors"),
+        (lambda i: {"x": ["a", "b"], "y": 0}, r"entry 'x' .* cannot be stacked"),
+        (lambda i: {"x": {"a": 1}, "y": 0}, r"entry 'x' .* is a dict; give tensors"),
+        (lambda i: {"x": torch.zeros(2)}, r"lacks \['y'\]; the model needs \['x', 'y'\]"),
+        (
+            lambda i: {"x": torch.zeros(2), "y": None},
+            r"lacks \['y'\]; the model needs \['x', 'y'\]",
+        ),
+        (lambda i: {"images": torch.zeros(2), "y": 0}, r"lacks \['x'\]; the model needs"),
+        (lambda i: (torch.zeros(2),), r"is a tuple of 1; give a mapping .* or a tuple of 2"),
+        (lambda i: (torch.zeros(2), 0, 0), r"is a tuple of 3; give a mapping .* or a tuple of 2"),
+        (lambda i: torch.zeros(2), r"is a Tensor; give a mapping"),
+        (lambda i: None, r"is a NoneType; give a mapping"),
+    ],
+)
 def test_a_sample_that_cannot_be_used_is_refused_with_what_to_give(
-        make: Callable[[int], Any], message: str) -> None:
+    make: Callable[[int], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read(Made(make), [1, 2])
 
@@ -134,22 +156,34 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.zeros(4))
 
 
-@pytest.mark.parametrize(("dataset", "error", "message"), [
-    (Stream(), TypeError, r"train_set \(Stream\) has no length; .* for instance list\(dataset\)"),
-    (iter([1]), TypeError, r"train_set \(list_iterator\) has no length"),
-    (DataLoader(Made(augmented)), TypeError, r"\(DataLoader\) has no __getitem__; .*map-style"),
-    ({1, 2}, TypeError, r"train_set \(set\) has no __getitem__"),
-    ([], ValueError, "train_set is empty; give at least one sample"),
-])
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (
+            Stream(),
+            TypeError,
+            r"train_dataset \(Stream\) has no length; .* for instance list\(dataset\)",
+        ),
+        (iter([1]), TypeError, r"train_dataset \(list_iterator\) has no length"),
+        (
+            DataLoader(Made(augmented)),
+            TypeError,
+            r"\(DataLoader\) has no __getitem__; .*map-style",
+        ),
+        ({1, 2}, TypeError, r"train_dataset \(set\) has no __getitem__"),
+        ([], ValueError, "train_dataset is empty; give at least one sample"),
+    ],
+)
 def test_what_cannot_be_read_by_index_is_refused(
-        dataset: Any, error: type[Exception], message: str) -> None:
+    dataset: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        check_dataset(dataset, "train_set")
+        check_dataset(dataset, "train_dataset")
 
 
 def test_lists_and_datasets_with_a_length_are_accepted() -> None:
     for dataset in ([(1, 2)], Made(augmented), TensorDataset(torch.zeros(3))):
-        check_dataset(dataset, "train_set")
+        check_dataset(dataset, "train_dataset")
 
 
 def varies(make: Callable[[int], Mapping[str, Any]], num_samples: int = 32) -> bool:
@@ -159,13 +193,19 @@ def varies(make: Callable[[int], Mapping[str, Any]], num_samples: int = 32) -> b
 UNSEEDED = np.random.default_rng()
 
 
-@pytest.mark.parametrize("make", [
-    lambda i: {"x": torch.rand(2), "y": 0},
-    lambda i: {"x": torch.zeros(2), "y": np.random.rand()},
-    lambda i: {"x": torch.arange(2.0).flip(0) if random.random() < 0.5 else torch.arange(2.0),
-               "y": 0},
-    lambda i: {"x": UNSEEDED.random(2), "y": 0},
-], ids=["torch", "numpy", "random flip of every second", "generator of its own"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: {"x": torch.rand(2), "y": 0},
+        lambda i: {"x": torch.zeros(2), "y": np.random.rand()},
+        lambda i: {
+            "x": torch.arange(2.0).flip(0) if random.random() < 0.5 else torch.arange(2.0),
+            "y": 0,
+        },
+        lambda i: {"x": UNSEEDED.random(2), "y": 0},
+    ],
+    ids=["torch", "numpy", "random flip of every second", "generator of its own"],
+)
 def test_random_samples_are_told(make: Callable[[int], Mapping[str, Any]]) -> None:
     assert varies(make)
 

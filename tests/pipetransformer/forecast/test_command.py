@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.plan.explanation import runners_up
-from autopipe.plan.search import PipelinePlan, plan_pipeline
+from autopipe.plan.request import PipelinePlan
+from autopipe.plan.search import plan_pipeline
 from pipetransformer.cli import main
 from pipetransformer.forecast import machine as plan_machine
 from pipetransformer.forecast.answer import find_plan
@@ -102,7 +103,7 @@ def test_json_holds_what_the_planner_returns_and_its_parts_sum_up(
     assert {key: answer["chosen"][key] for key in expected.to_json()} == json.loads(
         json.dumps(expected.to_json())
     )
-    for found in (answer["chosen"], *answer["others"], answer["paper"]):
+    for found in (answer["chosen"], *answer["others"], answer["published"]):
         parts = [found[f"{part}_s"] for part in (
             "compute", "bubble", "transfer", "all_reduce", "update", "overhead")]  # fmt: skip
         assert sum(parts) == pytest.approx(found["predicted_step_s"], rel=1e-9)
@@ -122,16 +123,16 @@ def test_several_frozen_give_a_row_each_with_the_published_rules_beside(
     for row, answer in zip(rows[1:], values["answers"], strict=True):
         assert int(row[1]) == answer["chosen"]["length"]
         assert row[-1] == "x"
-        ratio = answer["paper"]["predicted_step_s"] / answer["chosen"]["predicted_step_s"]
+        ratio = answer["published"]["predicted_step_s"] / answer["chosen"]["predicted_step_s"]
         assert float(row[-2]) == pytest.approx(ratio, abs=0.006)
 
 
 def test_the_published_rules_can_be_asked_for(
     capsys: pytest.CaptureFixture[str], cluster: str
 ) -> None:
-    arguments = (f"{HERE}:shapes_only", "--cluster", cluster, "--plan", "paper")
+    arguments = (f"{HERE}:shapes_only", "--cluster", cluster, "--plan", "published")
     (answer,) = json.loads(plan(capsys, *arguments, "--json"))["answers"]
-    assert answer["chosen"] == answer["paper"]
+    assert answer["chosen"] == answer["published"]
     assert (answer["chosen"]["length"], answer["chosen"]["schedule"]) == (2, "gpipe")
     text = plan(capsys, *arguments)
     assert "x as fast, but not by the rules that were asked for" in text
@@ -145,9 +146,9 @@ def test_the_published_rules_show_the_tables_from_which_they_take_m(
     values = json.loads(plan(capsys, *arguments, "--json"))
     assert values["throughputs"] == {}
     picture = tmp_path / "choice.png"
-    arguments = (*arguments, "--plan", "paper")
+    arguments = (*arguments, "--plan", "published")
     values = json.loads(plan(capsys, *arguments, "--json", "--picture", str(picture)))
-    taken = values["answers"][0]["paper"]
+    taken = values["answers"][0]["published"]
     table = values["throughputs"][str(taken["length"])]
     assert max(table, key=lambda count: table[count]) == str(taken["num_micro_batches"])
     assert (tmp_path / "choice-throughput.png").read_bytes().startswith(b"\x89PNG")
@@ -165,7 +166,7 @@ def test_what_does_not_fit_says_where_and_by_how_much(
     assert "choice: K = 4, R = 1" in text
     assert "does not fit: stage 0 needs " in text and " of 2.9 KiB, at best (M = " in text
     assert "published rules: the published rules give 2 stages, which need " in text
-    assert main([*arguments, "3000", "--plan", "paper"]) == 1
+    assert main([*arguments, "3000", "--plan", "published"]) == 1
     text = capsys.readouterr().out
     assert "no plan: the published rules give 2 stages, which need " in text
     assert "pipeline length K and micro-batches M, simulated\nK = 2 " in text

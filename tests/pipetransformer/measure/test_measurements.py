@@ -47,8 +47,12 @@ class Counter(nn.Module):
         return hidden + torch.rand_like(hidden)
 
 
-def make_task(model: nn.Sequential | None = None, *, optimizer: OptimizerFactory | None = None,
-              **settings: Any) -> Task:
+def make_task(
+    model: nn.Sequential | None = None,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    **settings: Any,
+) -> Task:
     """Make a task over a model, the tiny one by default."""
     layered = adapt(model or tiny_model())
     names = frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad)
@@ -78,14 +82,16 @@ def disturbed_model(*, writes: bool = True) -> nn.Sequential:
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Copy everything that a measurement might change."""
     named = dict(model.named_parameters())
-    return {"parameters": {n: p.detach().clone() for n, p in named.items()},
-            "gradients": {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
-            "buffers": {n: b.clone() for n, b in model.named_buffers()},
-            "random": {"torch": torch.get_rng_state()},
-            "flags": {n: m.training for n, m in model.named_modules()},
-            "needs": {n: p.requires_grad for n, p in named.items()},
-            "objects": {n: id(p) for n, p in named.items()},
-            "generators": (random.getstate(), pickle.dumps(np.random.get_state()))}
+    return {
+        "parameters": {n: p.detach().clone() for n, p in named.items()},
+        "gradients": {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "random": {"torch": torch.get_rng_state()},
+        "flags": {n: m.training for n, m in model.named_modules()},
+        "needs": {n: p.requires_grad for n, p in named.items()},
+        "objects": {n: id(p) for n, p in named.items()},
+        "generators": (random.getstate(), pickle.dumps(np.random.get_state())),
+    }
 
 
 def test_measuring_leaves_model_and_random_numbers_as_they_were() -> None:
@@ -109,11 +115,20 @@ def test_measuring_leaves_no_hook_behind() -> None:
     assert all(not p._backward_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize(("batch_size", "sizes"), [
-    (1, (1,)), (2, (1, 2)), (6, (1, 3, 6)), (32, (1, 2, 4, 8, 16, 32)),
-    (4096, (128, 256, 512, 1024, 2048, 4096))])
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (6, (1, 3, 6)),
+        (32, (1, 2, 4, 8, 16, 32)),
+        (4096, (128, 256, 512, 1024, 2048, 4096)),
+    ],
+)
 def test_sizes_to_measure_are_halves_of_the_batch(batch_size: int, sizes: tuple[int, ...]) -> None:
-    assert measure(make_task(batch_size=batch_size), ALONE, read).profile.batch_sizes == sizes
+    assert (
+        measure(make_task(global_batch_size=batch_size), ALONE, read).profile.batch_sizes == sizes
+    )
 
 
 def test_sizes_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +137,12 @@ def test_sizes_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(measure_module, "chain_seconds", seconds)
     monkeypatch.setattr(measure_module, "_BUDGET_S", 6.5)
-    profile = measure(make_task(batch_size=16), ALONE, read).profile
+    profile = measure(make_task(global_batch_size=16), ALONE, read).profile
     assert profile.batch_sizes == (1, 2)  # Two rounds of 1 + 2 + 4 seconds would take 14.
 
 
 def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
-    task = make_task(batch_size=26)
+    task = make_task(global_batch_size=26)
     measured = measure(task, ALONE, read)
     costs, sublayers = measured.profile.sublayers, task.model.sublayers
     assert [(cost.name, cost.layer) for cost in costs] == [(s.name, s.layer) for s in sublayers]
@@ -145,9 +160,11 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 def test_optimizer_state_is_measured_in_parameter_bytes() -> None:
     # AdamW holds two moments, and a step counter of 4 bytes a parameter tensor.
-    for cost in measure(make_task(batch_size=8), ALONE, read).profile.sublayers:
+    for cost in measure(make_task(global_batch_size=8), ALONE, read).profile.sublayers:
         assert 2.0 < cost.optimizer_bytes / cost.gradient_bytes < 2.1
-    for cost in measure(make_task(batch_size=8, optimizer=sgd), ALONE, read).profile.sublayers:
+    for cost in measure(
+        make_task(global_batch_size=8, optimizer=sgd), ALONE, read
+    ).profile.sublayers:
         assert cost.gradient_bytes > 0 == cost.optimizer_bytes
 
 
@@ -172,17 +189,28 @@ def test_all_ranks_get_the_same_figures_with_links_measured(two_ranks: Pool) -> 
 
 def measure_while_training() -> tuple[Measurements, list[str]]:
     """Measure anew in the middle of a run whose ranks each hold a half; list what that changed."""
-    with Trainer(tiny_model(), DATA, loss_fn=nn.CrossEntropyLoss(), freeze=FreezeSchedule([2]),
-                 batch_size=8, length=2, progress=False) as trainer:
+    with Trainer(
+        tiny_model(),
+        DATA,
+        loss_fn=nn.CrossEntropyLoss(),
+        freeze=FreezeSchedule([2]),
+        global_batch_size=8,
+        pipeline_length=2,
+        progress=False,
+    ) as trainer:
         trainer.step()
         model = trainer._task.model.model
         before = {name: p for name, p in model.named_parameters() if not p.is_meta}
         values = {name: (p.detach().clone(), p.requires_grad) for name, p in before.items()}
         measured = measure(trainer._task, trainer.world, read)
         after = dict(model.named_parameters())
-        changed = [name for name, p in before.items()
-                   if after[name] is not p or not torch.equal(p, values[name][0])
-                   or p.requires_grad != values[name][1]]
+        changed = [
+            name
+            for name, p in before.items()
+            if after[name] is not p
+            or not torch.equal(p, values[name][0])
+            or p.requires_grad != values[name][1]
+        ]
         changed += [name for name, p in after.items() if name not in before and not p.is_meta]
         trainer.step()
         return measured, changed

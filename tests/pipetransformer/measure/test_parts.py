@@ -44,10 +44,15 @@ class Clock:
 
 
 def test_typical_seconds_are_the_median_without_warm_up_and_preparation(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, seconds = Clock(monkeypatch), iter([50.0, 3.0, 1.0, 40.0, 2.0, 4.0])
-    assert typical_s(lambda: clock.spend(next(seconds)), repeats=5,
-                     before=lambda: clock.spend(1000.0)) == 3.0
+    assert (
+        typical_s(
+            lambda: clock.spend(next(seconds)), repeats=5, before=lambda: clock.spend(1000.0)
+        )
+        == 3.0
+    )
 
 
 def test_reading_is_divided_into_the_call_and_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +83,15 @@ def world(rank: int, size: int, slots: int) -> World:
 
 
 def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([
-        [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
-        # Rank 0 of the node alone, in two spans.
-        [[2.5, 1.0], [None, None]],
-    ])
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter(
+        [
+            [[((4.0, 4.0, 12.0),), (4.0,)], [((5.0, 4.0, 4.0),), (4.0,)]],  # Slowest: 5, 4, 12.
+            # Rank 0 of the node alone, in two spans.
+            [[2.5, 1.0], [None, None]],
+        ]
+    )
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))
     longer, alone = measure_company(chain(4.0, 4.0, 12.0), [None, None], world(1, 2, 2))
     assert longer == (pytest.approx(7.0 / 4.0),)
@@ -92,7 +100,8 @@ def test_a_step_takes_the_mean_of_the_slowest_rank_s_rounds(
 
 @pytest.mark.parametrize(("size", "slots"), [(1, 1), (2, 1)])
 def test_where_no_node_has_two_slots_none_computes_alone(
-        monkeypatch: pytest.MonkeyPatch, size: int, slots: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, size: int, slots: int
+) -> None:
     one = [((4.0, 4.4, 4.0),), (4.0,)]
     answers = iter([[one] * size, [[None]] * size])
     monkeypatch.setattr(compute_module, "gather_json", lambda *_args, **_settings: next(answers))

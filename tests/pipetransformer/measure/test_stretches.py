@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def spans_noted() -> Iterator[list[range]]:
     """Note which sublayers are lent together."""
-    noted, lent = list[range](), measure_spans.lent
+    noted, lent = list[range](), measure_spans.held_on
 
     @contextmanager
     def noting(task: Task, device: torch.device, span: range) -> Iterator[None]:
@@ -41,11 +41,11 @@ def spans_noted() -> Iterator[list[range]]:
         with lent(task, device, span):
             yield
 
-    measure_spans.lent = noting
+    measure_spans.held_on = noting
     try:
         yield noted
     finally:
-        measure_spans.lent = lent
+        measure_spans.held_on = lent
 
 
 def test_spans_are_the_fewest_that_fit() -> None:
@@ -86,7 +86,7 @@ def test_needs_are_bytes_in_training() -> None:
 
 
 def test_in_parts_the_same_bytes_are_found_and_every_time_is_measured() -> None:
-    settings = {"batch_size": 8}
+    settings = {"global_batch_size": 8}
     whole = measure(make_task(**settings), ALONE, read).profile
     task = make_task(**settings, memory_limit_bytes=12_000)
     with spans_noted() as noted:
@@ -95,8 +95,14 @@ def test_in_parts_the_same_bytes_are_found_and_every_time_is_measured() -> None:
     assert max(len(span) for span in noted) < 6
     assert parts.batch_sizes == whole.batch_sizes
     for one, other in zip(parts.sublayers, whole.sublayers, strict=True):
-        for name in ("name", "layer", "parameter_bytes", "gradient_bytes", "buffer_bytes",
-                     "output_bytes"):
+        for name in (
+            "name",
+            "layer",
+            "parameter_bytes",
+            "gradient_bytes",
+            "buffer_bytes",
+            "output_bytes",
+        ):
             assert getattr(one, name) == getattr(other, name)
         assert one.optimizer_bytes == pytest.approx(other.optimizer_bytes, rel=0.01)
         assert one.saved_bytes == pytest.approx(other.saved_bytes, rel=0.01)
@@ -106,7 +112,7 @@ def test_in_parts_the_same_bytes_are_found_and_every_time_is_measured() -> None:
 def test_sizes_at_which_no_sublayer_fits_are_left_out() -> None:
     needs = sublayer_needs(make_task(), CPU, read(torch.arange(1)))
     limit = int(max(need.at(4) for need in needs)) + 1
-    task = make_task(batch_size=16, memory_limit_bytes=limit)
+    task = make_task(global_batch_size=16, memory_limit_bytes=limit)
     assert measure(task, ALONE, read).profile.batch_sizes == (1, 2, 4)
     # What training holds meanwhile is not there for measuring.
     assert measure(task, ALONE, read, held_bytes=limit).profile.batch_sizes == (1,)
@@ -129,7 +135,7 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
 def spans_of_two_ranks(batch_size: int) -> set[range]:
     """Measure on this world; return what was lent together."""
     with spans_noted() as noted:
-        measure(make_task(batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
+        measure(make_task(global_batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
     return {*noted}
 
 
@@ -145,9 +151,17 @@ def test_a_size_beyond_a_rank_s_share_is_measured_over_half_of_the_layers(two_ra
 def present_while_measuring() -> tuple[list[int], int]:
     """Measure anew in the middle of a run; list how many foreign sublayers were there at once."""
     # Three of six sublayers fit, also in a transition; all six do not.
-    with Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(),
-                 freeze=FreezeSchedule([0]), batch_size=8, length=2, micro_batches=8,
-                 memory_limit_bytes=32_500, progress=False) as trainer:
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        freeze=FreezeSchedule([0]),
+        global_batch_size=8,
+        pipeline_length=2,
+        micro_batches=8,
+        memory_limit_bytes=32_500,
+        progress=False,
+    ) as trainer:
         trainer.step()
         model = trainer._task.model
         own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}

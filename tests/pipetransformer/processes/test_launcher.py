@@ -25,8 +25,14 @@ from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.launcher import _end, _first_cause
 from pipetransformer.processes.world import STORE_VARIABLE, connect
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
-             "PIPETRANSFORMER_RESTART_COUNT")
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "PIPETRANSFORMER_RESTART_COUNT",
+)
 DEADLINE_S = 60.0
 MODULE = sys.modules["pipetransformer.processes.launcher"]
 
@@ -40,14 +46,18 @@ def note_place(folder: str) -> None:
         dist.all_reduce(total)
         sums.append(int(total))
         world.close()
-    found = {**{name: os.environ[name] for name in VARIABLES}, "sums": sums,
-             "threads": torch.get_num_threads()}
+    found = {
+        **{name: os.environ[name] for name in VARIABLES},
+        "sums": sums,
+        "threads": torch.get_num_threads(),
+    }
     Path(folder, f"rank{world.rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module", params=["spawn", "forkserver"])
-def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-           ) -> list[dict[str, Any]]:
+def places(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """Launch two ranks of one core each, and return what they found."""
     folder, before = tmp_path_factory.mktemp("places"), dict(os.environ)
     start(note_place, (str(folder),), num_slots=2, start_method=request.param)
@@ -77,13 +87,29 @@ def fail(folder: str, how: str) -> None:
     dist.recv(torch.zeros(1), 1)
 
 
-@pytest.mark.parametrize(("how", "start_method", "message"), [
-    ("raise", "spawn", r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume='auto'"),
-    ("kill", "forkserver", r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume='auto'"),
-], ids=["raise", "kill"])
+@pytest.mark.parametrize(
+    ("how", "start_method", "message"),
+    [
+        (
+            "raise",
+            "spawn",
+            r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume='auto'",
+        ),
+        (
+            "kill",
+            "forkserver",
+            r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume='auto'",
+        ),
+    ],
+    ids=["raise", "kill"],
+)
 def test_the_rank_that_failed_first_is_named_and_no_process_is_left(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str,
-        start_method: Literal["spawn", "forkserver"], message: str) -> None:
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    how: str,
+    start_method: Literal["spawn", "forkserver"],
+    message: str,
+) -> None:
     with pytest.raises(WorkerFailedError, match=message) as caught:
         start(fail, (str(tmp_path), how), num_slots=2, start_method=start_method)
     pids = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
@@ -100,20 +126,36 @@ BY_ITSELF, BECAUSE_OF_OTHERS = "first-failure", "first-consequence"
 
 
 # Exit codes of ranks 0 and 1, what they noted of their failures, the one seen to end first.
-@pytest.mark.parametrize(("codes", "noted", "seen", "named"), [
-    ((1, 1), {BY_ITSELF: 1}, 0, 1), ((1, 1), {BY_ITSELF: 0}, 1, 0),
-    ((1, 1), {BY_ITSELF: 1, BECAUSE_OF_OTHERS: 0}, 0, 1), ((1, 1), {BECAUSE_OF_OTHERS: 0}, 1, 0),
-    ((1, -9), {BY_ITSELF: 0}, 0, 1), ((-11, 1), {BY_ITSELF: 1}, 1, 0),
-    ((-6, 1), {BY_ITSELF: 1}, 0, 1), ((3, None), {}, 0, 0), ((None, -6), {}, 1, 1),
-    ((1, None), {BY_ITSELF: 1}, 0, 0)])
+@pytest.mark.parametrize(
+    ("codes", "noted", "seen", "named"),
+    [
+        ((1, 1), {BY_ITSELF: 1}, 0, 1),
+        ((1, 1), {BY_ITSELF: 0}, 1, 0),
+        ((1, 1), {BY_ITSELF: 1, BECAUSE_OF_OTHERS: 0}, 0, 1),
+        ((1, 1), {BECAUSE_OF_OTHERS: 0}, 1, 0),
+        ((1, -9), {BY_ITSELF: 0}, 0, 1),
+        ((-11, 1), {BY_ITSELF: 1}, 1, 0),
+        ((-6, 1), {BY_ITSELF: 1}, 0, 1),
+        ((3, None), {}, 0, 0),
+        ((None, -6), {}, 1, 1),
+        ((1, None), {BY_ITSELF: 1}, 0, 0),
+    ],
+)
 def test_a_killed_rank_is_blamed_before_a_failed_one_and_an_abort_last(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int | None, ...],
-        noted: dict[str, int], seen: int, named: int) -> None:
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codes: tuple[int | None, ...],
+    noted: dict[str, int],
+    seen: int,
+    named: int,
+) -> None:
     monkeypatch.setattr(MODULE, "_NEIGHBOURS_S", 0.0)
     for name, rank in noted.items():
         (tmp_path / name).symlink_to(str(rank))
-    processes: list[Any] = [SimpleNamespace(exitcode=code, pid=os.getpid(),
-                                            join=lambda timeout: None) for code in codes]
+    processes: list[Any] = [
+        SimpleNamespace(exitcode=code, pid=os.getpid(), join=lambda timeout: None)
+        for code in codes
+    ]
     assert _first_cause(processes, seen, tmp_path) == named
 
 
@@ -132,7 +174,8 @@ def fail_twice(folder: str) -> None:
 
 
 def test_all_start_again_after_a_failure_and_one_warning_names_it(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "pipetransformer"):
         start(fail_twice, (str(tmp_path),), num_slots=2, max_restarts=3, start_method="forkserver")
     killed, failed = [record.getMessage() for record in caplog.records]
@@ -211,23 +254,39 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
     return text
 
 
-@pytest.mark.parametrize(("ending", "how", "start_method"), [
-    (signal.SIGTERM, "stopped", "forkserver"),
-    (signal.SIGKILL, "waiting", "forkserver"),
-    pytest.param(signal.SIGKILL, "stopped", "spawn", marks=pytest.mark.skipif(
-        sys.platform != "linux", reason="only Linux's kernel ends a stopped process"))])
-def test_ranks_end_with_the_launcher(tmp_path: Path, ending: signal.Signals, how: str,
-                                     start_method: Literal["spawn", "forkserver"]) -> None:
+@pytest.mark.parametrize(
+    ("ending", "how", "start_method"),
+    [
+        (signal.SIGTERM, "stopped", "forkserver"),
+        (signal.SIGKILL, "waiting", "forkserver"),
+        pytest.param(
+            signal.SIGKILL,
+            "stopped",
+            "spawn",
+            marks=pytest.mark.skipif(
+                sys.platform != "linux", reason="only Linux's kernel ends a stopped process"
+            ),
+        ),
+    ],
+)
+def test_ranks_end_with_the_launcher(
+    tmp_path: Path, ending: signal.Signals, how: str, start_method: Literal["spawn", "forkserver"]
+) -> None:
     fifo, temporary = tmp_path / "up", tmp_path / "temporary"
     os.mkfifo(fifo)
     temporary.mkdir()
-    script = ("from pipetransformer import launch; "
-              "from tests.pipetransformer.processes.test_launcher import stay; "
-              f"launch(stay, ({str(fifo)!r}, {how!r}), num_slots=2, "
-              f"start_method={start_method!r})")
+    script = (
+        "from pipetransformer import launch; "
+        "from tests.pipetransformer.processes.test_launcher import stay; "
+        f"launch(stay, ({str(fifo)!r}, {how!r}), num_slots=2, "
+        f"start_method={start_method!r})"
+    )
     pipe = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3],
-                              env={**os.environ, "TMPDIR": str(temporary)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
     try:
         up = read_until(pipe, lambda text: text.count(b"\n") == 2)
         assert sorted(up.split()) == [b"0", b"1"]
@@ -261,12 +320,21 @@ def test_a_rank_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.Mo
     assert process.calls == ["terminate", "join", "kill", "join"]
 
 
-@pytest.mark.parametrize("counts", [{"num_slots": 0}, {"num_slots": 2, "cores_per_slot": 0},
-                                    {"num_slots": -1}, {"num_slots": 2, "max_restarts": -1}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"num_slots": 0},
+        {"num_slots": 2, "cores_per_slot": 0},
+        {"num_slots": -1},
+        {"num_slots": 2, "max_restarts": -1},
+    ],
+    ids=str,
+)
 def test_a_launch_without_slots_or_cores_is_refused_before_any_process(
-        monkeypatch: pytest.MonkeyPatch, counts: dict[str, int]) -> None:
-    monkeypatch.setattr("multiprocessing.get_context",
-                        lambda *_: pytest.fail("processes were started"))
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, int]
+) -> None:
+    monkeypatch.setattr(
+        "multiprocessing.get_context", lambda *_: pytest.fail("processes were started")
+    )
     with pytest.raises(ValueError, match="slots and cores must be at least 1, restarts at least"):
         start(note_place, **counts)

@@ -11,31 +11,31 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pipetransformer.processes.meeting import Meeting, Place, check_places, meet
+from pipetransformer.processes.meeting import Meeting, Seat, check_seats, meet
 
 
-def two_nodes(slots: int = 2) -> list[Place]:
+def two_nodes(slots: int = 2) -> list[Seat]:
     """List the places of two nodes' ranks."""
-    return [Place(local, slots, host) for host in ("a", "b") for local in range(slots)]
+    return [Seat(local, slots, host) for host in ("a", "b") for local in range(slots)]
 
 
 def test_ranks_numbered_node_by_node_are_accepted() -> None:
     for slots in (1, 2, 4):
-        check_places(two_nodes(slots))
+        check_seats(two_nodes(slots))
     # Two launchers on one machine are two nodes.
-    check_places([Place(local, 2, "a") for _ in range(2) for local in range(2)])
+    check_seats([Seat(local, 2, "a") for _ in range(2) for local in range(2)])
 
 
 def test_nodes_of_different_sizes_are_refused_by_name() -> None:
-    uneven = [*two_nodes()[:2], *(Place(local, 3, "b") for local in range(3))]
+    uneven = [*two_nodes()[:2], *(Seat(local, 3, "b") for local in range(3))]
     with pytest.raises(
         ValueError,
         match=r"the 5 processes .* a starts 2 \(ranks 0, 1\), "
         r"b starts 3 \(ranks 2, 3, 4\); start as many",
     ):
-        check_places(uneven)
+        check_seats(uneven)
     with pytest.raises(ValueError, match=r"a starts 2 \(ranks 0, 1\), b starts 2 \(ranks 2\)"):
-        check_places(two_nodes()[:3])
+        check_seats(two_nodes()[:3])
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (1, 0, 2, 3)])
@@ -46,7 +46,7 @@ def test_ranks_not_numbered_node_by_node_are_refused(order: tuple[int, ...]) -> 
         match=r"rank \d is process \d of [ab]; with 2 slots a node it "
         r"must be process \d of [ab]: number the ranks node by",
     ):
-        check_places(places)
+        check_seats(places)
 
 
 def test_different_devices_are_refused() -> None:
@@ -54,10 +54,10 @@ def test_different_devices_are_refused() -> None:
         replace(place, device="cuda" if place.host == "a" else "cpu") for place in two_nodes()
     ]
     with pytest.raises(ValueError, match=r"a uses cuda \(ranks 0, 1\), b uses cpu \(ranks 2, 3"):
-        check_places(places)
+        check_seats(places)
 
 
-def join(store: dist.Store, places: list[Place], *, timeout_s: float = 20.0) -> list[Meeting]:
+def join(store: dist.Store, places: list[Seat], *, timeout_s: float = 20.0) -> list[Meeting]:
     """Meet in a thread for each place."""
     with ThreadPoolExecutor(len(places)) as threads:
         return list(

@@ -25,8 +25,14 @@ from pipetransformer.processes.world import (
 )
 from tests.pool import Pool
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +62,12 @@ def test_sizes_come_from_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatc
     assert (world_size(), slots_of_a_node()) == (8, 4)
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                                  "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+)
 def test_a_missing_variable_of_a_launcher_is_named(
-        monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     for variable, value in TORCHRUN.items():
         if variable != name:
             monkeypatch.setenv(variable, value)
@@ -67,13 +75,23 @@ def test_a_missing_variable_of_a_launcher_is_named(
         connect("cpu", timeout_s=1.0)
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), [
-    ("RANK", "8", "0 to 7"), ("RANK", "-1", "0 to 7"), ("RANK", "one", "0 to 7"),
-    ("LOCAL_RANK", "4", "0 to 3"), ("LOCAL_WORLD_SIZE", "9", "1 to 8"),
-    ("LOCAL_WORLD_SIZE", "0", "1 to 8"), ("WORLD_SIZE", "0", "1 to"), ("WORLD_SIZE", "", "1 to"),
-    ("MASTER_PORT", "65536", "1 to 65535")])
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("RANK", "8", "0 to 7"),
+        ("RANK", "-1", "0 to 7"),
+        ("RANK", "one", "0 to 7"),
+        ("LOCAL_RANK", "4", "0 to 3"),
+        ("LOCAL_WORLD_SIZE", "9", "1 to 8"),
+        ("LOCAL_WORLD_SIZE", "0", "1 to 8"),
+        ("WORLD_SIZE", "0", "1 to"),
+        ("WORLD_SIZE", "", "1 to"),
+        ("MASTER_PORT", "65536", "1 to 65535"),
+    ],
+)
 def test_a_variable_out_of_range_is_refused_with_the_range(
-        monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+) -> None:
     for variable, usual in TORCHRUN.items():
         monkeypatch.setenv(variable, value if variable == name else usual)
     with pytest.raises(ValueError, match=rf"{name} is '{value}'; .* whole number, {allowed}"):
@@ -89,8 +107,10 @@ def test_a_rank_of_no_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def join_unevenly() -> str:
     """Join with rank 1 on a node of its own; return what is raised."""
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if os.environ["RANK"] == "1" else {}
-    with (patch.dict(os.environ, alone),
-          pytest.raises(ValueError, match="not spread evenly over nodes") as refused):
+    with (
+        patch.dict(os.environ, alone),
+        pytest.raises(ValueError, match="not spread evenly over nodes") as refused,
+    ):
         connect("cpu", timeout_s=30.0)
     return str(refused.value)
 
@@ -101,8 +121,10 @@ def test_an_uneven_world_is_refused_on_every_rank_with_one_message(two_ranks: Po
 
 def lack_a_device() -> str:
     """Ask for a GPU on rank 1 alone, where there is none."""
-    with (patch("torch.cuda.is_available", return_value=False),
-          pytest.raises(ValueError, match="cuda") as refused):
+    with (
+        patch("torch.cuda.is_available", return_value=False),
+        pytest.raises(ValueError, match="cuda") as refused,
+    ):
         connect("cuda" if os.environ["RANK"] == "1" else "cpu", timeout_s=30.0)
     return str(refused.value)
 
@@ -113,18 +135,29 @@ def test_a_rank_without_its_device_is_named_on_every_rank(two_ranks: Pool) -> No
     assert messages[0].startswith("rank 1 on ") and "needs a GPU for each" in messages[0]
 
 
-@pytest.mark.parametrize(("num_gpus", "device", "chosen"), [
-    (0, "auto", "cpu"), (0, "cpu", "cpu"), (1, "auto", "cpu"), (2, "auto", "cuda:1"),
-    (4, "auto", "cuda:1"), (4, "cpu", "cpu"), (2, "cuda", "cuda:1")])
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "chosen"),
+    [
+        (0, "auto", "cpu"),
+        (0, "cpu", "cpu"),
+        (1, "auto", "cpu"),
+        (2, "auto", "cuda:1"),
+        (4, "auto", "cuda:1"),
+        (4, "cpu", "cpu"),
+        (2, "cuda", "cuda:1"),
+    ],
+)
 def test_a_slot_takes_a_gpu_where_there_is_one_for_each(
-        monkeypatch: pytest.MonkeyPatch, num_gpus: int, device: str, chosen: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, device: str, chosen: str
+) -> None:
     have_gpus(monkeypatch, num_gpus)
     assert choose_device(device, slots=2, local_rank=1) == torch.device(chosen)
 
 
 @pytest.mark.parametrize(("num_gpus", "indices"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (3, [0, 1, 2])])
 def test_slots_that_may_share_take_the_gpus_in_turn(
-        monkeypatch: pytest.MonkeyPatch, num_gpus: int, indices: list[int]) -> None:
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, indices: list[int]
+) -> None:
     have_gpus(monkeypatch, num_gpus)
     chosen = [choose_device("cuda-shared", slots=3, local_rank=slot) for slot in range(3)]
     assert chosen == [torch.device("cuda", index) for index in indices]
@@ -136,10 +169,13 @@ def test_sharing_gpus_where_there_are_none_is_refused(monkeypatch: pytest.Monkey
         choose_device("cuda-shared", slots=2, local_rank=0)
 
 
-@pytest.mark.parametrize(("device", "backend"), [
-    ("cuda-shared", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cuda-shared", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")],
+)
 def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, backend: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, backend: str
+) -> None:
     places, backends = [], []
     for variable, value in {**TORCHRUN, "PIPETRANSFORMER_STORE": str(tmp_path / "store")}.items():
         monkeypatch.setenv(variable, value)
@@ -150,7 +186,7 @@ def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
 
     have_gpus(monkeypatch, 4)
     monkeypatch.setattr(world_module, "meet", agree)
-    monkeypatch.setattr(world_module, "check_places", lambda places: None)
+    monkeypatch.setattr(world_module, "check_seats", lambda places: None)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     connect(device, timeout_s=1.0)
@@ -160,31 +196,44 @@ def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
 def test_asking_for_more_gpus_than_there_are_is_refused(
-        monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
     have_gpus(monkeypatch, num_gpus)
     with pytest.raises(ValueError, match=rf"each of the 2 slots of this node, .* {num_gpus};"):
         choose_device("cuda", slots=2, local_rank=0)
 
 
-@pytest.mark.parametrize(("num_gpus", "device", "num_warnings"), [
-    (1, "auto", 1), (0, "auto", 0), (2, "auto", 0), (1, "cpu", 0)])
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "num_warnings"),
+    [(1, "auto", 1), (0, "auto", 0), (2, "auto", 0), (1, "cpu", 0)],
+)
 def test_a_gpu_left_idle_is_warned_of_once_a_node(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_gpus: int,
-        device: str, num_warnings: int) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_gpus: int,
+    device: str,
+    num_warnings: int,
+) -> None:
     have_gpus(monkeypatch, num_gpus)
     with caplog.at_level(logging.WARNING):
         for local_rank in range(2):
             choose_device(device, slots=2, local_rank=local_rank)
     assert [record.message for record in caplog.records] == num_warnings * [
         "this node has 1 GPU(s) for 2 slots, so training runs on the CPU; start 1 process(es) to "
-        "use the GPU(s)"]
+        "use the GPU(s)"
+    ]
 
 
 def join_again() -> dict[str, Any]:
     """Join a world that the process is part of already, leave it, and see what is left."""
     world = connect("cpu", timeout_s=30.0)
-    found = {"rank": world.rank, "size": world.size, "slots": world.slots_per_node,
-             "main": world.is_main, "owned": world.owned}
+    found = {
+        "rank": world.rank,
+        "size": world.size,
+        "slots": world.slots_per_node,
+        "main": world.is_main,
+        "owned": world.owned,
+    }
     world.close()
     total = torch.tensor([float(world.rank)])
     dist.all_reduce(total, group=world.group)
@@ -205,4 +254,5 @@ def test_over_gloo_messages_live_in_host_memory(two_ranks: Pool) -> None:
 def test_a_group_that_somebody_else_initialised_is_used_and_not_destroyed(two_ranks: Pool) -> None:
     assert two_ranks.run(join_again) == [
         {"rank": rank, "size": 2, "slots": 2, "main": rank == 0, "owned": False, "total": 1.0}
-        for rank in range(2)]
+        for rank in range(2)
+    ]

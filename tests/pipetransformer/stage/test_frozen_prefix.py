@@ -66,8 +66,15 @@ class Counted(Dataset[tuple[Tensor, Tensor]]):
 class Feed:
     """Hold a prefix over the tiny model, its dataset and its model, and fetch with counts."""
 
-    def __init__(self, folder: Path, world: World = ALONE, *, model: nn.Sequential | None = None,
-                 noise: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World = ALONE,
+        *,
+        model: nn.Sequential | None = None,
+        noise: float = 0.0,
+        **settings: Any,
+    ) -> None:
         self.layered = adapt((model or tiny_model()).eval())
         self.data = Counted(noise)
         config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
@@ -140,7 +147,8 @@ def test_cached_rows_have_the_bits_of_computed_ones(tmp_path: Path) -> None:
 
 
 def test_growth_runs_the_new_layers_on_the_rows_and_asks_the_dataset_for_nothing(
-        feed: Feed) -> None:
+    feed: Feed,
+) -> None:
     feed.set_depth(1)
     assert_fetch(feed, 1, (0, 0, 5))
     feed.set_depth(3)
@@ -175,7 +183,8 @@ def test_a_thaw_serves_the_lower_depth_at_once(feed: Feed) -> None:
 
 
 def test_a_rank_that_leaves_stage_0_and_returns_serves_the_weights_it_then_holds(
-        feed: Feed) -> None:
+    feed: Feed,
+) -> None:
     feed.set_depth(2)
     assert_fetch(feed, 2, (0, 0, 5))
     feed.set_depth(1, on_stage_0=False)
@@ -205,7 +214,8 @@ def test_the_cache_s_folder_is_empty_even_while_it_is_used(feed: Feed, tmp_path:
 
 
 def test_where_files_need_names_the_cache_s_file_has_lost_its_name_when_it_is_used(
-        feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> RowStore:
         raise NamelessFilesError(errno.EOPNOTSUPP, "no such files here")
 
@@ -221,8 +231,8 @@ def refuse_to_reserve(_descriptor: int, _offset: int, num_bytes: int) -> None:
 
 
 def test_a_file_system_that_is_too_small_means_no_cache_and_one_warning(
-        feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
+    feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse_to_reserve)
     with caplog.at_level(logging.WARNING):
         feed.set_depth(2)
@@ -243,7 +253,8 @@ def test_a_limit_caches_as_many_rows_as_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_limit_below_a_row_means_no_cache_and_one_warning(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     feed = Feed(tmp_path, cache_limit_bytes=100)
     with caplog.at_level(logging.WARNING):
         feed.set_depth(2)
@@ -251,7 +262,8 @@ def test_a_limit_below_a_row_means_no_cache_and_one_warning(
         assert_fetch(feed, 2, (0, 0, 5))
     assert [r.message for r in caplog.records] == [
         "cache_limit_bytes=100 holds no row of 192 bytes: the frozen prefix is computed at every "
-        "step"]
+        "step"
+    ]
 
 
 def test_without_the_cache_the_prefix_is_computed_at_every_step(feed: Feed) -> None:
@@ -322,7 +334,8 @@ def set_depth_without_space(folder: str) -> list[str]:
 
 
 def test_no_space_on_one_process_is_no_cache_on_all_and_is_warned_of_once(
-        two_ranks: Pool, tmp_path: Path) -> None:
+    two_ranks: Pool, tmp_path: Path
+) -> None:
     first, second = two_ranks.run(set_depth_without_space, str(tmp_path))
     assert len(first) == 1 and "no cache: " in first[0] and second == []
     assert os.listdir(tmp_path) == []

@@ -43,14 +43,21 @@ def make_batch(size: int, seed: int = 0) -> Batch:
     """Make entries of many dtypes and shapes; five bools a sample leave the rest unaligned."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(size, 5, generator=generator)
-    return {"flags": noise > 0, "label": (noise[:, 0] * 1e9).long(), "weights": noise,
-            "half": noise.bfloat16(), "boxes": torch.stack([noise, noise * 2], 2).double(),
-            "one_flag": noise[:, 1] > 0, "bytes": (noise * 10).to(torch.int8),
-            "unused": noise}
+    return {
+        "flags": noise > 0,
+        "label": (noise[:, 0] * 1e9).long(),
+        "weights": noise,
+        "half": noise.bfloat16(),
+        "boxes": torch.stack([noise, noise * 2], 2).double(),
+        "one_flag": noise[:, 1] > 0,
+        "bytes": (noise * 10).to(torch.int8),
+        "unused": noise,
+    }
 
 
-def assert_arrived(two_ranks: Pool, steps: Sequence[Sequence[Batch]],
-                   names: tuple[str, ...]) -> None:
+def assert_arrived(
+    two_ranks: Pool, steps: Sequence[Sequence[Batch]], names: tuple[str, ...]
+) -> None:
     """Carry steps over, and compare every entry that was asked for."""
     arrived = two_ranks.run(carry, steps, names)[1]
     assert [len(step) for step in arrived] == [len(step) for step in steps]
@@ -71,7 +78,8 @@ def test_an_entry_of_any_dtype_arrives_bit_by_bit(two_ranks: Pool, name: str) ->
 # With one sample a slice of the message is contiguous, and would start at an unaligned byte.
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (1,), (2, 1)], ids=str)
 def test_mixed_entries_arrive_bit_by_bit_in_the_order_asked_for(
-        two_ranks: Pool, sizes: tuple[int, ...]) -> None:
+    two_ranks: Pool, sizes: tuple[int, ...]
+) -> None:
     names = ("flags", "label", "one_flag", "weights", "bytes", "boxes", "half")
     assert_arrived(two_ranks, [[make_batch(size, seed) for seed, size in enumerate(sizes)]], names)
 
@@ -87,8 +95,11 @@ def test_a_step_without_any_of_the_entries_arrives_empty(two_ranks: Pool) -> Non
 def test_each_step_may_have_other_shapes_and_entries(two_ranks: Pool) -> None:
     longer = {"weights": torch.ones(2, 9), "flags": torch.ones(2, 1, dtype=torch.bool)}
     shorter = {"weights": torch.ones(3, 2, dtype=torch.float64)}
-    assert_arrived(two_ranks, [[make_batch(4)], [longer, longer], [shorter], [make_batch(1)]],
-                   ("flags", "weights"))
+    assert_arrived(
+        two_ranks,
+        [[make_batch(4)], [longer, longer], [shorter], [make_batch(1)]],
+        ("flags", "weights"),
+    )
 
 
 def test_a_transposed_view_arrives_as_it_looks(two_ranks: Pool) -> None:
@@ -121,13 +132,20 @@ def test_a_step_announces_its_entries_once_and_sends_one_message_a_micro_batch()
             sender.send(make_batch(size))
         sender.finish_step()
         assert outbox.headers == (step + 1) * [
-            {"flags": TensorSpec((5,), "bool"), "label": TensorSpec((), "int64")}]
+            {"flags": TensorSpec((5,), "bool"), "label": TensorSpec((), "int64")}
+        ]
     assert [tuple(message.shape) for message in outbox.messages] == [(4, 13), (2, 13), (1, 13)] * 2
 
 
-@pytest.mark.parametrize("other", [
-    {"weights": torch.ones(1, 6)}, {"weights": torch.ones(1, 5).half()},
-    {"label": torch.ones(1)}], ids=["shape", "dtype", "entries"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": torch.ones(1, 6)},
+        {"weights": torch.ones(1, 5).half()},
+        {"label": torch.ones(1)},
+    ],
+    ids=["shape", "dtype", "entries"],
+)
 def test_a_micro_batch_unlike_the_first_is_refused_and_never_misread(other: Batch) -> None:
     outbox: Any = Outbox()
     sender = SideSender(outbox, ("weights",))

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from autopipe.plan.search import PipelinePlan
+from autopipe.plan.request import PipelinePlan
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from pipetransformer.processes.world import World

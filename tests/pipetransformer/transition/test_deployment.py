@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pipetransformer.transition.deployment
 from autodp.messages import gather_json
 from autodp.redistribute import move_shards
-from autopipe.plan.search import PipelinePlan
+from autopipe.plan.request import PipelinePlan
 from pipetransformer import Trainer, adamw
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
@@ -46,7 +46,7 @@ def start(length: int, **settings: Any) -> Trainer:
         optimizer=adamw(),
         plan=Forced({0: Shape(length, 2)}),
         epochs=3,
-        batch_size=8,
+        global_batch_size=8,
         progress=False,
         cache=False,
         evaluate_every_epochs=0,

@@ -137,7 +137,7 @@ def test_resume_offers_decisions_from_its_step_on_and_keeps_the_earlier(path: Pa
 
 
 def test_last_decision_of_a_step_wins(path: Path) -> None:
-    changed = {**SECOND, "length": 2}
+    changed = {**SECOND, "pipeline_length": 2}
     with Journal(path, from_step=200) as journal:
         journal.append(changed)
         assert journal.recorded(400) == changed

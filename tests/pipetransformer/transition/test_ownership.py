@@ -8,7 +8,7 @@ import pytest
 
 from autodp.topology import Topology
 from autopipe.plan.lengths import fitting_lengths
-from autopipe.plan.search import PipelinePlan
+from autopipe.plan.request import PipelinePlan
 from pipetransformer.transition.ownership import (
     OPTIMIZER,
     WEIGHTS,
@@ -19,8 +19,14 @@ from pipetransformer.transition.ownership import (
     split_shard_name,
 )
 
-NAMES = ("embed", "blocks.0/attention", "blocks.0/mlp", "blocks.1/attention", "blocks.1/mlp",
-         "head")
+NAMES = (
+    "embed",
+    "blocks.0/attention",
+    "blocks.0/mlp",
+    "blocks.1/attention",
+    "blocks.1/mlp",
+    "head",
+)
 
 
 def placements() -> list[Ownership]:
@@ -41,9 +47,13 @@ PLACEMENTS = placements()
 def expected_ranks(ownership: Ownership, index: int) -> set[int]:
     """Say who holds a sublayer's weights, rank by rank: rank % K is the stage."""
     bounds, length = ownership.boundaries, ownership.topology.length
-    return {rank for rank in range(ownership.topology.num_ranks)
-            if bounds[rank % length] <= index < bounds[rank % length + 1]
-            or index < bounds[0] and rank % length == 0}
+    return {
+        rank
+        for rank in range(ownership.topology.num_ranks)
+        if bounds[rank % length] <= index < bounds[rank % length + 1]
+        or index < bounds[0]
+        and rank % length == 0
+    }
 
 
 def test_many_plans_are_compared() -> None:
@@ -57,8 +67,11 @@ def test_weights_are_held_by_exactly_the_ranks_that_run_them() -> None:
         for index, name in enumerate(NAMES):
             ranks = expected_ranks(ownership, index)
             assert ranks and shards[shard_name(name, WEIGHTS)] == ranks
-            assert {rank for rank in range(ownership.topology.num_ranks)
-                    if index in ownership.held_by(rank)} == ranks
+            assert {
+                rank
+                for rank in range(ownership.topology.num_ranks)
+                if index in ownership.held_by(rank)
+            } == ranks
 
 
 def test_the_owner_is_the_lowest_rank_that_holds_a_sublayer() -> None:
@@ -80,17 +93,23 @@ def test_parked_are_the_frozen_sublayers_whose_only_optimizer_state_a_rank_has()
     for ownership in PLACEMENTS:
         shards = ownership.shards()
         for rank in range(ownership.topology.num_ranks):
-            expected = [index for index, name in enumerate(NAMES)
-                        if index < ownership.num_frozen_sublayers
-                        and shards[shard_name(name, OPTIMIZER)] == {rank}]
+            expected = [
+                index
+                for index, name in enumerate(NAMES)
+                if index < ownership.num_frozen_sublayers
+                and shards[shard_name(name, OPTIMIZER)] == {rank}
+            ]
             assert list(ownership.parked_by(rank)) == expected
 
 
 def test_each_pipeline_trains_every_active_sublayer_once_and_no_frozen_one() -> None:
     for ownership in PLACEMENTS:
         for replica in range(ownership.topology.replicas):
-            trained = [index for rank in ownership.topology.pipeline_ranks(replica)
-                       for index in ownership.trained_by(rank)]
+            trained = [
+                index
+                for rank in ownership.topology.pipeline_ranks(replica)
+                for index in ownership.trained_by(rank)
+            ]
             assert trained == list(range(ownership.num_frozen_sublayers, len(NAMES)))
 
 
@@ -101,10 +120,13 @@ def test_held_sublayers_are_in_order_with_the_frozen_prefix_on_stage_0() -> None
     assert [ownership.owner(index) for index in range(6)] == [0, 0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("boundaries", [
-    (), (0, 6), (0, 2, 4, 6), (0, 3, 5), (0, 3, 7), (3, 3, 6), (4, 3, 6), (2, 6, 6), (-1, 3, 6)])
+@pytest.mark.parametrize(
+    "boundaries",
+    [(), (0, 6), (0, 2, 4, 6), (0, 3, 5), (0, 3, 7), (3, 3, 6), (4, 3, 6), (2, 6, 6), (-1, 3, 6)],
+)
 def test_a_planner_s_boundaries_that_leave_a_stage_or_a_sublayer_out_are_refused(
-        boundaries: tuple[int, ...]) -> None:
+    boundaries: tuple[int, ...],
+) -> None:
     plan = PipelinePlan(2, boundaries, 1, "1f1b", 1.0, ())
     with pytest.raises(ValueError, match=r"length 2 has boundaries \(.*must give 3 that ascend"):
         place(NAMES, Topology(2, 2, 2), plan)

@@ -112,8 +112,9 @@ def test_steps_that_become_slower_have_the_devices_measured_anew(
         return nn.functional.cross_entropy(output, target)
 
     settings: dict[str, Any] = {
-        "loss_fn": Loss(slow_loss, is_exact=True), "folder": tmp_path, "batch_size": 6,
-        "micro_batches": 1, "progress": False, "freeze_interval_steps": 4, "epochs": 20, "resume": "auto",
+        "loss_fn": Loss(slow_loss, is_exact=True), "folder": tmp_path, "global_batch_size": 6,
+        "micro_batches": 1, "progress": False, "freeze_interval_steps": 4, "epochs": 20,
+        "resume": "auto",
         "checkpoint_every_steps": 16,
     }  # fmt: skip
     trainer = Trainer(tiny_model(), tiny_data(), **settings)
@@ -139,7 +140,7 @@ def train(folder: Path, **settings: Any) -> Trainer:
         freeze=FreezeSchedule([0, 0, 0, 1]),
         folder=folder,
         epochs=6,
-        batch_size=6,
+        global_batch_size=6,
         micro_batches=2,
         progress=False,
         freeze_interval_steps=4,

@@ -24,10 +24,10 @@ def plan_with(
         tiny_model(),
         tiny_data(),
         loss_fn=nn.CrossEntropyLoss(),
-        batch_size=8,
+        global_batch_size=8,
         micro_batches=2,
         progress=False,
-        length=length,
+        pipeline_length=length,
         memory_limit_bytes=limit,
     )
     with mock.patch.object(steering, "free_bytes", free_bytes), trainer:

@@ -204,7 +204,7 @@ def train_and_verify(job: Job) -> Result:
 
 
 def test_a_run_is_as_it_was(two_ranks: Pool) -> None:
-    job = replace(TINY, frozen=(0, 1), settings={"length": 2, "batch_size": 13})
+    job = replace(TINY, frozen=(0, 1), settings={"pipeline_length": 2, "global_batch_size": 13})
     expected = loop(job)
     result = two_ranks.run(train_and_verify, job)[0]
     assert result.losses == pytest.approx(expected.losses, rel=1e-9)

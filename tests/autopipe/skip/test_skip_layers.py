@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.skip.routes import Namespace, SkipKey, Skippable, verify_skippables
-from autopipe.skip.skippable import SkipStore, pop, skippable, stash, using
+from autopipe.skip.skip_layers import SkipStore, pop, skippable, stash, using
 
 Commands = Generator[Any, Tensor | None, Tensor]
 

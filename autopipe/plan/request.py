@@ -1,0 +1,127 @@
+"""State what is to be planned, and what a plan is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from autopipe.plan.lengths import length_choices, replicas_of
+from autopipe.schedule import SCHEDULES
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """State a pipeline and what it is predicted to cost.
+
+    Args:
+        length: stages (K).
+        boundaries: K + 1 indices over all sublayers; stage j trains boundaries[j] up to, but not
+            with, boundaries[j + 1]; stage 0 also holds the frozen ones below boundaries[0].
+        num_micro_batches: micro-batches of a replica's step (M).
+        schedule: a name of `schedule.SCHEDULES`.
+        predicted_step_s: seconds of a step.
+        peak_bytes: modelled bytes of each stage.
+    """
+
+    length: int
+    boundaries: tuple[int, ...]
+    num_micro_batches: int
+    schedule: str
+    predicted_step_s: float
+    peak_bytes: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> PipelinePlan:
+        """Rebuild a plan from `to_json`."""
+        return PipelinePlan(
+            **{
+                **values,
+                "boundaries": tuple(values["boundaries"]),
+                "peak_bytes": tuple(values["peak_bytes"]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """State what is to be planned.
+
+    Args:
+        num_ranks: device slots that train.
+        slots_per_node: device slots of a node.
+        global_batch: samples of a step over all replicas.
+        num_frozen: layers frozen at the bottom.
+        memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
+        prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
+            are computed in each step.
+        prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
+            micro-batch's.
+        round_bytes: what a transition brings a rank at a time; 0 where none can come.
+        lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
+            slots idle only where no other is feasible.
+        micro_batches: micro-batch counts to consider; None for a sensible selection.
+        schedules: schedules to consider; of two equally good ones the earlier is taken.
+    Raises:
+        ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
+            unknown.
+    """
+
+    num_ranks: int
+    slots_per_node: int
+    global_batch: int
+    num_frozen: int
+    memory_limit_bytes: int | None = None
+    prefix_cached_s: float | None = None
+    prefix_chunk: int | None = None
+    round_bytes: int = 0
+    lengths: tuple[int, ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("num_ranks", self.num_ranks, 1),
+            ("slots_per_node", self.slots_per_node, 1),
+            ("global_batch", self.global_batch, 1),
+            ("num_frozen", self.num_frozen, 0),
+            ("prefix_chunk", self.prefix_chunk or 1, 1),
+            ("round_bytes", self.round_bytes, 0),
+            ("micro_batches", min(self.micro_batches or (1,)), 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        for length in self.lengths or ():
+            if length < 1 or not self.replicas_of(length):
+                fitting = chain(*length_choices(self.num_ranks, self.slots_per_node))
+                raise ValueError(
+                    f"pipeline length {length} does not fit {self.num_ranks} ranks with "
+                    f"{self.slots_per_node} slots a node; choose from {sorted(fitting)}"
+                )
+        if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
+            raise ValueError(
+                f"schedules {list(self.schedules)} are not all known; choose from "
+                f"{list(SCHEDULES)}"
+            )
+
+    def length_choices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths to consider: each choice for where none before it is feasible."""
+        return (
+            (self.lengths,)
+            if self.lengths
+            else length_choices(self.num_ranks, self.slots_per_node)
+        )
+
+    def replicas_of(self, length: int) -> int:
+        """Return how many pipelines of a length train side by side."""
+        return replicas_of(length, self.num_ranks, self.slots_per_node)
+
+    def samples_of(self, length: int) -> int:
+        """Return the samples of the largest replica in a step."""
+        return math.ceil(self.global_batch / self.replicas_of(length))

@@ -1,0 +1,112 @@
+"""Hold the rules by which the packages are furnished: rooms, faces, names, sizes."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pipetransformer", "freeze", "autopipe", "autodp", "autocache")
+MOST_FILES_OF_A_ROOM, MOST_LINES_OF_A_ROOM = 10, 1800
+MOST_FILES_BESIDE_THE_ROOMS = 12
+MOST_LINES_OF_A_FACE, MOST_LINES_OF_A_FILE = 40, 400
+
+
+def modules(folder: Path) -> list[Path]:
+    """Return a folder's own modules, without its face."""
+    return sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+
+
+def rooms() -> list[Path]:
+    """Return every package, and every room within one."""
+    packages = [ROOT / name for name in PACKAGES]
+    inner = [path.parent for package in packages for path in package.glob("*/__init__.py")]
+    return [*packages, *inner]
+
+
+def name_of(path: Path) -> str:
+    """Return a module's dotted name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def all_modules() -> list[Path]:
+    """Return all modules of the packages, without faces."""
+    return [path for room in rooms() for path in modules(room)]
+
+
+def num_lines(path: Path) -> int:
+    """Count a file's lines."""
+    return len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("room", rooms(), ids=name_of)
+def test_a_room_has_a_face_that_says_its_job(room: Path) -> None:
+    face = room / "__init__.py"
+    assert ast.get_docstring(ast.parse(face.read_text()))
+    if room.parent != ROOT:
+        assert num_lines(face) <= MOST_LINES_OF_A_FACE
+
+
+@pytest.mark.parametrize("room", rooms(), ids=name_of)
+def test_a_room_is_not_too_full(room: Path) -> None:
+    files = modules(room)
+    has_rooms = any(room.glob("*/__init__.py"))
+    assert len(files) <= (MOST_FILES_BESIDE_THE_ROOMS if has_rooms else MOST_FILES_OF_A_ROOM)
+    assert has_rooms or sum(map(num_lines, files)) <= MOST_LINES_OF_A_ROOM
+    assert [path.name for path in files if num_lines(path) > MOST_LINES_OF_A_FILE] == []
+
+
+def test_no_two_modules_share_a_name() -> None:
+    assert [stem for stem, n in Counter(p.stem for p in all_modules()).items() if n > 1] == []
+
+
+def definitions(path: Path) -> Iterator[ast.stmt]:
+    """Yield a module's public functions and classes."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for path in all_modules()
+        for node in definitions(path)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_function_has_the_name_of_its_module() -> None:
+    shadows = [
+        name_of(path)
+        for path in all_modules()
+        for node in definitions(path)
+        if isinstance(node, ast.FunctionDef) and node.name == path.stem
+    ]
+    assert shadows == []
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_nobody_imports_past_a_face() -> None:
+    owner = {name_of(path): name_of(path.parent) for path in all_modules()}
+    faced = {name_of(room) for room in rooms() if not any(room.glob("*/__init__.py"))}
+    past = [
+        f"{name_of(path)} -> {imported}"
+        for path in (*all_modules(), *(ROOT / "experiments").rglob("*.py"))
+        for imported in imports_of(path)
+        if owner.get(imported) in faced and owner[imported] != name_of(path.parent)
+    ]
+    assert past == []
