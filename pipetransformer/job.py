@@ -55,7 +55,9 @@ def set_training(
         sublayer = model.sublayers[index]
         flags = model.flags(training=sublayer.layer >= num_frozen)
         for module in sublayer.module.modules():
-            module.training = flags[module]
+            # Asked first, as a module is slow to take an attribute.
+            if module.training is not flags[module]:
+                module.training = flags[module]
 
 
 @contextmanager
