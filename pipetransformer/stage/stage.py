@@ -287,7 +287,10 @@ class Stage:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * learning_rate_factor
             # An optimizer that rounds by chance must do so alike on all replicas.
-            torch.manual_seed(mix_seed(self._task.config.seed, step, self._index))
+            seed = mix_seed(self._task.config.seed, step, self._index)
+            torch.default_generator.manual_seed(seed)
+            if self._world.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
             self.optimizer.step()
 
     def _sum_over_world(self, values: list[float]) -> list[float]:
