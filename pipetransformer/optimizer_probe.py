@@ -7,8 +7,7 @@ parameter's gradients, state and settings. What needs more is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipetransformer.data import own_random_numbers
 from pipetransformer.optimizer import OptimizerFactory, put_state, take_state
 
 _STEPS = 3
 _LOUD = 100.0
-"""How much larger the gradients of the second half of the parameters are: a norm over all of them
-is theirs."""
+"""How much larger the gradients are of those parameters that a part leaves out: a norm over all of
+them is theirs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def try_optimizer(
         return OptimizerTraits("", 0.0, ())
     names = list(shapes)
     middle = (len(names) + 1) // 2
-    with _own_random_numbers(device):
+    with own_random_numbers(device), torch.enable_grad():
         for name in names:
             _Trial(factory, {name: shapes[name]}, device)
         for part in (names[:middle], names[middle:]):
@@ -79,11 +79,11 @@ def try_optimizer(
                 "parameters, perhaps; switch that off (the Trainer can clip by the whole model's "
                 "norm)",
             )
-        resumed = _Trial(factory, shapes, device)
-        resumed.take_over(_after_steps(factory, shapes, device))
-        resumed.run(range(_STEPS, 2 * _STEPS))
-        going_on = _after_steps(factory, shapes, device)
-        going_on.run(range(_STEPS, 2 * _STEPS))
+        going_on, resumed = (_Trial(factory, shapes, device) for _ in range(2))
+        going_on.run(range(_STEPS))
+        resumed.take_over(going_on)
+        for trial in (going_on, resumed):
+            trial.run(range(_STEPS, 2 * _STEPS))
         _compare(
             resumed,
             going_on,
@@ -93,15 +93,6 @@ def try_optimizer(
     state = take_state(going_on.optimizer, going_on.parameters)
     entries = sorted({key.rpartition("/")[2] for key in state})
     return OptimizerTraits(going_on.name, going_on.learning_rate, tuple(entries))
-
-
-def _after_steps(
-    factory: OptimizerFactory, shapes: Mapping[str, nn.Parameter], device: torch.device
-) -> _Trial:
-    """Return a trial over all parameters that has taken some steps."""
-    trial = _Trial(factory, shapes, device)
-    trial.run(range(_STEPS))
-    return trial
 
 
 def _compare(one: _Trial, other: _Trial, how: str) -> None:
@@ -174,9 +165,10 @@ class _Trial:
 
     def _other_state(self) -> dict[str, str]:
         """Spell what the optimizer holds in its groups and attributes."""
+        groups = self.optimizer.param_groups
         found = {
-            f"{key!r} in its parameter groups": _spell([g.get(key) for g in self._groups()])
-            for group in self._groups()
+            f"{key!r} in its parameter groups": _spell([one.get(key) for one in groups])
+            for group in groups
             for key in group
             if key != "params"
         }
@@ -185,9 +177,6 @@ class _Trial:
             if key not in ("param_groups", "state", "defaults") and not key.startswith("_"):
                 found[f"the attribute {key!r}"] = _spell(value)
         return found
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
 
 def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -221,10 +210,3 @@ def _spell(value: Any) -> str:
         return str(value.tolist())
     plain = isinstance(value, (bool, int, float, str, type(None)))
     return repr(value) if plain else str(type(value))
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random numbers as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        yield

@@ -111,6 +111,12 @@ class LayeredModel:
         """Name the batch entries that sublayers first..last-1 take beside the hidden state."""
         return tuple(dict.fromkeys(chain(*(sub.sides for sub in self.sublayers[first:last]))))
 
+    def targets_of(self, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Return a batch's targets as a loss takes them: a tensor, or a mapping of several."""
+        if len(self.targets) == 1:
+            return batch[self.targets[0]]
+        return {name: batch[name] for name in self.targets}
+
     def call(
         self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
     ) -> Tensor:

@@ -62,16 +62,14 @@ class _Probe:
                 inputs = expected
         probe = SplitProbe(self.task.loss_fn)
         probe.begin_step()
-        names = self.task.model.targets
-        target = batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
-        probe.watch(first[-1], target)
+        probe.watch(first[-1], self.task.model.targets_of(batch))
         if probe.finds_difference():
             probe.refuse()
 
     def _train(self, batch: Batch) -> None:
         """Run forwards and backwards as in training."""
-        model, value = self.task.model, batch
-        hidden: Tensor | Batch = value
+        model = self.task.model
+        hidden: Tensor | Batch = batch
         trains = False
         for index, sublayer in enumerate(model.sublayers):
             if isinstance(hidden, Tensor):

@@ -128,7 +128,6 @@ def forward(sublayers: Sequence[ProfiledSublayer], batch: Batch) -> Tensor:
 def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
     """Present a sublayer of the span that begins with the first; the last one's loss counts."""
     model = task.model
-    names = model.targets
 
     def call(hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
         if hidden is None and first > 0:
@@ -138,8 +137,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
         output = model.call(index, batch if hidden is None else hidden, sides=batch)
         if index < len(model.sublayers) - 1:
             return output
-        targets = batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
-        loss = task.loss_fn(output, targets)
+        loss = task.loss_fn(output, model.targets_of(batch))
         return loss[0] if isinstance(loss, tuple) else loss
 
     sublayer = model.sublayers[index]

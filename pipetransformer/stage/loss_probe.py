@@ -84,7 +84,7 @@ class SplitProbe:
     """Compare the loss of several samples with the one that is joined from their parts.
 
     The parts are a step's own micro-batches, as far as `_MOST_ELEMENTS` goes, or two parts of the
-    only one. The loss is called without gradients and torch's random numbers are put back; but one
+    only one. The loss is called on copies and torch's random numbers are put back; but one
     that counts its calls counts these too, unless it is wrapped in an exact `Loss`.
 
     Args:

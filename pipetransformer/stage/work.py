@@ -147,9 +147,7 @@ class LayerWork(StageWork):
 
     def target(self, micro_batch: int) -> Any:
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
-        names = self.layers.model.targets
-        entries = self._entries.pop(micro_batch)
-        return entries[names[0]] if len(names) == 1 else {name: entries[name] for name in names}
+        return self.layers.model.targets_of(self._entries.pop(micro_batch))
 
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.loss import Loss, mean_of
 from pipetransformer.verification.tolerance import Tolerance
-from pipetransformer.verification.twin import OwnForward, part_of, targets_of
+from pipetransformer.verification.twin import OwnForward, part_of
 
 _Result = TypeVar("_Result")
 
@@ -139,7 +139,7 @@ def _compare_loss(
     for cut in cuts:
         own_size = len(output[cut])
         if own_size:
-            value = loss_fn(output[cut], targets_of(model, part_of(batch, cut)))
+            value = loss_fn(output[cut], model.targets_of(part_of(batch, cut)))
             pair = value if isinstance(value, tuple) else (value * own_size, own_size)
             total, count = total + float(pair[0]), count + float(pair[1])
     joined = torch.tensor(mean_of(total, count), dtype=torch.float64)

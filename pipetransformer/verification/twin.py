@@ -57,12 +57,6 @@ def part_of(batch: Mapping[str, Tensor], samples: slice) -> Batch:
     return {name: entry[samples] for name, entry in batch.items()}
 
 
-def targets_of(model: LayeredModel, batch: Mapping[str, Tensor]) -> Any:
-    """Return a batch's targets as a loss takes them."""
-    names = model.targets
-    return batch[names[0]] if len(names) == 1 else {name: batch[name] for name in names}
-
-
 @dataclass(frozen=True)
 class OwnForward:
     """Call a model's own forward, and its loss, as a user would.
@@ -95,7 +89,7 @@ class OwnForward:
             return output, answer.loss
         loss_fn = self.loss_fn or model.loss_fn
         assert loss_fn is not None, "choose_loss has found one"
-        value = loss_fn(output, targets_of(model, batch))
+        value = loss_fn(output, model.targets_of(batch))
         return output, value[0] / value[1] if isinstance(value, tuple) else value
 
 
