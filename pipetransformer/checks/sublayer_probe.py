@@ -12,7 +12,8 @@ At the end the loss of both samples is held against those of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -146,32 +147,18 @@ class _Probe:
                 raise ValueError(written_text(name, sublayer.name))
         return output
 
-    def _lent(self, index: int, *, training: bool) -> _Lent:
-        return _Lent(self.task, self.device, index, training)
-
-
-class _Lent:
-    """Hold a sublayer on the device, in a mode; leave it as it was found."""
-
-    def __init__(self, task: Task, device: torch.device, index: int, training: bool) -> None:
-        self._index, self._training, self._task = index, training, task
-        module = task.model.sublayers[index].module
-        self._lent = held_on(task, device, range(index, index + 1))
-        self._found = left_as_found([module], device)
-
-    def __enter__(self) -> None:
-        self._lent.__enter__()
+    @contextmanager
+    def _lent(self, index: int, *, training: bool) -> Iterator[None]:
+        """Hold a sublayer on the device, in a mode; leave it as it was found."""
+        model = self.task.model
         grad = torch.is_grad_enabled()
-        self._found.__enter__()
-        torch.set_grad_enabled(grad)
-        num_frozen = 0 if self._training else self._task.model.num_layers + 1
-        set_training(self._task.model, (self._index,), num_frozen=num_frozen)
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._found.__exit__(*error)  # type: ignore[arg-type]
-        finally:
-            self._lent.__exit__(*error)  # type: ignore[arg-type]
+        with (
+            held_on(self.task, self.device, range(index, index + 1)),
+            left_as_found([model.sublayers[index].module], self.device),
+            torch.set_grad_enabled(grad),
+        ):
+            set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
+            yield
 
 
 def _part(value: Tensor | Batch, one: slice) -> Tensor | Batch:
