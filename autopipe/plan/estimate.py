@@ -70,7 +70,7 @@ class StepModel:
         self._saved = _cumulate(cost.saved_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
-        self._work: dict[int, tuple[list[float], list[float], float]] = {}
+        self._work: dict[int, tuple[list[float], list[float]]] = {}
 
     def work_s(self, sizes: tuple[int, ...]) -> PartCost:
         """Return the function that says how many seconds a stage computes in a step.
@@ -78,16 +78,15 @@ class StepModel:
         Args:
             sizes: samples of every micro-batch.
         """
-        total, total_prefix = [0.0] * (self.num_units + 1), 0.0
+        total, lead_s = [0.0] * (self.num_units + 1), self._lead_s(sizes)
         for size, number in Counter(sizes).items():
-            forward, backward, prefix = self._cumulated_work(size)
+            forward, backward = self._cumulated_work(size)
             total = [
                 t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
             ]
-            total_prefix += number * prefix
 
         def cost(part: int, first: int, last: int) -> float:
-            return total[last] - total[first] + (total_prefix if part == 0 else 0.0)
+            return total[last] - total[first] + (lead_s if part == 0 else 0.0)
 
         return cost
 
@@ -110,6 +109,9 @@ class StepModel:
         """
         num_samples = [max(sizes) * number for number in in_flight]
         prefix_run = (self._prefix_chunk or max(sizes)) * self._prefix_sample_bytes
+        if len(sizes) > 1:
+            # All of the step's samples lie behind the prefix until their micro-batches' turn.
+            prefix_run += sum(sizes) * self._boundary_bytes[0]
 
         def cost(part: int, first: int, last: int) -> float:
             held = self._held[last] - self._held[first] + (0 if part else self._prefix_bytes)
@@ -167,8 +169,9 @@ class StepModel:
         A stage does all its work after the stages below have passed a first micro-batch up, and
         before they pass its last gradient down.
         """
-        forward, backward, prefix = self._cumulated_work(min(sizes))
-        below = [forward[unit] + backward[unit] + (prefix if unit else 0.0) for unit in split[:-1]]
+        forward, backward = self._cumulated_work(min(sizes))
+        lead_s = self._lead_s(sizes)
+        below = [forward[unit] + backward[unit] + (lead_s if unit else 0.0) for unit in split[:-1]]
         busiest_s = max(map(add, per_part(self.work_s(sizes), split), below))
         return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(
             split, num_replicas
@@ -197,14 +200,13 @@ class StepModel:
                 tuple(
                     forward[last]
                     - forward[first]
-                    + (0.0 if stage else prefix)
                     + (targets_s if stage in (0, last_stage) else 0.0)
-                    for forward, _, prefix in work
+                    for forward, _ in work
                 )
                 for stage, (first, last) in enumerate(pairwise(split))
             ),
             backward_s=tuple(
-                tuple(backward[last] - backward[first] for _, backward, _ in work)
+                tuple(backward[last] - backward[first] for _, backward in work)
                 for first, last in pairwise(split)
             ),
             transfer_s=tuple(
@@ -214,6 +216,7 @@ class StepModel:
                 )
                 for stage, unit in enumerate(split[1:-1])
             ),
+            lead_s=(self._lead_s(sizes), *(0.0,) * last_stage),
             handling_s=handling_s,
         )
 
@@ -222,27 +225,26 @@ class StepModel:
         leaves_node = (stage + 1) % self._slots_per_node == 0
         return self._profile.node_link if leaves_node else self._profile.link
 
-    def _cumulated_work(self, size: int) -> tuple[list[float], list[float], float]:
-        """Return forward and backward seconds of the units below each index; the prefix's."""
+    def _cumulated_work(self, size: int) -> tuple[list[float], list[float]]:
+        """Return the forward and backward seconds of the units below each index."""
         if size not in self._work:
             profile = self._profile
             active = range(self.first_active, len(profile.sublayers))
-            if self._prefix_cached_s is None:
-                prefix = profile.fetch_s + profile.read_s * size + self._prefix_s(size)
-            else:
-                prefix = profile.cached_fetch_s + self._prefix_cached_s * size
             self._work[size] = (
                 _cumulate(profile.forward_s(index, size) for index in active),
                 _cumulate(profile.backward_s(index, size) for index in active),
-                prefix,
             )
         return self._work[size]
 
-    def _prefix_s(self, size: int) -> float:
-        """Return the seconds of the frozen layers on a micro-batch, which fills whole chunks."""
-        chunk = self._prefix_chunk or size
-        one_s = sum(self._profile.frozen_s(index, chunk) for index in range(self.first_active))
-        return math.ceil(size / chunk) * one_s
+    def _lead_s(self, sizes: tuple[int, ...]) -> float:
+        """Return the seconds in which stage 0 gets the step's samples behind the prefix."""
+        profile, num_samples = self._profile, sum(sizes)
+        if self._prefix_cached_s is not None:
+            return profile.cached_fetch_s + self._prefix_cached_s * num_samples
+        chunk = self._prefix_chunk or max(sizes)
+        one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
+        read_s = profile.fetch_s + profile.read_s * num_samples
+        return read_s + math.ceil(num_samples / chunk) * one_s
 
 
 def _cumulate(values: Iterable[float]) -> list[float]:

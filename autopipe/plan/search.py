@@ -223,9 +223,15 @@ def _fitting(model: StepModel, request: PlanRequest) -> list[_Candidate]:
 def _split_all(
     model: StepModel, request: PlanRequest, shapes: list[tuple[int, tuple[int, ...]]]
 ) -> Iterator[_Candidate]:
-    """Split every shape so that its slowest stage is fastest, among the splits that fit."""
+    """Split every shape so that its slowest stage is fastest, among the splits that fit.
+
+    A single stage has no bubble to fill: it takes the fewest micro-batches that fit.
+    """
     limit = request.memory_limit_bytes
+    has_single_stage = False
     for length, sizes in shapes:
+        if length == 1 and has_single_stage and request.micro_batches is None:
+            continue
         work_s = model.work_s(sizes)
         unlimited = best_split(model.num_units, length, work_s)
         assert unlimited is not None, "without a limit every shape can be split"
@@ -241,6 +247,7 @@ def _split_all(
                         feasible=partial(_within, num_bytes, limit),
                     )
             if split is not None:
+                has_single_stage |= length == 1
                 least_s = model.least_step_s(
                     sizes, split, num_replicas=request.replicas_of(length)
                 )

@@ -75,13 +75,13 @@ class Profile:
     Args:
         batch_sizes: measured micro-batch sizes, ascending.
         sublayers: bottom first.
-        read_s: reading a sample of the dataset, beside what a micro-batch costs at any size.
+        read_s: reading a sample of the dataset, beside what a step costs at any size.
         optimizer_s_per_byte: optimizer step, seconds per byte of trained parameters.
         step_overhead_s: a step's time outside of all else here.
         link: a message between neighbouring stages on one node.
         node_link: a message between neighbouring stages on two nodes.
         all_reduce: sums over replicas, one entry for each number of them.
-        fetch_s: fetching a micro-batch's samples, whatever their number.
+        fetch_s: fetching a step's samples, whatever their number.
         cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
         idle_node_share: what computing takes while other slots are idle, as a share of what the
             times here say, which are those of slots that all compute and wait for the slowest.

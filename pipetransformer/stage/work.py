@@ -52,8 +52,8 @@ class MicroBatches:
     Args:
         ids: (n,) int64 dataset indices, in order.
         sizes: samples of every micro-batch.
-        rows: gives stage 0 the entries of samples, or, as "hidden", their activations behind the
-            frozen prefix.
+        rows: gives stage 0 the entries of all the step's samples, or, as "hidden", their
+            activations behind the frozen prefix; asked once a step.
     """
 
     ids: Tensor
@@ -97,8 +97,8 @@ class LayerWork(StageWork):
 
     def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers
-        self._parts = torch.split(batches.ids, list(batches.sizes))
-        self._rows = batches.rows
+        self._batches = batches
+        self._parts: list[Batch] = []
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
         if layers.side_in is not None:
@@ -109,10 +109,15 @@ class LayerWork(StageWork):
 
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
-        batch = self._rows(self._parts[micro_batch])
+        # For the whole step at once: few samples at a time would fill few of the prefix's chunks.
+        self._parts = self._parts or self._read()
+        batch = self._parts[micro_batch]
         for sender in self.layers.side_out:
             sender.send(batch)
-        batch = {name: tensor.to(self.layers.device) for name, tensor in batch.items()}
+        # Slices are copied: a layer may write into its input, and autograd counts writes for all
+        # slices of a tensor together.
+        copy = len(self._parts) > 1
+        batch = {name: part.to(self.layers.device, copy=copy) for name, part in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
         name = HIDDEN if HIDDEN in batch else self.layers.model.inputs[0]
@@ -127,7 +132,7 @@ class LayerWork(StageWork):
             self.seed(micro_batch, index)
             value = self.layers.model.call(index, value, sides=entries)
         assert isinstance(value, Tensor)
-        size = len(self._parts[micro_batch])
+        size = self._batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
             raise ValueError(
                 f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
@@ -148,6 +153,15 @@ class LayerWork(StageWork):
     def target(self, micro_batch: int) -> Any:
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
         return self.layers.model.targets_of(self._entries.pop(micro_batch))
+
+    def _read(self) -> list[Batch]:
+        """Return every micro-batch's entries: slices of what the step's samples are given."""
+        whole = self._batches.rows(self._batches.ids)
+        cut = {name: entry.split(list(self._batches.sizes)) for name, entry in whole.items()}
+        return [
+            {name: parts[index] for name, parts in cut.items()}
+            for index in range(len(self._batches.sizes))
+        ]
 
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:

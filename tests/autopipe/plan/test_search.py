@@ -106,9 +106,9 @@ def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> N
         schedule="1f1b",
     )
     # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
-    # layer takes while it runs is 10 bytes a sample and its two ends.
+    # layer takes while it runs is 10 bytes a sample and its two ends; what it gives waits for all 9.
     assert plan.peak_bytes == (
-        107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2),
+        107 + 3 * 12 + 9 * 1 + 2 * 407 + 3 * 3 * (20 + 2),
         407 + 3 * 2 * (10 + 2),
         2 * 407 + 3 * 1 * (20 + 2),
     )
@@ -394,16 +394,15 @@ def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int
     assert plan_pipeline(known, asked).predicted_step_s <= 1.01 * best.predicted_step_s
 
 
-def test_a_fetch_from_the_cache_costs_what_the_profile_says_for_every_micro_batch() -> None:
-    forced = {"lengths": (1,), "num_frozen": 2, "prefix_cached_s": 0.0}
-    one, four = (
-        plan_pipeline(
-            uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
-            request(**forced, micro_batches=(count,)),
-        ).predicted_step_s
-        for count in (1, 4)
-    )
-    assert four - one == 3 * 7.0
+def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> None:
+    def step_s(count: int, **changes: Any) -> float:
+        wanted = request(lengths=(1,), num_frozen=2, micro_batches=(count,), **changes)
+        profile = uniform(4, cached_fetch_s=7.0, fetch_s=100.0)
+        return plan_pipeline(profile, wanted).predicted_step_s
+
+    cached, computed = {"prefix_cached_s": 0.0}, {"prefix_chunk": 4}
+    assert step_s(1, **cached) == step_s(4, **cached)
+    assert step_s(1, **computed) == step_s(4, **computed) == step_s(1, **cached) + 93.0 + 2 * 4
 
 
 def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() -> None:
