@@ -16,6 +16,10 @@ from autopipe.plan import (
 from autopipe.profile import Profile
 
 
+def _as_predicted(plan: PipelinePlan) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class PlanSituation:
     """State what a planner may look at.
@@ -29,6 +33,8 @@ class PlanSituation:
         current: the plan so far; None at the start.
         transition_s: returns the seconds that going from the current plan to another will cost.
         scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
+        correction: returns how many times longer than predicted a plan's steps have turned out to
+            take; 1 where that is not known.
     """
 
     step: int
@@ -38,6 +44,7 @@ class PlanSituation:
     current: PipelinePlan | None
     transition_s: Callable[[PipelinePlan], float]
     scale_batch: bool = False
+    correction: Callable[[PipelinePlan], float] = _as_predicted
 
 
 Planner = Callable[[PlanSituation], PipelinePlan]
@@ -46,8 +53,9 @@ Planner = Callable[[PlanSituation], PipelinePlan]
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     """Return the plan with which the rest of the run, the way there included, takes least time.
 
-    Other stages are taken only where what they save until the end exceeds the transition's cost.
-    At the start, and where the current stages no longer fit, the fastest plan is taken.
+    Another one is taken only where what it saves until the end exceeds the transition's cost, and
+    by more than noise in the measurements can fake. At the start, and where the current stages no
+    longer fit, the fastest plan is taken.
 
     Raises:
         ValueError: nothing fits the memory limit.
@@ -56,7 +64,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     current = situation.current
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
-    stay = _same_stages(situation, current)
+    stay = same_stages(situation, current)
     replicas_of = situation.request.replicas_of
 
     def remaining_s(plan: PipelinePlan) -> float:
@@ -68,11 +76,14 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
         going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
 
-    choices = [*plans.values()] if stay is None else [stay, *plans.values()]
-    return min(choices, key=remaining_s)
+    best = min(plans.values(), key=remaining_s)
+    noise = 2 * situation.profile.uncertainty
+    if stay is None or remaining_s(best) * (1 + noise) < remaining_s(stay):
+        return best
+    return stay
 
 
-def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
+def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
     request = _of_length(situation.request, current.length, situation.scale_batch)
     profile = situation.profile
@@ -88,7 +99,9 @@ def _same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePla
         schedule=current.schedule,
     )
     limit = request.memory_limit_bytes
-    return plan if limit is None or max(plan.peak_bytes) <= limit else None
+    if limit is not None and max(plan.peak_bytes) > limit:
+        return None
+    return plan.lengthened(situation.correction(plan))
 
 
 def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
@@ -123,7 +136,8 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
         for length in lengths:
             try:
                 request = _of_length(situation.request, length, situation.scale_batch)
-                plans[length] = plan_pipeline(situation.profile, request)
+                plan = plan_pipeline(situation.profile, request)
+                plans[length] = plan.lengthened(situation.correction(plan))
             except ValueError as error:
                 refusals.append(error)
         if plans:

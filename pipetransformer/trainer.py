@@ -359,8 +359,7 @@ class Trainer:
         self.report.add_step(result, stats, num_samples)
         clock, decision = self._transitions.clock(), self.decision
         self._log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
-        filled = bool(stats.misses or stats.upgrades)
-        usual_s = self._transitions.note_step(result.seconds, filled_cache=filled)
+        usual_s = self._transitions.note_step(result)
         if usual_s is not None:
             self._log.outcome(clock.step, decision, usual_s)
 

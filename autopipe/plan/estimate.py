@@ -78,7 +78,7 @@ class StepModel:
         Args:
             sizes: samples of every micro-batch.
         """
-        total, lead_s = [0.0] * (self.num_units + 1), self._lead_s(sizes)
+        total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
             total = [
@@ -86,9 +86,19 @@ class StepModel:
             ]
 
         def cost(part: int, first: int, last: int) -> float:
-            return total[last] - total[first] + (lead_s if part == 0 else 0.0)
+            return total[last] - total[first] + (fetch_s if part == 0 else 0.0)
 
         return cost
+
+    def fetch_s(self, sizes: tuple[int, ...]) -> float:
+        """Return the seconds in which stage 0 gets the step's samples behind the prefix."""
+        profile, num_samples = self._profile, sum(sizes)
+        if self._prefix_cached_s is not None:
+            return profile.cached_fetch_s + self._prefix_cached_s * num_samples
+        chunk = self._prefix_chunk or max(sizes)
+        one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
+        read_s = profile.fetch_s + profile.read_s * num_samples
+        return read_s + math.ceil(num_samples / chunk) * one_s
 
     def stage_bytes(
         self, sizes: tuple[int, ...], in_flight: tuple[int, ...], *, num_replicas: int
@@ -170,8 +180,10 @@ class StepModel:
         before they pass its last gradient down.
         """
         forward, backward = self._cumulated_work(min(sizes))
-        lead_s = self._lead_s(sizes)
-        below = [forward[unit] + backward[unit] + (lead_s if unit else 0.0) for unit in split[:-1]]
+        fetch_s = self.fetch_s(sizes)
+        below = [
+            forward[unit] + backward[unit] + (fetch_s if unit else 0.0) for unit in split[:-1]
+        ]
         busiest_s = max(map(add, per_part(self.work_s(sizes), split), below))
         return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(
             split, num_replicas
@@ -216,7 +228,7 @@ class StepModel:
                 )
                 for stage, unit in enumerate(split[1:-1])
             ),
-            lead_s=(self._lead_s(sizes), *(0.0,) * last_stage),
+            lead_s=(self.fetch_s(sizes), *(0.0,) * last_stage),
             handling_s=handling_s,
         )
 
@@ -235,16 +247,6 @@ class StepModel:
                 _cumulate(profile.backward_s(index, size) for index in active),
             )
         return self._work[size]
-
-    def _lead_s(self, sizes: tuple[int, ...]) -> float:
-        """Return the seconds in which stage 0 gets the step's samples behind the prefix."""
-        profile, num_samples = self._profile, sum(sizes)
-        if self._prefix_cached_s is not None:
-            return profile.cached_fetch_s + self._prefix_cached_s * num_samples
-        chunk = self._prefix_chunk or max(sizes)
-        one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
-        read_s = profile.fetch_s + profile.read_s * num_samples
-        return read_s + math.ceil(num_samples / chunk) * one_s
 
 
 def _cumulate(values: Iterable[float]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,8 @@ class PipelinePlan:
         schedule: a name of `schedule.SCHEDULES`.
         predicted_step_s: seconds of a step.
         peak_bytes: modelled bytes of each stage.
+        fetch_s: those of the seconds in which stage 0 gets the step's samples behind the frozen
+            prefix.
     """
 
     length: int
@@ -32,6 +34,16 @@ class PipelinePlan:
     schedule: str
     predicted_step_s: float
     peak_bytes: tuple[int, ...]
+    fetch_s: float = 0.0
+
+    @property
+    def training_s(self) -> float:
+        """Return the predicted seconds of a step without fetching its samples."""
+        return self.predicted_step_s - self.fetch_s
+
+    def lengthened(self, factor: float) -> PipelinePlan:
+        """Return the plan with a prediction in which training takes longer by a factor."""
+        return replace(self, predicted_step_s=self.fetch_s + factor * self.training_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

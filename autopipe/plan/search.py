@@ -272,6 +272,7 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
         name,
         step_s,
         tuple(map(int, peak_bytes)),
+        model.fetch_s(sizes),
     )
 
 

@@ -9,6 +9,7 @@ from autopipe.profile.chain import (
     saved_storages,
     storages,
 )
+from autopipe.profile.fit import fitted, uncertainty
 from autopipe.profile.network import AllReduceCost, LinkCost
 from autopipe.profile.profile import (
     MeasuredChain,
@@ -23,7 +24,7 @@ from autopipe.profile.profile import (
 
 __all__ = [
     "AllReduceCost", "LinkCost", "MeasuredChain", "Profile", "ProfiledSublayer",
-    "SublayerCost", "chain_bytes", "chain_seconds", "join_chains", "join_sizes",
+    "SublayerCost", "chain_bytes", "chain_seconds", "fitted", "join_chains", "join_sizes",
     "left_as_found", "merge", "now_s", "profile_sublayers", "saved_storages", "storages",
-    "time_rounds",
+    "time_rounds", "uncertainty",
 ]  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
-from operator import add, mul, sub
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopipe.profile.chain import (
     measure_bytes,
     time_chain,
 )
+from autopipe.profile.fit import fitted
 from autopipe.profile.network import AllReduceCost, LinkCost
 
 
@@ -57,11 +59,9 @@ class SublayerCost:
         """Return the seconds of the whole backward."""
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
 
-    def lengthened(self, factors: Sequence[float]) -> SublayerCost:
-        """Return a cost with longer times, by a factor for every size."""
-        times: dict[str, Any] = {
-            name: tuple(map(mul, factors, getattr(self, name))) for name in _TIMES
-        }
+    def with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> SublayerCost:
+        """Return a cost with each kind of times changed."""
+        times: dict[str, Any] = {name: change(getattr(self, name)) for name in _TIMES}
         return replace(self, **times)
 
 
@@ -85,6 +85,7 @@ class Profile:
         cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
         idle_node_share: what computing takes while other slots are idle, as a share of what the
             times here say, which are those of slots that all compute and wait for the slowest.
+        uncertainty: standard error of the times, as a share of them.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
     """
@@ -100,6 +101,7 @@ class Profile:
     fetch_s: float = 0.0
     cached_fetch_s: float = 0.0
     idle_node_share: float = 1.0
+    uncertainty: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
@@ -143,12 +145,24 @@ class Profile:
             )
         return measured[nearest].at(num_bytes)
 
-    def lengthened(self, factors: Sequence[float]) -> Profile:
-        """Return a profile whose computing takes longer, by a factor for every size."""
+    def lengthened(self, factor: float) -> Profile:
+        """Return a profile whose computing takes longer by a factor."""
         return replace(
             self,
-            sublayers=tuple(cost.lengthened(factors) for cost in self.sublayers),
-            optimizer_s_per_byte=statistics.mean(factors) * self.optimizer_s_per_byte,
+            sublayers=tuple(
+                cost.with_times(lambda seconds: tuple(factor * one for one in seconds))
+                for cost in self.sublayers
+            ),
+            optimizer_s_per_byte=factor * self.optimizer_s_per_byte,
+        )
+
+    def smoothed(self) -> Profile:
+        """Return a profile whose times lie on a line over the sizes, a sublayer and kind."""
+        return replace(
+            self,
+            sublayers=tuple(
+                cost.with_times(partial(fitted, self.batch_sizes)) for cost in self.sublayers
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -232,16 +246,6 @@ class MeasuredChain:
 
     costs: tuple[SublayerCost, ...]
     rounds_s: tuple[tuple[float, ...], ...]
-
-    def median_s(self) -> tuple[float, ...]:
-        """Return the sums of the sublayers' medians, an entry a batch."""
-        return tuple(
-            sum(
-                cost.forward_s[size] + cost.backward_s[size] + cost.frozen_s[size]
-                for cost in self.costs
-            )
-            for size in range(len(self.rounds_s))
-        )
 
 
 def profile_sublayers(

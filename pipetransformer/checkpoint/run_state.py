@@ -156,7 +156,8 @@ class RunState:
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
         self._deployment.restore(decision, shards)
         self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
-        transitions.continue_from(decision, measured_anew=not self._keeps)
+        if not self._keeps:
+            decider.forget_times()
 
     def save_if_due(self, decider: Decider) -> Saved | None:
         """Have a checkpoint written where one is due; return one that has been since."""

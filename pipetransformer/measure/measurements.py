@@ -1,12 +1,12 @@
 """Measure, on the live devices, what the planner needs to know.
 
-It takes a few seconds before the first step, and is repeated where a run's steps no longer take
-what they took.
+It takes a few seconds before the first step. From then on steps are the measurement.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from autopipe.profile import (
     join_chains,
     join_sizes,
     profile_sublayers,
+    uncertainty,
 )
 from autopipe.profile import (
     merge as merge_profiles,
@@ -41,9 +42,6 @@ from pipetransformer.processes import World, free_bytes, tightest
 
 _BUDGET_S = 4.0
 """Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
-
-MEASURE_GUESS_S = 2 * _BUDGET_S
-"""What measuring takes, until it was done."""
 
 _MOST_ROUNDS, _MOST_SIZES = 7, 6
 
@@ -99,7 +97,7 @@ def measure(
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
-    lengthening, idle_node_share = measure_company(chain, alone_s, world)
+    idle_node_share = measure_company(chain, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
     worked = first_sublayers(costs, spans_of[smallest][0], _WORK_S)
@@ -125,9 +123,10 @@ def measure(
             sum(cost.gradient_bytes for cost in costs),
             timeout_s=task.config.setup_timeout_s,
         ),
+        uncertainty=statistics.median(map(uncertainty, chain.rounds_s)),
     )
     agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
-    return replace(agreed, profile=agreed.profile.lengthened(lengthening))
+    return replace(agreed, profile=agreed.profile.smoothed())
 
 
 def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) -> range:

@@ -51,7 +51,7 @@ def measure_rows() -> tuple[float, float]:
 
         order = torch.randperm(_NUM_ROWS, generator=torch.Generator().manual_seed(0))
         one_s, many_s = (_seconds(fetch, order[:num]) for num in (1, _FETCHED))
-    byte_s = max(1e-12, many_s - one_s) / ((_FETCHED - 1) * _ROW.num_bytes)
+    byte_s = many_s / (_FETCHED * _ROW.num_bytes)  # A difference of both could be mere noise.
     return max(0.0, one_s - byte_s * _ROW.num_bytes), byte_s
 
 

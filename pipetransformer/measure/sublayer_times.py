@@ -27,7 +27,7 @@ def time_alone(
     """Time sublayers again, on the first rank of each node while the others wait. Collective.
 
     Returns:
-        the mean of the repeats; None on the other ranks, and where a node has no others.
+        the median of the repeats; None on the other ranks, and where a node has no others.
     """
     if world.slots_per_node == 1 or world.size == 1:
         return None
@@ -35,47 +35,29 @@ def time_alone(
     alone_s = None
     if world.rank % world.slots_per_node == 0:
         rounds_s = time_rounds(sublayers, batches, repeats=repeats)
-        alone_s = sum(map(statistics.mean, rounds_s))
+        alone_s = sum(map(statistics.median, rounds_s))
     gather_json(None, group=world.group)
     return alone_s
 
 
-def measure_company(
-    chain: MeasuredChain, alone_s: Sequence[float | None], world: World
-) -> tuple[tuple[float, ...], float]:
-    """Measure what it costs to compute side by side; every rank gets the same. Collective.
+def measure_company(chain: MeasuredChain, alone_s: Sequence[float | None], world: World) -> float:
+    """Return what computing takes on an otherwise idle node, as a share of what it takes in
+    company; the same on every rank. Collective.
 
-    A step sums many times, so that their mean counts and not their median, and its ranks wait for
-    the slowest of them. On a machine of its own both hardly matter; where others compute, too,
-    they add a tenth. A stage that computes while the others wait escapes this, and has the node's
-    caches and memory to itself besides: the first rank of each node is timed so.
+    A stage that computes while the others wait has the node's caches and memory to itself: the
+    first rank of each node is timed so.
 
     Args:
         chain: this rank's times beside the others.
         alone_s: its times alone, of the chain's spans at the largest size, from `time_alone`.
         world: the ranks.
-    Returns:
-        how much longer than the chain's medians all ranks' computing takes in a step, for every
-        size; and what computing takes on an otherwise idle node, as a share of that.
     """
-    gathered = gather_json([chain.rounds_s, chain.median_s()], group=world.group)
-    rounds_s, medians_s = zip(*gathered, strict=True)
-    usual_s = list(map(statistics.median, zip(*medians_s, strict=True)))
-    slowest_s = [
-        list(map(max, zip(*of_size, strict=True))) for of_size in zip(*rounds_s, strict=True)
-    ]
-    lengthening = tuple(
-        max(1.0, statistics.mean(slowest) / max(usual, 1e-9))
-        for slowest, usual in zip(slowest_s, usual_s, strict=True)
-    )
-    # Stages that wait are of longer pipelines, which alone run micro-batches of the largest size.
-    beside_s = statistics.mean(slowest_s[-1])
-    shares = [
-        sum(spans_s) / max(beside_s, 1e-9)
-        for spans_s in gather_json(list(alone_s), group=world.group)
-        if None not in spans_s
-    ]
-    return lengthening, min(1.0, statistics.median(shares or [1.0]))
+    gathered = gather_json([chain.rounds_s[-1], list(alone_s)], group=world.group)
+    # Ranks that train together wait for the slowest of them.
+    slowest_s = map(max, zip(*(rounds for rounds, _ in gathered), strict=True))
+    beside_s = statistics.median(slowest_s)
+    shares = [sum(spans) / max(beside_s, 1e-9) for _, spans in gathered if None not in spans]
+    return min(1.0, statistics.median(shares or [1.0]))
 
 
 def measure_update(task: Task, device: torch.device) -> tuple[float, float]:

@@ -38,7 +38,7 @@ class FitReport:
         """
         if change.before is None:
             return
-        self.seconds += change.seconds + (change.measured_s or 0.0)
+        self.seconds += change.seconds
         if transition is not None:
             self.transitions.append(dict(transition))
 

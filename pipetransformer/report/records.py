@@ -11,11 +11,11 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
                  predicted_seconds, bytes_moved, reason; a step's predicted_step_s,
                  predicted_step_before_s, measured_step_before_s
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
-    measurement  seconds; the devices were profiled anew, as steps had drifted from what they took
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
 Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the
-number of stages of a pipeline. Other kinds may be recorded too; the report leaves them out.
+number of stages of a pipeline. What steps took before a transition, and its outcome, are without
+fetching samples. Other kinds may be recorded too; the report leaves them out.
 """
 
 from __future__ import annotations

@@ -133,9 +133,6 @@ class RunLog:
             a transition's entry for the run's report; None where nothing had to be done.
         """
         decision, before = change.decision, change.before
-        if change.measured_s is not None:
-            self._spent["other"] += change.measured_s
-            self._records.log("measurement", decision.step, seconds=change.measured_s)
         if not change.is_transition:
             return None
         plan = decision.plan
@@ -161,7 +158,7 @@ class RunLog:
             bytes_moved=change.bytes_moved,
             predicted_seconds=change.predicted_s,
             predicted_step_s=plan.predicted_step_s,
-            predicted_step_before_s=before.plan.predicted_step_s if before else None,
+            predicted_step_before_s=before.plan.training_s if before else None,
             measured_step_before_s=change.step_before_s,
             reason=decision.reason,
         )
@@ -187,12 +184,12 @@ class RunLog:
             )
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
-        """Note what steps take under a decision, beside what was predicted."""
+        """Note what steps take without fetching samples, beside what was predicted."""
         self._records.log(
             "outcome",
             step,
             changed_step=self._changed_step,
-            predicted_step_s=decision.plan.predicted_step_s,
+            predicted_step_s=decision.plan.training_s,
             measured_step_s=measured_step_s,
         )
 

@@ -22,12 +22,15 @@ from freeze import (
 )
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
-from pipetransformer.planning import PlanSituation, planner_of
+from pipetransformer.planning import PlanSituation, planner_of, same_stages
 from pipetransformer.position import Clock
 from pipetransformer.processes import World
 from pipetransformer.transition.cost import TransitionCost
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.journal import Journal
+
+_NOISE = 0.03
+"""Share by which medians of a few steps may differ without meaning anything."""
 
 
 def plan_shape(task: Task, world: World) -> dict[str, Any]:
@@ -74,6 +77,8 @@ class Decider:
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
         self.transition_cost = TransitionCost(world)
+        self._lengthening = 1.0
+        self._corrections: dict[str, float] = {}
 
     def open_journal(self, *, from_step: int | None) -> None:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
@@ -110,6 +115,28 @@ class Decider:
 
         self.current = self._publish(None, plan)
 
+    def calibrate(self, measured_s: float) -> None:
+        """Take from live steps how much longer they are than the measurements made expect.
+
+        Args:
+            measured_s: what steps of the current plan take, without fetching samples.
+        """
+        assert self.current is not None
+        predicted_s = self.current.plan.training_s
+        if predicted_s > 0:
+            self._lengthening *= measured_s / predicted_s
+
+    def review(self, clock: Clock, left: PipelinePlan, measured_s: float | None) -> Decision:
+        """Return what holds after another plan's first steps: that, or the one left. Collective.
+
+        Args:
+            clock: of the coming step.
+            left: the plan that was left for the current one.
+            measured_s: what steps of the current one take, without fetching samples; None where
+                that is not known.
+        """
+        return self._publish(clock.step, lambda: self._review(clock, left, measured_s))
+
     def _publish(self, step: int | None, make: Callable[[], Decision]) -> Decision:
         """Make a decision on rank 0, journal it under its step, and tell every rank."""
         answer: dict[str, Any] = {}
@@ -144,17 +171,24 @@ class Decider:
 
     def plan(self, clock: Clock, num_frozen: int) -> tuple[PipelinePlan, bool]:
         """Return the pipeline for a number of frozen layers, and whether the prefix is cached."""
-        request, config = self._request(num_frozen), self._task.config
-        situation = PlanSituation(
+        current = self.current.plan if self.current else None
+        situation = self._situation(clock, num_frozen, current)
+        plan = planner_of(self._task.config.plan)(situation)
+        return plan, situation.request.prefix_cached_s is not None
+
+    def _situation(
+        self, clock: Clock, num_frozen: int, current: PipelinePlan | None
+    ) -> PlanSituation:
+        return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
-            self.measurements.profile,
-            request,
-            self.current.plan if self.current else None,
+            self.measurements.profile.lengthened(self._lengthening),
+            self._request(num_frozen),
+            current,
             self.predict_transition_s,
-            config.scale_batch,
+            self._task.config.scale_batch,
+            self._correction,
         )
-        return planner_of(config.plan)(situation), request.prefix_cached_s is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -164,6 +198,8 @@ class Decider:
             "current": self.current.to_json(),
             "frozen_since": list(self.frozen_since),
             "transition_cost": self.transition_cost.state_dict(),
+            "lengthening": self._lengthening,
+            "corrections": self._corrections,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,6 +208,12 @@ class Decider:
         self.current = Decision.from_json(state["current"])
         self.frozen_since = tuple(state["frozen_since"])
         self.transition_cost.load_state_dict(state["transition_cost"])
+        self._lengthening = state.get("lengthening", 1.0)
+        self._corrections = dict(state.get("corrections", {}))
+
+    def forget_times(self) -> None:
+        """Start over with what was measured anew, on devices that may be others."""
+        self._lengthening, self._corrections = 1.0, {}
 
     def close(self) -> None:
         """Close the journal."""
@@ -233,6 +275,31 @@ class Decider:
             )
         return Decision(clock.step, num_frozen, plan, use_cache, reason)
 
+    def _review(self, clock: Clock, left: PipelinePlan, measured_s: float | None) -> Decision:
+        current = self.current
+        assert current is not None
+        entry = self._journal.recorded(clock.step) if self._journal is not None else None
+        if entry is not None and entry["world"] == self._shape:
+            return Decision.from_json(entry["decision"])
+        kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
+        if measured_s is None:
+            return kept
+        back = same_stages(self._situation(clock, current.num_frozen, left), left)
+        # Told apart from a machine that became slower by how soon the one followed the other.
+        slower = measured_s / max(current.plan.training_s, 1e-9)
+        self._corrections[_name(current.plan)] = self._correction(current.plan) * slower
+        kept = replace(kept, plan=current.plan.lengthened(slower))
+        if back is None or measured_s <= (1 + _NOISE) * back.training_s:
+            return kept
+        reason = (
+            f"back to {_name(left)}: {_name(current.plan)} takes {measured_s:.3g} s a step, "
+            f"instead of {back.training_s:.3g} s"
+        )
+        return replace(kept, plan=back, reason=reason)
+
+    def _correction(self, plan: PipelinePlan) -> float:
+        return self._corrections.get(_name(plan), 1.0)
+
     def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
         """Return the length that was set, or the longest below it that the active layers allow."""
         length = self._task.config.pipeline_length
@@ -274,3 +341,8 @@ class Decider:
         computed_s = sum(profile.frozen_s(i, chunk) for i in range(last)) / chunk
         read_s = profile.sublayers[last - 1].output_bytes / self.measurements.copy_bytes_per_s
         return read_s if read_s < computed_s else None
+
+
+def _name(plan: PipelinePlan) -> str:
+    """Name what steps are compared by: pipelines of one name differ by their frozen layers."""
+    return f"K = {plan.length}, M = {plan.num_micro_batches}"

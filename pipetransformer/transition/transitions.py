@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
-from autodp import broadcast_json, gather_json
+from autodp import gather_json
+from autopipe.plan import PipelinePlan
 from freeze import FreezePolicy
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
-from pipetransformer.measure import MEASURE_GUESS_S, Measurements, measure
+from pipetransformer.measure import Measurements, measure
 from pipetransformer.position import Clock, Timeline
 from pipetransformer.processes import World, free_bytes, tightest
+from pipetransformer.stage import StepResult
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
-from pipetransformer.transition.pace import Pace
+from pipetransformer.transition.pace import REVIEW_STEPS, Pace
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Change:
         seconds: deciding and carrying out.
         predicted_s: what carrying out was predicted to take.
         bytes_moved: what all ranks received.
-        measured_s: measuring anew, before the decision; None where that was not done.
-        step_before_s: what steps took of late; None where that is not known.
+        step_before_s: what steps took of late, without fetching samples; None where that is not
+            known.
     """
 
     before: Decision | None
@@ -46,8 +48,30 @@ class Change:
     seconds: float
     predicted_s: float
     bytes_moved: int
-    measured_s: float | None
     step_before_s: float | None
+
+
+@dataclass(frozen=True)
+class Review:
+    """Say when another pipeline is compared with the one that was left for it.
+
+    Args:
+        step: the step before which that is done.
+        left: the pipeline that was left.
+        was_measured: whether it is known what its steps took.
+    """
+
+    step: int
+    left: PipelinePlan
+    was_measured: bool
+
+    @staticmethod
+    def of(before: Decision | None, decision: Decision, *, was_measured: bool) -> Review | None:
+        """Return when a decision is reviewed; None where it has brought no other K or M."""
+        plans = (before or decision).plan, decision.plan
+        if len({(plan.length, plan.num_micro_batches) for plan in plans}) == 1:
+            return None
+        return Review(decision.step + REVIEW_STEPS, plans[0], was_measured)
 
 
 class Transitions:
@@ -75,9 +99,9 @@ class Transitions:
         self._deployment, self._timeline = deployment, timeline
         self._read = read
         self._peak_learning_rate = peak_learning_rate
-        self._measure_s = MEASURE_GUESS_S
         self._decider: Decider | None = None
         self._pace = Pace()
+        self._review: Review | None = None
 
     @property
     def have_begun(self) -> bool:
@@ -114,24 +138,32 @@ class Transitions:
     def measure(self) -> Measurements:
         """Measure anew, for the decisions to come. Collective."""
         self.decider.measurements = self._measure()
+        self.decider.forget_times()
         return self.decider.measurements
 
     def decide_if_due(self, metrics: Mapping[str, float]) -> Change | None:
-        """Decide where a decision precedes the coming step. Collective there."""
+        """Decide where a decision, or its review, precedes the coming step. Collective there."""
         current = self.decider.current
-        if current is not None and not self._timeline.decision_due(current.step):
-            return None
-        return self._decide(metrics)
-
-    def note_step(self, seconds: float, *, filled_cache: bool) -> float | None:
-        """Watch what steps take; return that once for every plan, when it is known."""
-        if not filled_cache and self._pace.note(seconds):
-            return self._pace.median_s
+        if current is None or self._timeline.decision_due(current.step):
+            stage = self._deployment.stage
+            signals = stage.signals if stage else None
+            if current is not None and (measured_s := self._pace.median_s) is not None:
+                self.decider.calibrate(measured_s)
+            return self._carry_out(lambda: self.decider.decide(self.clock(), signals, metrics))
+        review = self._review
+        if review is not None and review.step == self._timeline.position.step:
+            measured_s = self._pace.median_s if review.was_measured else None
+            change = self._carry_out(
+                lambda: self.decider.review(self.clock(), review.left, measured_s)
+            )
+            self._review = None  # A plan that was gone back to is not reviewed itself.
+            return change
         return None
 
-    def continue_from(self, decision: Decision, *, measured_anew: bool) -> None:
-        """Watch the steps of a decision that a checkpoint holds."""
-        self._pace.begin(decision.plan.predicted_step_s, measured_anew=measured_anew)
+    def note_step(self, result: StepResult) -> float | None:
+        """Watch what steps take; return that once for every plan, when it is known."""
+        known = self._pace.note(result.seconds - result.breakdown["data"])
+        return self._pace.median_s if known else None
 
     def close(self) -> None:
         """Close the journal."""
@@ -140,20 +172,23 @@ class Transitions:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
-        return {"decider": self.decider.state_dict(), "usual_pace": self._pace.usual}
+        review = self._review
+        return {
+            "decider": self.decider.state_dict(),
+            "review": review and asdict(review),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self.decider.load_state_dict(state["decider"])
-        self._pace.usual = state["usual_pace"]
+        if (review := state.get("review")) is not None:
+            self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
 
-    def _decide(self, metrics: Mapping[str, float]) -> Change:
+    def _carry_out(self, decide: Callable[[], Decision]) -> Change:
         """Take a decision and carry it out. Collective."""
-        before, stage = self.decider.current, self._deployment.stage
-        step_before_s = self._pace.median_s
-        measured_s = self._measure_if_drifted() if before is not None else None
+        before, step_before_s = self.decider.current, self._pace.median_s
         start = time.perf_counter()
-        decision = self.decider.decide(self.clock(), stage.signals if stage else None, metrics)
+        decision = decide()
         predicted_s = self.decider.predict_transition_s(decision.plan)
         is_transition, moved = decision.changes(before), 0
         if is_transition:
@@ -161,18 +196,10 @@ class Transitions:
             moved = sum(gather_json(self._deployment.change(decision), group=self._world.group))
         seconds = time.perf_counter() - start
         self.decider.executed(decision, seconds if is_transition else None)
-        if is_transition or measured_s is not None:
-            self._pace.begin(decision.plan.predicted_step_s, measured_anew=measured_s is not None)
-        return Change(
-            before,
-            decision,
-            is_transition,
-            seconds,
-            predicted_s,
-            moved,
-            measured_s,
-            step_before_s,
-        )
+        if is_transition:
+            self._pace.begin()
+            self._review = Review.of(before, decision, was_measured=step_before_s is not None)
+        return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
 
     def _memory_limit_bytes(self) -> int | None:
         """Return what is free on the fullest GPU, or less where the user says so. Collective."""
@@ -180,17 +207,5 @@ class Transitions:
         return tightest((self._task.config.memory_limit_bytes, *free))
 
     def _measure(self) -> Measurements:
-        start = time.perf_counter()
         held_bytes = self._deployment.held_bytes()
-        measurements = measure(self._task, self._world, self._read, held_bytes=held_bytes)
-        self._measure_s = time.perf_counter() - start
-        return measurements
-
-    def _measure_if_drifted(self) -> float | None:
-        """Measure anew where steps have drifted; return the seconds that took. Collective."""
-        remaining = self._timeline.max_steps(self.replicas) - self._timeline.position.step
-        is_worth = self._pace.has_drifted_enough(remaining_steps=remaining, cost_s=self._measure_s)
-        if not broadcast_json(is_worth, group=self._world.group):
-            return None
-        self.measure()
-        return self._measure_s
+        return measure(self._task, self._world, self._read, held_bytes=held_bytes)

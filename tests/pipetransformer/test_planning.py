@@ -162,6 +162,15 @@ def test_a_length_that_another_world_does_not_allow_is_left() -> None:
 
 
 # With scale_batch each pipeline has 8 samples: K = 1 trains 16 in 96 s, K = 2 trains 8 in 54 s.
+def test_a_gain_that_noise_can_fake_is_left() -> None:
+    near, far = (
+        situation(pipeline(2), remaining_steps=1000, profile=profile(uncertainty=share))
+        for share in (0.05, 0.08)
+    )
+    # K = 1 saves an eighth.
+    assert (fastest_plan(near).length, fastest_plan(far).length) == (1, 2)
+
+
 def test_growing_batches_are_compared_by_the_sample() -> None:
     plan = fastest_per_sample(situation(scale_batch=True))
     assert (plan.length, plan.predicted_step_s) == (1, 96.0)

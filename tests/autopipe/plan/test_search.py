@@ -106,7 +106,7 @@ def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> N
         schedule="1f1b",
     )
     # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
-    # layer takes while it runs is 10 bytes a sample and its two ends; what it gives waits for all 9.
+    # layer takes while it runs is 10 bytes a sample and its two ends; of what it gives all 9 wait.
     assert plan.peak_bytes == (
         107 + 3 * 12 + 9 * 1 + 2 * 407 + 3 * 3 * (20 + 2),
         407 + 3 * 2 * (10 + 2),
@@ -407,7 +407,7 @@ def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> 
 
 def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() -> None:
     known = random_profile(random.Random(0))
-    longer = known.lengthened((1.5,))
+    longer = known.lengthened(1.5)
     assert longer.forward_s(0, 4) == pytest.approx(1.5 * known.forward_s(0, 4))
     assert longer.backward_s(0, 4) == pytest.approx(1.5 * known.backward_s(0, 4))
     assert longer.frozen_s(0, 4) == pytest.approx(1.5 * known.frozen_s(0, 4))

@@ -1,21 +1,22 @@
-"""Prove when a plan's outcome is known, and what counts as a drift."""
+"""Prove when it is known what a plan's steps take, and what follows from it."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from autopipe.plan.request import PipelinePlan
 from freeze.rules import FreezeSchedule
-from pipetransformer import Loss, Trainer
+from pipetransformer import Trainer
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
-from pipetransformer.transition import pace as pace_module
-from pipetransformer.transition.pace import Pace
+from pipetransformer.transition.decision import Decision
+from pipetransformer.transition.pace import REVIEW_STEPS, Pace
+from pipetransformer.transition.transitions import Review
 from tests.models import tiny_data, tiny_model
+from tests.pool import Pool
 
 
 def watch(pace: Pace, *seconds: float) -> list[int]:
@@ -23,112 +24,37 @@ def watch(pace: Pace, *seconds: float) -> list[int]:
     return [n for n, one in enumerate(seconds) if pace.note(one)]
 
 
-def begun(predicted_s: float = 1.0) -> Pace:
-    pace = Pace()
-    pace.begin(predicted_s)
-    return pace
-
-
 def test_the_outcome_is_the_median_after_warming_up_and_known_once() -> None:
-    pace = begun()
+    pace = Pace()
     assert watch(pace, 9.0, 9.0, *[2.0] * 9) == []
     assert pace.median_s is None
     assert watch(pace, 2.0) == [0]
     assert pace.median_s == 2.0
     assert watch(pace, *[2.0] * 20) == []
+    pace.begin()
+    assert pace.median_s is None
 
 
-def test_a_prediction_that_is_wrong_from_the_start_is_no_drift() -> None:
-    pace = begun(predicted_s=1.0)
-    watch(pace, *[3.0] * 30)
-    assert not pace.has_drifted
+def test_one_slow_step_tells_nothing() -> None:
+    pace = Pace()
+    watch(pace, *[1.0] * REVIEW_STEPS, 50.0)
+    assert pace.median_s == 1.0
 
 
-@pytest.mark.parametrize(
-    ("factor", "drifted"), [(1.2, False), (1.3, True), (0.85, False), (0.75, True)]
-)
-def test_steps_that_leave_what_they_took_by_a_quarter_have_drifted(
-    factor: float, drifted: bool
-) -> None:
-    pace = begun()
-    watch(pace, *[2.0] * 12)
-    watch(pace, *[2.0 * factor] * 10)
-    assert pace.has_drifted == drifted
+def decision(length: int, micro_batches: int, *, step: int = 0, frozen: int = 0) -> Decision:
+    boundaries = (frozen, *range(frozen + 1, frozen + length), 8)
+    plan = PipelinePlan(length, boundaries, micro_batches, "1f1b", 1.0, (0,) * length)
+    return Decision(step, frozen, plan, False, "")
 
 
-def test_one_slow_step_is_no_drift() -> None:
-    pace = begun()
-    watch(pace, *[1.0] * 12, 50.0)
-    assert not pace.has_drifted
-
-
-def test_another_plan_that_keeps_its_prediction_is_no_drift_and_one_that_does_not_is() -> None:
-    pace = begun(predicted_s=1.0)
-    watch(pace, *[1.1] * 12)
-    pace.begin(0.5)
-    watch(pace, *[0.55] * 12)
-    assert not pace.has_drifted
-    pace.begin(0.5)
-    watch(pace, *[0.9] * 12)
-    assert pace.has_drifted
-
-
-def test_measuring_anew_must_be_worth_it() -> None:
-    pace = begun()
-    assert not pace.has_drifted_enough(remaining_steps=10**9, cost_s=0.0)
-    # Steps of 2 s that took 1 s at first have half of their time at stake.
-    watch(pace, *[1.0] * 12, *[2.0] * 10)
-    assert pace.has_drifted_enough(remaining_steps=21, cost_s=10.0)
-    assert not pace.has_drifted_enough(remaining_steps=20, cost_s=10.0)
-    # What others would take is as uncertain where steps take half of what they did.
-    watch(pace, *[0.5] * 10)
-    assert pace.has_drifted_enough(remaining_steps=81, cost_s=10.0)
-    assert not pace.has_drifted_enough(remaining_steps=80, cost_s=10.0)
-    # By less, more steps must remain.
-    watch(pace, *[1.3] * 10)
-    assert pace.has_drifted_enough(remaining_steps=67, cost_s=10.0)
-    assert not pace.has_drifted_enough(remaining_steps=66, cost_s=10.0)
-
-
-def test_a_new_profile_starts_over() -> None:
-    pace = begun(predicted_s=1.0)
-    watch(pace, *[1.0] * 12, *[2.0] * 10)
-    assert pace.has_drifted
-    pace.begin(2.0, measured_anew=True)
-    watch(pace, *[2.2] * 12)
-    assert not pace.has_drifted
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_steps_that_become_slower_have_the_devices_measured_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
-) -> None:
-    # Steps sleep, so that what the machine does besides is small against them.
-    monkeypatch.setattr(pace_module, "_LEAST_STAKE", 0)
-    seconds = 0.03
-
-    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
-        time.sleep(seconds if torch.is_grad_enabled() else 0.0)
-        return nn.functional.cross_entropy(output, target)
-
-    settings: dict[str, Any] = {
-        "loss_fn": Loss(slow_loss, is_exact=True), "folder": tmp_path, "global_batch_size": 6,
-        "micro_batches": 1, "progress": False, "freeze_interval_steps": 4, "epochs": 20,
-        "resume": "auto",
-        "checkpoint_every_steps": 16,
-    }  # fmt: skip
-    trainer = Trainer(tiny_model(), tiny_data(), **settings)
-    for _ in range(16):
-        trainer.step()
-    if resumed:
-        trainer.close()
-        trainer = Trainer(tiny_model(), tiny_data(), **settings)
-    assert not of_kind(tmp_path, "measurement")
-    seconds = 0.12
-    for _ in range(20):
-        trainer.step()
-    trainer.close()
-    assert [one["step"] for one in of_kind(tmp_path, "measurement")] in ([24], [28], [32])
+def test_only_another_pipeline_length_or_number_of_micro_batches_is_reviewed() -> None:
+    first = decision(2, 4)
+    assert Review.of(None, first, was_measured=False) is None
+    assert Review.of(first, decision(2, 4, step=5, frozen=3), was_measured=True) is None
+    for other in (decision(1, 4, step=5), decision(2, 2, step=5)):
+        assert Review.of(first, other, was_measured=True) == Review(
+            5 + REVIEW_STEPS, first.plan, was_measured=True
+        )
 
 
 def train(folder: Path, **settings: Any) -> Trainer:
@@ -167,16 +93,62 @@ def test_a_transition_records_what_steps_took_and_were_predicted_to_take(tmp_pat
     assert all(one["measured_step_s"] > 0 and one["predicted_step_s"] > 0 for one in outcomes)
 
 
-def test_steps_that_drift_have_the_devices_measured_anew_and_nothing_else_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def pipelines_of(folder: Path, slowness: float, resume_at: int | None) -> list[Any]:
+    """Train with a plan that goes from K = 1 to 2 at step 16, whose steps are made to take so
+    many times what was predicted; return (step, K, reason) of every transition.
+    """
+
+    def plan(situation: Any) -> PipelinePlan:
+        length = 1 if situation.step < 16 else 2
+        first = sum(cost.layer < situation.request.num_frozen for cost in costs(situation))
+        last = len(costs(situation))
+        boundaries = (first, last) if length == 1 else (first, (first + last) // 2, last)
+        return PipelinePlan(length, boundaries, 2, "1f1b", 1.0, (0,) * length)
+
+    def costs(situation: Any) -> Any:
+        return situation.profile.sublayers
+
+    def note(pace: Pace, seconds: float, known: Any = Pace.note) -> bool:
+        # As predicted: what live steps calibrate is then the prediction itself.
+        stage = trainer._deployment.active_stage
+        factor = slowness if stage.topology.length == 2 else 1.0
+        return bool(known(pace, factor))
+
+    made: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(), "freeze": FreezeSchedule([0, 0]), "plan": plan,
+        "folder": folder, "epochs": 20, "global_batch_size": 6, "progress": False,
+        "freeze_interval_steps": 16, "checkpoint_every_steps": 20, "resume": "auto",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "note", note)
+        trainer = Trainer(tiny_model(), tiny_data(), **made)
+        for _ in range(resume_at or 32):
+            trainer.step()
+        trainer.close()
+        if resume_at is not None:
+            trainer = Trainer(tiny_model(), tiny_data(), **made)
+            while trainer.global_step < 32:
+                trainer.step()
+            trainer.close()
+    if not trainer.is_main_process:
+        return []
+    return [(one["step"], one["length"], one["reason"]) for one in of_kind(folder, "transition")]
+
+
+def test_a_pipeline_that_turns_out_slower_is_left_again_once(
+    two_ranks: Pool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Pace, "has_drifted_enough", lambda self, **figures: False)
-    usual = train(tmp_path / "usual")
-    answers = iter([False, True, *[False] * 20])
-    monkeypatch.setattr(Pace, "has_drifted_enough", lambda self, **figures: next(answers))
-    drifted = train(tmp_path / "drifted")
-    assert [one["step"] for one in of_kind(tmp_path / "drifted", "measurement")] == [8]
-    assert not of_kind(tmp_path / "usual", "measurement")
-    ours, theirs = (t._task.model.model.state_dict() for t in (drifted, usual))
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
+    start, there, back = two_ranks.run(pipelines_of, tmp_path / "slow", 1e6, None)[0]
+    assert (start[:2], there[:2], back[:2]) == ((0, 1), (16, 2), (16 + REVIEW_STEPS, 1))
+    assert "back to K = 1, M = 2: K = 2, M = 2 takes" in back[2]
+    kept = two_ranks.run(pipelines_of, tmp_path / "fast", 1e-6, None)[0]
+    assert [one[:2] for one in kept] == [(0, 1), (16, 2)]
+
+
+def test_a_resumed_run_goes_back_where_the_interrupted_one_did(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    # Interrupted at step 30 and continued from 20, too late to know what the steps before took.
+    resumed = two_ranks.run(pipelines_of, tmp_path, 1e6, 30)[0]
+    # The first run's record, and the second's.
+    assert [one[:2] for one in resumed if one[0] == 16 + REVIEW_STEPS] == [(28, 1), (28, 1)]

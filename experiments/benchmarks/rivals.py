@@ -1,0 +1,200 @@
+"""Measure the Trainer against the loop a user would write instead, with the same freezing.
+
+Both train in one process on all cores, step by step in turn: nothing frozen, and at a third and
+two thirds of the layers an epoch in which the cache fills and one in which every row is there.
+Then two processes of one thread each, against the loop on all cores. Run it as
+
+    python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
+
+Without the folders a BERT of MiniLM's shape is trained on random tokens, which takes as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from experiments.benchmarks.pairs import Ratio, bootstrap
+from experiments.benchmarks.plain_loop import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    PlainLoop,
+    RivalTask,
+    digits_task,
+    sentences_task,
+)
+from experiments.benchmarks.rounds import num_cores
+from freeze import FreezeSchedule
+from pipetransformer import Trainer, adamw, launch
+
+LEARNING_RATE = 5e-5
+STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
+LEAST = {
+    "vs_plain_loop": 0.98,
+    "vs_plain_loop_frozen": 1.0,
+    "vs_plain_loop_warm": 1.5,
+    "vs_plain_loop_two_processes": 0.9,
+}
+Seconds = list[tuple[float, float]]
+"""Seconds of pairs of steps: the plain loop's, ours."""
+
+
+def tasks(minilm: str | None, sst2: str | None) -> tuple[RivalTask, ...]:
+    """Return what is trained."""
+    return digits_task(), sentences_task(minilm, sst2)
+
+
+def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...]) -> Trainer:
+    """Return the Trainer of a task, with settings as the plain loop's."""
+    return Trainer(
+        task.build(),
+        task.dataset,  # type: ignore[arg-type]
+        optimizer=adamw(LEARNING_RATE),
+        freeze=FreezeSchedule(frozen_by_epoch),
+        epochs=len(frozen_by_epoch),
+        global_batch_size=BATCH_SIZE,
+        device="cpu",
+        evaluate_every_epochs=0,
+        progress=False,
+    )
+
+
+def in_one_process(task: RivalTask) -> dict[str, Seconds]:
+    """Time an epoch of pairs of steps in each state of freezing."""
+    third, two_thirds = task.num_layers // 3, 2 * task.num_layers // 3
+    frozen = (0, third, third, two_thirds, two_thirds)
+    names = ("unfrozen", "third_filling", "third_warm", "two_thirds_filling", "two_thirds_warm")
+    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
+    found: dict[str, Seconds] = {}
+    with make_trainer(task, frozen) as trainer:
+        for name, num_frozen in zip(names, frozen, strict=True):
+            loop.freeze(num_frozen)
+            found[name] = [_pair(loop, trainer, number) for number in range(STEPS_PER_EPOCH)]
+    return found
+
+
+def in_two_processes(minilm: str | None, sst2: str | None, which: int, answer: str) -> None:
+    """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
+    task = tasks(minilm, sst2)[which]
+    loop = PlainLoop(task, learning_rate=LEARNING_RATE) if _rank() == 0 else None
+    with make_trainer(task, (0,)) as trainer:
+        trainer.step()
+        found = []
+        for number in range(STEPS_PER_EPOCH - 1):
+            found.append(_pair(loop, trainer, number))
+        if trainer.is_main_process:
+            Path(answer).write_text(json.dumps(found))
+
+
+def _pair(loop: PlainLoop | None, trainer: Trainer, number: int) -> tuple[float, float]:
+    """Time a step of each, the first one drawn; where there are others, they wait for the loop."""
+    seconds = [0.0, 0.0]
+    for which in random.Random(number).sample((0, 1), 2):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        if which == 1:
+            trainer.step()
+        elif loop is not None:
+            with _all_cores():
+                loop.step()
+        seconds[which] = time.perf_counter() - start
+    return seconds[0], seconds[1]
+
+
+class _all_cores:
+    """Lend a step all cores of the machine."""
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(num_cores())
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _rank() -> int:
+    import os
+
+    return int(os.environ.get("RANK", "0"))
+
+
+def plain_over_ours(pairs: Seconds, *, skip: int = 2) -> Ratio:
+    """Return the plain loop's time over ours, without the epoch's first steps."""
+    return bootstrap(np.array([plain / ours for plain, ours in pairs[skip:]]))
+
+
+def whole_epoch(pairs: Seconds) -> float:
+    """Return the plain loop's time over ours in an epoch, with the transition at its start."""
+    plain, ours = map(sum, zip(*pairs, strict=True))
+    return plain / ours
+
+
+def compare(minilm: str | None, sst2: str | None) -> dict[str, object]:
+    """Run all, say a line for each, and return what the JSON line holds."""
+    states: dict[str, list[Ratio]] = {}
+    detail: dict[str, object] = {}
+    for which, task in enumerate(tasks(minilm, sst2)):
+        found = in_one_process(task)
+        with tempfile.TemporaryDirectory() as folder:
+            answer = f"{folder}/seconds.json"
+            launch(in_two_processes, (minilm, sst2, which, answer), num_slots=2)
+            found["two_processes"] = json.loads(Path(answer).read_text())
+        for state, pairs in found.items():
+            ratio = plain_over_ours(pairs)
+            states.setdefault(state, []).append(ratio)
+            plain, ours = (1e3 * float(np.median(column)) for column in zip(*pairs, strict=True))
+            print(
+                f"{task.name:20}  {state:18}  plain {plain:7.1f} ms  ours {ours:7.1f} ms  "
+                f"{ratio.median:6.3f}  ({ratio.low:.3f} to {ratio.high:.3f})  "
+                f"whole epoch {whole_epoch(pairs):.3f}"
+            )
+            detail[f"{task.name}, {state}"] = {
+                "ratio": ratio.median,
+                "interval": [ratio.low, ratio.high],
+                "whole_epoch": whole_epoch(pairs),
+                "plain_ms": plain,
+                "ours_ms": ours,
+            }
+
+    def worse(*names: str) -> float:
+        return min(ratio.median for name in names for ratio in states[name])
+
+    return {
+        "vs_plain_loop": worse("unfrozen"),
+        "vs_plain_loop_frozen": worse("third_filling", "two_thirds_filling"),
+        "vs_plain_loop_warm": worse("two_thirds_warm"),
+        "vs_plain_loop_two_processes": worse("two_processes"),
+        "pairs": STEPS_PER_EPOCH,
+        "least": LEAST,
+        "torch": torch.__version__,
+        "cores": num_cores(),
+        "detail": detail,
+    }
+
+
+def main() -> int:
+    """Compare; fail where ours is slower than it may be."""
+    parser = argparse.ArgumentParser(description="Compare with a plain loop that freezes alike.")
+    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
+    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(num_cores())
+    found = compare(options.minilm, options.sst2)
+    print(json.dumps(found))
+    return 1 if any(float(str(found[name])) < least for name, least in LEAST.items()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
