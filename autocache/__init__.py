@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
-from autocache.prefix import HIDDEN, CacheStats, PrefixCache, RunLayers, rows_layout
+from autocache.prefix import CacheStats, PrefixCache, RunLayers
 from autocache.stamp import PrefixStamps, chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 
@@ -13,6 +14,7 @@ __all__ = [
     "NamelessFilesError",
     "PrefixCache",
     "PrefixStamps",
+    "RowContent",
     "RowField",
     "RowLayout",
     "RowRead",
@@ -20,5 +22,4 @@ __all__ = [
     "RunLayers",
     "StoreCounts",
     "chain_hash",
-    "rows_layout",
 ]

@@ -20,15 +20,24 @@ def round_up(num_bytes: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class RowField:
-    """Describe one tensor of a row: `shape` is one sample's, without the batch dimension."""
+    """Describe one tensor of a row.
+
+    Args:
+        name: unique in the row.
+        shape: one sample's, without the batch dimension; the longest where it varies.
+        dtype: as it is stored.
+        varies: whether a row may hold fewer entries along the first dimension; the others are not
+            stored, and read as zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    varies: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of one sample."""
+        """Return the bytes of one sample, of the longest where they vary."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

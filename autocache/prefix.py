@@ -16,15 +16,17 @@ some are checked, for as long as the cache is used: the dataset is asked for the
 it gives is compared, by its digest, with what the row was made from. One difference condemns the
 store: nobody reads it any more, and the fetch that found it starts over without.
 
+The coming step's rows can be read ahead, by a thread, while this one computes. What a thread has
+read passes the same checks; rows are written only by the step that computes them.
+
 Source: AutoCache, PipeTransformer section 3.4. Ours never asks the dataset for a sample that hits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -32,16 +34,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.layout import RowField, RowLayout
+from autocache.content import DIGEST, HIDDEN, RowContent, check_kept, digests
+from autocache.reader import RowReader
 from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 
-HIDDEN, DIGEST = "hidden", "digest"
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 """One row in so many is checked: of as many reads as the store has rows, and from then on. If one
 sample in 200 changes, 1,000 reads find none with a chance of 0.3."""
 
 _LOGGER = logging.getLogger(__name__)
+Load: TypeAlias = Callable[[Tensor], dict[str, Tensor]]
 RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
 """Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
 
@@ -66,37 +69,6 @@ class CacheStats:
     write_s: float = 0.0
 
 
-def rows_layout(
-    batch_of_one: Mapping[str, Tensor],
-    hidden_of_one: Tensor,
-    keep: tuple[str, ...],
-    *,
-    checked: bool = True,
-) -> RowLayout:
-    """Lay out the rows of a store from one sample.
-
-    Args:
-        batch_of_one: the dataset's entries of one sample, (1, ...) each.
-        hidden_of_one: (1, ...) hidden states, in the dtype the layers compute.
-        keep: which entries to store beside them.
-        checked: whether to store a digest of the sample, too, and so check the dataset against it.
-    Raises:
-        ValueError: an entry to keep is not in the batch.
-    """
-    _check_kept(batch_of_one, keep)
-    tensors = {
-        HIDDEN: hidden_of_one,
-        **{name: batch_of_one[name] for name in keep},
-        **({DIGEST: _digests(batch_of_one)} if checked else {}),
-    }
-    return RowLayout(
-        tuple(
-            RowField(name, tuple(tensor.shape[1:]), tensor.dtype)
-            for name, tensor in tensors.items()
-        )
-    )
-
-
 class PrefixCache:
     """Fetch the frozen prefix's activations of any samples; one per process that feeds a stage 0.
 
@@ -111,49 +83,60 @@ class PrefixCache:
         store: RowStore | None,
         stamps: PrefixStamps,
         device: torch.device,
-        keep: tuple[str, ...],
+        content: RowContent,
     ) -> None:
         """Set up; nothing is read or run.
 
         Args:
             run_layers: called with (batch, first, last) under `no_grad`, on `device`, always with
                 `chunk_size` samples: from first = 0 with the dataset's entries, else with "hidden"
-                and the `keep` entries. It puts the layers in eval mode itself.
+                and the kept entries. It puts the layers in eval mode itself.
             chunk_size: samples per call; the last chunk is padded with its last sample.
             store: None computes every sample.
             stamps: of the frozen layers; read only where there is a store.
             device: where layers run and results lie.
-            keep: the dataset's entries that later stages need (attention mask, targets).
+            content: what rows hold.
         Raises:
-            ValueError: `chunk_size` is below 1, `keep` names "hidden" or an entry twice, or the
-                store's fields are not those of `rows_layout`.
+            ValueError: `chunk_size` is below 1, or the store's fields are not those of the
+                content's layout.
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
-        _check_keep(keep, store)
+        _check_fields(content, store)
         self._run_layers = run_layers
         self._chunk_size = chunk_size
         self._store = store
         self._stamps = stamps
         self._device = device
-        self._keep = keep
+        self._content = content
         self._stats = CacheStats()
-        self._is_checked = store is not None and DIGEST in _names_of(store)
         self._reads = 0
+        on_cuda = device.type == "cuda"
+        self._reader = None if store is None else RowReader(store, pinned=on_cuda)
 
     def fetch(
-        self, sample_ids: Tensor, load: Callable[[Tensor], dict[str, Tensor]], *, depth: int
+        self,
+        sample_ids: Tensor,
+        load: Load,
+        *,
+        depth: int,
+        row_ids: Tensor | None = None,
+        keeps: bool = True,
     ) -> dict[str, Tensor]:
-        """Return the activations after `depth` layers, and the `keep` entries, of the samples.
+        """Return the activations after `depth` layers, and the kept entries, of the samples.
 
         Args:
             sample_ids: (B,) int64 on CPU, B >= 1; dataset indices, duplicates allowed.
             load: reads the dataset for the (N,) ids given, ascending and each once: only those
                 that miss. All entries, (N, ...) each.
             depth: number of layers to have passed, at least 1.
+            row_ids: (B,) int64, each sample's row in the store, out of its range where it has
+                none; None where they are the samples' ids.
+            keeps: whether to store what is computed; it may never be read again.
         Returns:
-            (B, ...) each, without grad: "hidden" on the device, and the `keep` entries in host
-            memory, from where they are sent to the stages that need them.
+            (B, ...) each, without grad: "hidden" on the device, and the kept entries in host
+            memory, from where they are sent to the stages that need them. They are the caller's
+            until the fetch after the next.
         Raises:
             ValueError: no ids, a depth out of range, or a loaded batch that does not fit the ids.
         """
@@ -162,7 +145,8 @@ class PrefixCache:
                 f"cannot fetch {len(sample_ids)} samples at depth {depth}; give depth >= 1 and at "
                 "least one id (for an empty micro-batch fetch any one id and slice [:0])"
             )
-        found, rows = self._read(sample_ids, depth)
+        row_ids = sample_ids if row_ids is None else row_ids
+        found, rows = self._read(row_ids, depth)
         if not self._is_current(sample_ids, found, rows, load):
             found, rows = torch.zeros_like(found), {}
         for first in sorted({*found.tolist()} - {depth}):
@@ -170,7 +154,8 @@ class PrefixCache:
             ids, inverse = sample_ids[positions].unique(return_inverse=True)
             batch = self._load(ids, load) if first == 0 else _take(rows, positions, inverse)
             fresh = self._run(batch, first, depth)
-            self._write(ids, fresh, depth)
+            if keeps:
+                self._write(_chosen(row_ids, positions, inverse), fresh, depth)
             _place(rows, positions, fresh, inverse)
         self._count(found, depth)
         rows.pop(DIGEST, None)
@@ -181,15 +166,30 @@ class PrefixCache:
         stats, self._stats = self._stats, CacheStats()
         return stats
 
-    def _read(self, sample_ids: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def read_ahead(self, row_ids: Tensor, *, depth: int) -> None:
+        """Have a thread read the rows that the next fetch will ask for.
+
+        Args:
+            row_ids, depth: as that fetch's; where they are others, what was read is dropped.
+        """
+        if self._reader is not None:
+            self._reader.read_ahead(row_ids, self._stamps.up_to(depth))
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _read(self, row_ids: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (B,) depth each sample was found at, and the rows if any was found."""
-        if self._store is None:
-            return torch.zeros_like(sample_ids), {}
+        if self._reader is None:
+            return torch.zeros_like(row_ids), {}
         with self._timed("read_s"):
-            read = self._store.read(sample_ids, self._stamps.up_to(depth))
+            read = self._reader.read(row_ids, self._stamps.up_to(depth))
             if not read.depth.any():
                 return read.depth, {}
-            read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device)
+            hidden = read.rows[HIDDEN].to(self._device, non_blocking=True)
+            read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
             return read.depth, read.rows
 
     def _is_current(
@@ -197,15 +197,15 @@ class PrefixCache:
         sample_ids: Tensor,
         found: Tensor,
         rows: dict[str, Tensor],
-        load: Callable[[Tensor], dict[str, Tensor]],
+        load: Load,
     ) -> bool:
         """Compare some samples read with the dataset's; condemn the store if one differs."""
-        hits = found.nonzero().flatten().tolist() if self._is_checked else []
+        hits = found.nonzero().flatten().tolist() if self._content.checked else []
         due = [position for position in hits if self._check_due()]
         if not due:
             return True
         ids, inverse = sample_ids[due].unique(return_inverse=True)
-        given = _digests(self._load(ids, load))[inverse]
+        given = digests(self._load(ids, load))[inverse]
         differing = (given != rows[DIGEST][due]).nonzero().flatten().tolist()
         if not differing:
             return True
@@ -226,9 +226,9 @@ class PrefixCache:
         dense = self._reads <= self._store.num_rows
         return self._reads % (_DENSE_CHECKS if dense else _SPARSE_CHECKS) == 0
 
-    def _load(self, ids: Tensor, load: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
         batch = load(ids)
-        _check_kept(batch, self._keep)
+        check_kept(batch, self._content.keep)
         lengths = {name: len(entry) for name, entry in batch.items()}
         if set(lengths.values()) != {len(ids)}:
             raise ValueError(
@@ -251,15 +251,22 @@ class PrefixCache:
                     if name != DIGEST
                 }
                 parts.append(self._run_layers(chunk, first, last)[: num - start])
-            kept = {name: batch[name] for name in self._keep}
-            if self._is_checked:
-                kept[DIGEST] = batch[DIGEST] if DIGEST in batch else _digests(batch)
-            return {HIDDEN: torch.cat(parts), **kept}
+            hidden = torch.cat(parts)
+            if self._store is not None and self._content.dtype is not None:
+                # A sample has the same activations in every epoch, those in which it misses too.
+                hidden = hidden.to(self._content.dtype).to(hidden.dtype)
+            kept = {name: batch[name] for name in self._content.keep}
+            if self._store is not None and self._content.checked:
+                kept[DIGEST] = batch[DIGEST] if DIGEST in batch else digests(batch)
+            return {HIDDEN: hidden, **kept}
 
-    def _write(self, ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
+    def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
         if self._store is not None:
             with self._timed("write_s"):
-                self._store.write(ids, self._stamps[depth], fresh)
+                lengths = self._content.lengths(fresh)
+                stored = fresh[HIDDEN].to(self._content.dtype or fresh[HIDDEN].dtype)
+                rows = {**fresh, HIDDEN: stored}
+                self._store.write(row_ids, self._stamps[depth], rows, lengths)
 
     def _count(self, found: Tensor, depth: int) -> None:
         hits, misses = int((found == depth).sum()), int((found == 0).sum())
@@ -280,25 +287,16 @@ class PrefixCache:
             self._stats = replace(self._stats, **{name: spent})
 
 
-def _digests(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return (N,) int64: a digest of all that the dataset gave for each of (N, ...) samples."""
-    names = sorted(batch)
-    digests = []
-    for index in range(len(batch[names[0]])):
-        digest = hashlib.blake2b(digest_size=8)
-        for name in names:
-            values = batch[name][index].cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(name.encode())
-            digest.update(values.numpy().data)
-        digests.append(int.from_bytes(digest.digest(), "little", signed=True))
-    return torch.tensor(digests)
+def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
+    """Return the values at the given positions, each id's once: `inverse` says which each is."""
+    # Any one position of each id will do.
+    chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
+    return values[chosen.to(values.device)]
 
 
 def _take(rows: dict[str, Tensor], positions: Tensor, inverse: Tensor) -> dict[str, Tensor]:
-    """Return the rows at the given positions, each id once: `inverse` says which id each is."""
-    # Any one position of each id will do.
-    chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
-    return {name: row[chosen.to(row.device)] for name, row in rows.items()}
+    """Return the rows at the given positions, each id once."""
+    return {name: _chosen(row, positions, inverse) for name, row in rows.items()}
 
 
 def _place(
@@ -312,26 +310,10 @@ def _place(
         rows[name][positions.to(row.device)] = row[inverse.to(row.device)]
 
 
-def _check_keep(keep: tuple[str, ...], store: RowStore | None) -> None:
-    needed = {HIDDEN, *keep}
-    if len(needed) < 1 + len(keep) or DIGEST in keep:
-        raise ValueError(
-            f'keep is {keep}; name each entry once, and none "{HIDDEN}" or "{DIGEST}"'
-        )
-    if store is not None and needed != (stored := _names_of(store) - {DIGEST}):
+def _check_fields(content: RowContent, store: RowStore | None) -> None:
+    needed = {HIDDEN, *content.keep, *((DIGEST,) if content.checked else ())}
+    if store is not None and needed != (stored := {field.name for field in store.layout.fields}):
         raise ValueError(
             f"the store has fields {sorted(stored)}, the cache needs {sorted(needed)}; "
-            "build the store's layout with rows_layout and the same keep"
-        )
-
-
-def _names_of(store: RowStore) -> set[str]:
-    return {field.name for field in store.layout.fields}
-
-
-def _check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
-    if missing := [name for name in keep if name not in batch]:
-        raise ValueError(
-            f"the dataset gives {sorted(batch)}, without {missing} of keep = {keep}; "
-            "keep only names the dataset gives"
+            "build the store's layout with the same content"
         )

@@ -1,7 +1,6 @@
 """Store one row per sample in a memory-mapped file that all processes of a node share.
 
-    file:  | fingerprint | stamp, check | stamp, check | ... | row 0 | row 1 | ...
-    row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
+row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
 
 A row is valid for whoever knows its stamp. A writer clears the stamp, writes the bytes and the
 check value, then publishes the stamp; a reader reads the stamp before and after copying the bytes
@@ -9,13 +8,13 @@ and sums the copy. So a row half written, overwritten while it was read, or dama
 without locks.
 
 Source: AutoCache, PipeTransformer section 3.4, keeps a dictionary of files in shared memory. Ours
-is one file of fixed slots, written in place, whose size is reserved when it is created.
+is one file of fixed slots, written in place, whose size is reserved when it is created. Of a row
+whose length varies only its own bytes are touched.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import math
 import mmap
@@ -28,13 +27,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autocache.layout import ALIGN_BYTES, RowField, RowLayout, round_up
+from autocache.layout import ALIGN_BYTES, RowLayout
+from autocache.mapped_file import TAG_WORDS, WORD_BYTES, FileShape, open_mapping, reserve
+from autocache.row_copy import as_words, copy_in, copy_out, num_words, own_words
 
 _LOGGER = logging.getLogger(__name__)
-_WORD_BYTES = 8
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,14 @@ class RowRead:
 
     Attributes:
         depth: (B,) int64; 0 for a miss, else 1 + the index into the stamps asked for.
-        rows: by field name, (B, *shape) in the stored dtype; undefined where depth is 0.
+        rows: by field name, (B, *shape) in the stored dtype, zeros behind a row's own length;
+            undefined where depth is 0.
+        num_corrupt: rows whose check failed.
     """
 
     depth: Tensor
     rows: dict[str, Tensor]
+    num_corrupt: int
 
 
 @dataclass
@@ -88,19 +90,17 @@ class RowStore:
         self.num_rows = num_rows
         self.counts = StoreCounts()
         self._unlink = unlink
+        shape = FileShape(layout, num_rows)
         self._header = np.frombuffer(mapping, np.uint64, count=2)
         self._tags = np.frombuffer(
-            mapping, np.uint64, count=2 * num_rows, offset=ALIGN_BYTES
-        ).reshape(num_rows, 2)
-        row_words = layout.row_bytes // _WORD_BYTES
+            mapping, np.uint64, count=TAG_WORDS * num_rows, offset=ALIGN_BYTES
+        ).reshape(num_rows, TAG_WORDS)
+        row_words = layout.row_bytes // WORD_BYTES
         table = torch.frombuffer(
-            mapping,
-            dtype=torch.int64,
-            count=num_rows * row_words,
-            offset=_rows_start(num_rows),
+            mapping, dtype=torch.int64, count=num_rows * row_words, offset=shape.rows_start
         ).view(num_rows, row_words)
         self._words = [
-            table.narrow(1, offset // _WORD_BYTES, _num_words(field))
+            table.narrow(1, offset // WORD_BYTES, num_words(field))
             for field, offset in zip(layout.fields, layout.offsets, strict=False)
         ]
 
@@ -120,7 +120,7 @@ class RowStore:
         path = Path(path)
         with open(path, "xb+") as file:
             try:
-                mapping = _reserve(file.fileno(), path, layout, num_rows)
+                mapping = reserve(file.fileno(), path, FileShape(layout, num_rows))
             except BaseException:
                 path.unlink()
                 raise
@@ -130,7 +130,7 @@ class RowStore:
     @classmethod
     def in_memory(cls, layout: RowLayout, num_rows: int) -> RowStore:
         """Make a store that no other process can open, on no file system."""
-        mapping = mmap.mmap(-1, _file_bytes(layout, num_rows))
+        mapping = mmap.mmap(-1, FileShape(layout, num_rows).num_bytes)
         return cls(Path("memory"), layout, num_rows, mapping=mapping)
 
     @classmethod
@@ -156,7 +156,7 @@ class RowStore:
                 raise
             raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
         try:
-            mapping = _reserve(descriptor, folder, layout, num_rows)
+            mapping = reserve(descriptor, folder, FileShape(layout, num_rows))
         except BaseException:
             os.close(descriptor)
             raise
@@ -169,22 +169,11 @@ class RowStore:
         """Map a file that another process of this node has created.
 
         Raises:
-            FileNotFoundError: `path` was not created yet, or is unlinked already.
-            ValueError: the file was created with another layout or number of rows.
+            FileNotFoundError, ValueError: see `open_mapping`.
         """
         path = Path(path)
-        size = _file_bytes(layout, num_rows)
-        with open(path, "rb+") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found == size:
-                mapping = mmap.mmap(file.fileno(), size)
-                header = np.frombuffer(mapping, np.uint64, count=1)
-                if header[0] == _fingerprint(layout, num_rows):
-                    return cls(path, layout, num_rows, mapping=mapping)
-        raise ValueError(
-            f"cache file {path} of {found} bytes has another layout than the {num_rows} rows of "
-            f"{layout.fields} asked for ({size} bytes); open it as it was created"
-        )
+        mapping = open_mapping(path, FileShape(layout, num_rows))
+        return cls(path, layout, num_rows, mapping=mapping)
 
     def __enter__(self) -> RowStore:
         return self
@@ -208,7 +197,7 @@ class RowStore:
         # The last array to go unmaps the file; unmapping by hand fails while a traceback has one.
         self._words.clear()
         self._header = np.zeros(2, np.uint64)
-        self._tags = np.empty((0, 2), np.uint64)
+        self._tags = np.empty((0, TAG_WORDS), np.uint64)
 
     @property
     def is_condemned(self) -> bool:
@@ -221,38 +210,89 @@ class RowStore:
         self._header[1] = 1
         return first
 
-    def read(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> RowRead:
+    def read(
+        self,
+        sample_ids: Tensor,
+        depth_stamps: Sequence[int],
+        *,
+        into: Mapping[str, Tensor] | None = None,
+        in_background: bool = False,
+    ) -> RowRead:
         """Read the rows of a batch whose stamp is one of those given.
+
 
         Args:
             sample_ids: (B,) int64 on CPU; duplicates are fine, ids without a row are misses.
             depth_stamps: the stamps that count as hits, none of them 0.
+            into: tensors from `buffers`, for B rows or more, that the rows are copied into; fresh
+                memory costs as much as the copy.
+            in_background: whether a thread reads, beside what is computed: it leaves torch's
+                threads to that, and counting to `note`.
         Raises:
             ValueError: see `write`.
         """
         ids, fits = self._slots(sample_ids)
         stamps = np.array([_checked_stamp(stamp) for stamp in depth_stamps], np.uint64)
-        before = self._tags[ids, 0]
+        before, _, lengths = self._tags[ids].T
         ranks = np.arange(1, len(stamps) + 1)
         fits = fits & (not self.is_condemned)
         depth = np.max((before[:, None] == stamps) * ranks, axis=1, initial=0) * fits
         found = depth > 0
-        rows, sums = self._gather(ids, found)
-        checks = self._tags[ids, 1]
-        after = self._tags[ids, 0]
-        intact = (sums ^ before) == checks
+        buffers = self.buffers(len(ids)) if into is None else into
+        # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
+        rows, sums = self._gather(
+            np.where(found, ids, ids.max(initial=0, where=found)),
+            lengths,
+            buffers,
+            in_background=in_background,
+        )
+        after, checks, _ = self._tags[ids].T
+        intact = _check_values(sums, before, lengths) == checks
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
-        self._count_reads(depth, found & (after == before) & ~intact)
-        return RowRead(torch.from_numpy(depth), rows)
+        corrupt = found & (after == before) & ~intact
+        read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
+        if not in_background:
+            self.note(read)
+        return read
 
-    def write(self, sample_ids: Tensor, stamp: int, rows: Mapping[str, Tensor]) -> None:
+    def note(self, read: RowRead) -> None:
+        """Count rows that were read; warn of the first damaged ones."""
+        num, num_corrupt = len(read.depth), read.num_corrupt
+        hits = int(read.depth.count_nonzero())
+        if num_corrupt and not self.counts.corrupt_rows:
+            _LOGGER.warning(
+                "cache file %s: rows fail their check and are recomputed, now %d; its memory or "
+                "disk is damaged (later ones are only counted)",
+                self.path,
+                num_corrupt,
+            )
+        self.counts.hits += hits
+        self.counts.misses += num - hits
+        self.counts.corrupt_rows += num_corrupt
+        self.counts.bytes_read += hits * self.layout.row_bytes
+
+    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
+        """Return memory for `read` to copy so many rows into, page-locked if need be."""
+        return {
+            field.name: torch.empty(num, num_words(field), dtype=torch.int64, pin_memory=pinned)
+            for field in self.layout.fields
+        }
+
+    def write(
+        self,
+        sample_ids: Tensor,
+        stamp: int,
+        rows: Mapping[str, Tensor],
+        lengths: Tensor | None = None,
+    ) -> None:
         """Write the rows of a batch in place; ids without a row are left out.
 
         Args:
             sample_ids: (B,) int64 on CPU, each once.
             stamp: what the rows have passed through, 0 < stamp < 2**64.
             rows: every field of the layout and no other, (B, *shape), any device.
+            lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
         Raises:
             ValueError: ids that are negative or not (B,) int64 on CPU, a stamp out of range, rows
                 that do not match the layout, or a closed store.
@@ -264,12 +304,20 @@ class RowStore:
             return
         kept = torch.from_numpy(fits).nonzero().flatten()
         ids = ids[fits]
-        self._tags[ids, 0] = 0
-        sums = self._put(
-            ids, {name: row.cpu().index_select(0, kept) for name, row in rows.items()}
+        own = (
+            np.full(len(ids), np.iinfo(np.uint64).max)
+            if lengths is None
+            else (lengths[kept].numpy().astype(np.uint64))
         )
-        # The stamp enters the check, so that bytes of one stamp never pass under another.
-        self._tags[ids, 1] = sums ^ np.uint64(stamp)
+        self._tags[ids, 0] = 0
+        sums = np.zeros(len(ids), np.uint64)
+        for field, words in zip(self.layout.fields, self._words, strict=True):
+            values = rows[field.name].detach().cpu()
+            values = values if len(kept) == len(values) else values.index_select(0, kept)
+            sums += copy_in(ids, as_words(field, values), words, own_words(field, own))
+        self._tags[ids, 2] = own
+        # Stamp and length enter the check, so that no bytes ever pass under another.
+        self._tags[ids, 1] = _check_values(sums, np.uint64(stamp), own)
         self._tags[ids, 0] = stamp
         self.counts.bytes_written += len(ids) * self.layout.row_bytes
 
@@ -291,61 +339,33 @@ class RowStore:
                 "shapes and dtypes, so pad each sample to a fixed length or use no store"
             )
 
-    def _gather(self, ids: np.ndarray, wanted: np.ndarray) -> tuple[dict[str, Tensor], np.ndarray]:
+    def _gather(
+        self,
+        source: np.ndarray,
+        lengths: np.ndarray,
+        buffers: Mapping[str, Tensor],
+        *,
+        in_background: bool,
+    ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
-        # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        source = torch.from_numpy(np.where(wanted, ids, ids.max(initial=0, where=wanted)))
-        sums, rows = [], {}
+        sums, rows = np.zeros(len(source), np.uint64), {}
         for field, words in zip(self.layout.fields, self._words, strict=True):
-            copied = words.index_select(0, source)
-            sums.append(copied.sum(1).numpy())
+            copied = buffers[field.name][: len(source)]
+            own = own_words(field, lengths)
+            sums += copy_out(source, words, copied, own, in_background=in_background)
             values = copied.view(field.dtype)
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
-            rows[field.name] = values.view(len(ids), *field.shape)
-        return rows, np.sum(sums, axis=0).view(np.uint64)
-
-    def _put(self, ids: np.ndarray, rows: Mapping[str, Tensor]) -> np.ndarray:
-        """Copy rows into the file; return the (B,) uint64 sums of what was copied."""
-        sums = []
-        for field, words in zip(self.layout.fields, self._words, strict=True):
-            flat = rows[field.name].detach().view(len(ids), math.prod(field.shape))
-            gap_bytes = words.shape[1] * _WORD_BYTES - field.num_bytes
-            padded = nn.functional.pad(flat.view(torch.uint8), (0, gap_bytes)).view(torch.int64)
-            sums.append(padded.sum(1).numpy())
-            words.index_copy_(0, torch.from_numpy(ids), padded)
-        return np.sum(sums, axis=0).view(np.uint64)
-
-    def _count_reads(self, depth: np.ndarray, corrupt: np.ndarray) -> None:
-        hits, num_corrupt = int(np.count_nonzero(depth)), int(np.count_nonzero(corrupt))
-        if num_corrupt and not self.counts.corrupt_rows:
-            _LOGGER.warning(
-                "cache file %s: rows fail their check and are recomputed, now %d; its memory or "
-                "disk is damaged (later ones are only counted)",
-                self.path,
-                num_corrupt,
-            )
-        self.counts.hits += hits
-        self.counts.misses += len(depth) - hits
-        self.counts.corrupt_rows += num_corrupt
-        self.counts.bytes_read += hits * self.layout.row_bytes
+            rows[field.name] = values.view(len(source), *field.shape)
+        return rows, sums
 
 
-def _num_words(field: RowField) -> int:
-    return round_up(field.num_bytes, _WORD_BYTES) // _WORD_BYTES
-
-
-def _rows_start(num_rows: int) -> int:
-    return round_up(ALIGN_BYTES + 2 * _WORD_BYTES * num_rows, _PAGE_BYTES)
-
-
-def _file_bytes(layout: RowLayout, num_rows: int) -> int:
-    return _rows_start(num_rows) + num_rows * layout.row_bytes
-
-
-def _fingerprint(layout: RowLayout, num_rows: int) -> np.uint64:
-    digest = hashlib.blake2b(repr((layout, num_rows)).encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+def _check_values(
+    sums: np.ndarray, stamps: np.ndarray | np.uint64, lengths: np.ndarray
+) -> np.ndarray:
+    """Return the check values of rows by the sums of their words, their stamps and lengths."""
+    # An odd factor, so that a length and a sum that differ by as much are not taken for equal.
+    return (sums + lengths * np.uint64(0x9E3779B97F4A7C15)) ^ stamps
 
 
 def _checked_stamp(stamp: int) -> int:
@@ -361,23 +381,3 @@ def _checked_ids(sample_ids: Tensor) -> np.ndarray:
         if ids.min(initial=0) >= 0:
             return ids
     raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
-
-
-def _reserve(descriptor: int, path: Path, layout: RowLayout, num_rows: int) -> mmap.mmap:
-    """Map a new file's every byte, with all rows empty."""
-    if num_rows < 1:
-        raise ValueError(f"a row store has {num_rows} rows; give at least 1, or use no store")
-    num_bytes = _file_bytes(layout, num_rows)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        mapping = mmap.mmap(descriptor, num_bytes)
-        np.frombuffer(mapping, np.uint64, count=1)[0] = _fingerprint(layout, num_rows)
-        return mapping
-    except OSError as error:
-        free = os.fstatvfs(descriptor)
-        raise OSError(
-            error.errno,
-            f"the cache needs {num_bytes} bytes at {path} and could not get them "
-            f"({error.strerror}; {free.f_bavail * free.f_frsize} bytes are free); "
-            "cache fewer rows, or put the file on a larger file system",
-        ) from error

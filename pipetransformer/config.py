@@ -101,7 +101,13 @@ class TrainConfig:
             published system did; the learning rate is scaled with it.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
         cache_folder: where the cache's file lives; RAM by default.
-        cache_limit_bytes: most bytes of the cache on a node; None holds the whole training set.
+        cache_limit_bytes: most bytes of the training set's cache on a node, and of the evaluation
+            set's; None holds all samples. Those that do not fit are computed at every step.
+        cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then
+            has rounded ones in every epoch; None stores them as they are computed.
+        cache_views: how many fixed views to take of each sample of a training set that is
+            augmented at random: epoch e reads view e modulo so many; None takes a new one each
+            epoch, which cannot be cached.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not.
         folder: where records and checkpoints go; None writes nothing.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
@@ -143,6 +149,8 @@ class TrainConfig:
     cache: bool = True
     cache_folder: str | Path = "/dev/shm"
     cache_limit_bytes: int | None = None
+    cache_dtype: Literal["bfloat16", "float16"] | None = None
+    cache_views: int | None = None
     prefix_chunk: int = 8
     folder: str | Path | None = None
     checkpoint_every_epochs: int = 0
@@ -205,6 +213,7 @@ class TrainConfig:
             "memory_limit_bytes",
             "freeze_interval_steps",
             "cache_limit_bytes",
+            "cache_views",
         ):
             value = getattr(self, name)
             self._require(
@@ -229,6 +238,7 @@ class TrainConfig:
         for name, allowed in (
             ("on_nonfinite", ("raise", "skip")),
             ("schedule", (None, "gpipe", "1f1b")),
+            ("cache_dtype", (None, "bfloat16", "float16")),
             ("device", ("auto", "cpu", "cuda", "cuda-shared")),
         ):
             self._require(

@@ -75,6 +75,16 @@ class Timeline:
         interval = self._config.freeze_interval_steps
         return self.at_epoch_start if interval is None else self.position.step % interval == 0
 
+    def decision_follows(self) -> bool:
+        """Tell whether a decision precedes the step after the coming one, in the same epoch."""
+        interval = self._config.freeze_interval_steps
+        return interval is not None and (self.position.step + 1) % interval == 0
+
+    @property
+    def sees_samples_last(self) -> bool:
+        """Tell whether the samples of this epoch are not seen again as they are now."""
+        return self.position.epoch + (self._config.cache_views or 1) >= self._config.epochs
+
     def save_due(self) -> bool:
         """Tell whether the state after the last step is to be saved: at the end it always is."""
         config, position = self._config, self.position

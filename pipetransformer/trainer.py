@@ -31,7 +31,7 @@ from pipetransformer.optimizer_probe import try_optimizer
 from pipetransformer.position import Timeline
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
 from pipetransformer.report import FitReport, RunLog
-from pipetransformer.stage import FrozenPrefix, LossSums, StepResult
+from pipetransformer.stage import FrozenPrefix, LossSums, SampleFeed, StepResult
 from pipetransformer.transition import Change, Decision, Deployment, Transitions
 from pipetransformer.verification import Verification, verify
 
@@ -91,8 +91,10 @@ class Trainer:
         self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
         self._sampler = EpochSampler(len(train_dataset), seed=self.config.seed)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
-        self._prefix = FrozenPrefix(self._task, self.world, train_dataset)
-        self._deployment = Deployment(self._task, self.world, self._prefix)
+        self._prefix = FrozenPrefix(self._task)
+        self._feed = self._feed_of(train_dataset)
+        self._evaluation_feed = None if eval_dataset is None else self._feed_of(eval_dataset)
+        self._deployment = Deployment(self._task, self.world, self._feed)
         self._timeline = Timeline(self.config, len(train_dataset))
         self.report = FitReport()
         self._log = RunLog(self.world, self.config)
@@ -140,7 +142,8 @@ class Trainer:
             self.world.close()
 
     def _close_own(self) -> None:
-        self._prefix.close()
+        for feed in filter(None, (self._feed, self._evaluation_feed)):
+            feed.close()
         self._transitions.close()
         self._log.close()
 
@@ -205,9 +208,13 @@ class Trainer:
         sums = LossSums()
         with own_random_numbers(self.world.device):
             self._set_up()
-            self._deployment.active_stage.evaluate(
-                len(dataset), lambda ids: self._prefix.read(dataset, ids, 0), sums
-            )
+            own = self._evaluation_feed
+            feed = own if own and own.dataset is dataset else self._feed_of(dataset, once=True)
+            feed.follow_prefix()
+            rows = feed.rows(0, is_last=self.is_over or feed is not own)
+            self._deployment.active_stage.evaluate(len(dataset), rows, sums)
+            if feed is not own:
+                feed.close()
         return LossSums.joined(gather_json(sums.totals, group=self.world.group)).means()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -292,7 +299,10 @@ class Trainer:
 
     def _read_train_dataset(self, ids: Tensor) -> Batch:
         """Read samples to measure and to probe with; ids may exceed the training set's length."""
-        return self._prefix.read(self._train_dataset, ids % len(self._train_dataset), 0)
+        return self._feed.read(ids)
+
+    def _feed_of(self, dataset: SizedDataset, *, once: bool = False) -> SampleFeed:
+        return SampleFeed(self._task, self.world, dataset, self._prefix, once=once)
 
     def _step(self) -> StepResult:
         refuse_surroundings(trains=True)
@@ -312,9 +322,9 @@ class Trainer:
             stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
         result = stage.train_step(
             ids,
-            self._prefix.rows(position.epoch),
+            self._feed.rows(position.epoch, is_last=timeline.sees_samples_last),
             step=position.step,
-            epoch=position.epoch,
+            next_ids=self._next_ids(len(ids)),
             learning_rate_factor=timeline.learning_rate_factor(self._transitions.replicas),
         )
         stage.recorder = None
@@ -325,13 +335,22 @@ class Trainer:
         self._note_saved(self._state.save_if_due(self._transitions.decider))
         return result
 
+    def _next_ids(self, num_done: int) -> Tensor | None:
+        """Return the coming step's samples, where no decision and no new epoch comes before."""
+        timeline, position = self._timeline, self._timeline.position
+        sample = position.sample + num_done
+        if sample >= len(self._train_dataset) or timeline.decision_follows():
+            return None
+        size = timeline.global_batch(self._transitions.replicas)
+        return self._sampler.global_batch(position.epoch, sample, size)
+
     def _set_up(self) -> None:
         """Measure, restore or prepare, once."""
         refuse_surroundings(trains=False)
         if self._transitions.have_begun:
             return
         if self.config.cache and not isinstance(self._policy, NeverFreeze):
-            self._prefix.check_repeatable()
+            self._feed.check_repeatable()
         checkpoint = self._state.open()
         agree(self._log.open, group=self.world.group)
         probe_sublayers(self._task, self.world, self._read_train_dataset)
@@ -355,7 +374,7 @@ class Trainer:
 
     def _note_step(self, result: StepResult, num_samples: int) -> None:
         assert self.decision is not None
-        stats = self._prefix.take_stats()
+        stats = self._feed.take_stats()
         self.report.add_step(result, stats, num_samples)
         clock, decision = self._transitions.clock(), self.decision
         self._log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)

@@ -38,6 +38,7 @@ from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.frozen_prefix import FrozenPrefix
+from pipetransformer.stage.sample_feed import SampleFeed
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
 from pipetransformer.transition.decider import Decider
@@ -49,7 +50,7 @@ from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
     "measure": (pipetransformer.transition.transitions, "measure"),
-    "read": (FrozenPrefix, "read"),
+    "read": (SampleFeed, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),
     "loss": (TrainWork, "finish"),

@@ -217,16 +217,13 @@ def quickly_measured() -> Iterator[None]:
 
 def watch_reads(trainer: Trainer, read: list[list[int]]) -> None:
     """Add the ids that this rank asks its prefix for to the last list of `read`."""
-    rows = trainer._prefix.rows
+    fetch = trainer._feed.fetch
 
-    def watched(epoch: int) -> Callable[[Tensor], dict[str, Tensor]]:
-        def fetch(ids: Tensor) -> dict[str, Tensor]:
-            read[-1].extend(ids.tolist())
-            return rows(epoch)(ids)
+    def watched(ids: Tensor, **settings: Any) -> dict[str, Tensor]:
+        read[-1].extend(ids.tolist())
+        return fetch(ids, **settings)
 
-        return fetch
-
-    trainer._prefix.rows = watched  # type: ignore[method-assign]
+    trainer._feed.fetch = watched  # type: ignore[method-assign]
 
 
 def digests_of_this_rank(trainer: Trainer) -> dict[str, str]:

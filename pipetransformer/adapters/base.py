@@ -65,6 +65,10 @@ class LayeredModel:
             used twice; layers fall, skip a number, or leave the head no layer of its own.
     """
 
+    padding_mask: str | None = None
+    """A batch entry, (N, S), whose zeros at a sample's end mark positions on whose hidden states,
+    (N, S, ...), neither the loss nor a gradient depends; None where there are none such."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -36,13 +36,15 @@ def build_sequence_classification(model: Any) -> LayeredModel:
         TypeError: the encoder or a block is not transformers' own class.
         ValueError: a decoder, a setting that sublayers would ignore, or an unknown attention.
     """
-    return LayeredModel(
+    layered = LayeredModel(
         model,
         _sublayers(model, _ClassificationHead(model)),
         inputs=INPUTS,
         targets=("labels",),
         loss_fn=classification_loss(model.config),
     )
+    layered.padding_mask = "attention_mask"  # The pooler takes the first position's state alone.
+    return layered
 
 
 def build_question_answering(model: Any) -> LayeredModel:

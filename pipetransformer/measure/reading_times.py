@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, PrefixCache, PrefixStamps, RowField, RowLayout, RowStore
+from autocache import HIDDEN, PrefixCache, PrefixStamps, RowContent, RowField, RowLayout, RowStore
 from pipetransformer.data import Batch
 from pipetransformer.measure.timing import Displacer, typical_s
 
@@ -43,7 +43,7 @@ def measure_rows() -> tuple[float, float]:
             store=store,
             stamps=stamps,
             device=torch.device("cpu"),
-            keep=(),
+            content=RowContent((), checked=False),
         )
 
         def fetch(ids: Tensor) -> Batch:

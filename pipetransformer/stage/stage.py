@@ -122,15 +122,22 @@ class Stage:
         self.parameters, self.optimizer, self.signals = {}, None, GradientSignals({})
 
     def train_step(
-        self, ids: Tensor, rows: Rows, *, step: int, epoch: int, learning_rate_factor: float
+        self,
+        ids: Tensor,
+        rows: Rows,
+        *,
+        step: int,
+        learning_rate_factor: float,
+        next_ids: Tensor | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
         Args:
             ids: (B,) int64, the whole global batch; this replica takes its slice.
-            rows: gives stage 0 its micro-batches.
-            step, epoch: position in the run.
+            rows: gives stage 0 its samples.
+            step: position in the run.
             learning_rate_factor: on every group's own learning rate.
+            next_ids: those of the coming step, where it is known that the same stages take it.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss depends on how the batch is
@@ -144,10 +151,10 @@ class Stage:
             parameter.grad = None
         set_training(self._task.model, self._trained, num_frozen=0)
         intrusion = self._watch.begin()
-        first, size = self._share(len(ids))
-        moment = TrainMoment(step, epoch, self._task.config.seed, first, len(ids))
-        own = ids[first : first + size]
-        batches = MicroBatches(own, sizes := self._cut(own), rows)
+        own, first = self._own(ids)
+        moment = TrainMoment(step, self._task.config.seed, first, len(ids))
+        coming = None if next_ids is None else self._own(next_ids)[0]
+        batches = MicroBatches(own, sizes := self._cut(own), rows, coming)
         work = TrainWork(
             self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
         )
@@ -180,12 +187,8 @@ class Stage:
 
     def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
-        model, config = self._task.model, self._task.config
-        layers = self._wiring.layers(
-            range(0 if self._index == 0 else self._trained.start, self._trained.stop)
-        )
-        first, size = self._share(num_samples)
-        own = torch.arange(first, first + size)
+        model, config, layers = self._task.model, self._task.config, self._layers
+        own, _ = self._own(torch.arange(num_samples))
         per_step = max(1, config.global_batch_size // self.topology.replicas)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
@@ -222,10 +225,11 @@ class Stage:
             return ()
         return split_evenly(len(ids), min(len(ids), self.plan.num_micro_batches))
 
-    def _share(self, num_samples: int) -> tuple[int, int]:
-        """Return where this replica's samples begin, and how many they are."""
-        sizes = (*split_evenly(num_samples, self.topology.replicas), 0)
-        return sum(sizes[: self._replica]), sizes[self._replica]
+    def _own(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Return this replica's slice of a batch, and where in the batch it begins."""
+        sizes = (*split_evenly(len(ids), self.topology.replicas), 0)
+        first = sum(sizes[: self._replica])
+        return ids[first : first + sizes[self._replica]], first
 
     def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""

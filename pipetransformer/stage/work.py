@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +19,8 @@ from pipetransformer.config import Metric
 from pipetransformer.data import Batch
 from pipetransformer.loss import Loss, mean_of
 from pipetransformer.stage.loss_probe import SplitProbe
+from pipetransformer.stage.sample_feed import Rows
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
-
-Rows = Callable[[Tensor], Batch]
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,14 @@ class MicroBatches:
     Args:
         ids: (n,) int64 dataset indices, in order.
         sizes: samples of every micro-batch.
-        rows: gives stage 0 the entries of all the step's samples, or, as "hidden", their
-            activations behind the frozen prefix; asked once a step.
+        rows: gives stage 0 their entries; asked once a step.
+        next_ids: (m,) the coming step's, where they are known; they are prepared meanwhile.
     """
 
     ids: Tensor
     sizes: Sequence[int]
     rows: Rows
+    next_ids: Tensor | None = None
 
 
 @dataclass
@@ -156,7 +156,9 @@ class LayerWork(StageWork):
 
     def _read(self) -> list[Batch]:
         """Return every micro-batch's entries: slices of what the step's samples are given."""
-        whole = self._batches.rows(self._batches.ids)
+        whole = self._batches.rows.fetch(self._batches.ids)
+        if self._batches.next_ids is not None and len(self._batches.next_ids):
+            self._batches.rows.read_ahead(self._batches.next_ids)
         cut = {name: entry.split(list(self._batches.sizes)) for name, entry in whole.items()}
         return [
             {name: parts[index] for name, parts in cut.items()}
@@ -178,14 +180,13 @@ class TrainMoment:
     """Say when in the run a step happens.
 
     Args:
-        step, epoch: from 0.
+        step: from 0.
         seed: the run's.
         first_sample: position of this replica's first sample in the global batch.
         global_batch: samples of the whole step.
     """
 
     step: int
-    epoch: int
     seed: int
     first_sample: int
     global_batch: int

@@ -19,7 +19,7 @@ from torch import Tensor
 from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
 from pipetransformer.job import Task, set_frozen, set_training
 from pipetransformer.processes import World, free_bytes
-from pipetransformer.stage import FrozenPrefix, Stage
+from pipetransformer.stage import SampleFeed, Stage
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.held_shards import HeldShards
 from pipetransformer.transition.ownership import (
@@ -37,10 +37,10 @@ _LOG = logging.getLogger(__name__)
 class Deployment:
     """Hold a rank's sublayers, their optimizer state, its stage and its share of the cache."""
 
-    def __init__(self, task: Task, world: World, prefix: FrozenPrefix) -> None:
+    def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._task = task
         self._world = world
-        self._prefix = prefix
+        self._feed = feed
         self._names = tuple(sublayer.name for sublayer in task.model.sublayers)
         self._held = HeldShards(task, world.rank, world.device)
         self._ownership: Ownership | None = None
@@ -245,6 +245,7 @@ class Deployment:
             groups=self._groups.open(after.topology, timeout_s=limit_s),
         )
         self._held.give_to(self.stage.optimizer, after.trained_by(rank))
-        self._prefix.set_depth(
+        self._feed.prefix.set_depth(
             decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
         )
+        self._feed.follow_prefix()

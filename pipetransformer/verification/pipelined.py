@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
 from pipetransformer.processes import World
-from pipetransformer.stage import FrozenPrefix
+from pipetransformer.stage import FrozenPrefix, SampleFeed
 from pipetransformer.transition import Decision, Deployment
 from pipetransformer.verification.tolerance import Tolerance
 from pipetransformer.verification.twin import OwnForward
@@ -62,17 +61,16 @@ def compare_steps(
         held = {n: t for n, t in task.model.tensors(index).items() if not t.is_meta}
         task.model.replace(index, {name: t.detach().clone() for name, t in held.items()})
     num_samples = len(batch[task.model.inputs[0]])
-    prefix = FrozenPrefix(task, world, _Rows(batch, num_samples))
-    deployment = Deployment(task, world, prefix)
+    feed = SampleFeed(task, world, _Rows(batch, num_samples), FrozenPrefix(task))
+    deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):
             deployment.change(Decision(number, 0, plan, False, "to verify"))
             stage = deployment.active_stage
             result = stage.train_step(
                 torch.arange(num_samples),
-                partial(_rows, batch),
+                feed.rows(0),
                 step=number,
-                epoch=0,
                 learning_rate_factor=1.0,
             )
             step = _publish(reference.step() if reference else None, task.model, world)
@@ -86,7 +84,7 @@ def compare_steps(
                 return f"in step {number} ({shape}) {min(findings)[1]}"
     finally:
         deployment.close()
-        prefix.close()
+        feed.close()
     return ""
 
 
@@ -101,10 +99,6 @@ class _Rows:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: entry[index] for name, entry in self._batch.items()}
-
-
-def _rows(batch: Batch, ids: Tensor) -> Batch:
-    return {name: entry[ids] for name, entry in batch.items()}
 
 
 def _plans(model: LayeredModel, world: World, num_samples: int) -> Iterator[PipelinePlan]:

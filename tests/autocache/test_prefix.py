@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocache.prefix import PrefixCache, rows_layout
+from autocache.content import RowContent
+from autocache.prefix import PrefixCache
 from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 
 NUM_SAMPLES, NUM_TOKENS, WIDTH, NUM_LAYERS, CHUNK_SIZE = 24, 9, 16, 4, 4
 KEEP = ("mask", "y")
+CONTENT = RowContent(KEEP, checked=False)
 CPU = torch.device("cpu")
 
 
@@ -87,7 +89,7 @@ def make_cache(
         store=store,
         stamps=stamps,
         device=device,
-        keep=KEEP,
+        content=CONTENT,
     )
 
 
@@ -95,7 +97,7 @@ def make_cache(
 def make_store(folder: Path, samples: Samples, num_rows: int = NUM_SAMPLES) -> Iterator[RowStore]:
     hidden = torch.empty(1, NUM_TOKENS, WIDTH, dtype=samples.entries["pixels"].dtype)
     one = {name: entry[:1] for name, entry in samples.entries.items()}
-    layout = rows_layout(one, hidden, KEEP, checked=False)
+    layout = CONTENT.layout(one, hidden)
     with RowStore.create(folder / "rows", layout, num_rows) as store:
         yield store
 
@@ -311,7 +313,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
             store=store,
             stamps=stamps,
             device=CPU,
-            keep=keep,
+            content=RowContent(keep, checked=False),
         )
 
     with make_store(tmp_path, samples) as store:

@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from autocache import store as store_module
 from autocache.layout import RowField, RowLayout
 from autocache.store import NamelessFilesError, RowStore
 
@@ -162,7 +164,7 @@ def test_a_write_that_dies_half_way_leaves_misses(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_put", die)
+        patch.setattr(store_module, "copy_in", die)
         with pytest.raises(KeyboardInterrupt):
             store.write(ids[:2], 4, make_rows(ids[:2]))
     assert store.read(ids, [3, 4]).depth.tolist() == [0, 0, 1, 1]
@@ -177,9 +179,9 @@ def test_a_row_overwritten_while_it_is_read_is_a_miss_but_no_damage(
     gather = store._gather
 
     def gather_then_lose_a_race(
-        slots: np.ndarray, wanted: np.ndarray
+        *arguments: Any, **settings: Any
     ) -> tuple[dict[str, Tensor], np.ndarray]:
-        result = gather(slots, wanted)
+        result = gather(*arguments, **settings)
         store.write(ids[1:2], 4, make_rows(ids[1:2] + 20))
         return result
 

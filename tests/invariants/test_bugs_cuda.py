@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW
 
-from autocache.prefix import PrefixCache, rows_layout
+from autocache.content import RowContent
+from autocache.prefix import PrefixCache
 from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 from pipetransformer.optimizer import put_state, take_state
@@ -29,7 +30,7 @@ def test_what_goes_to_other_stages_beside_the_frozen_prefix_is_in_host_memory(
     # The cache gave targets and masks on the device, and they were sent from there, to a receive
     # in host memory: every pipeline of two stages with a frozen layer waited for ever.
     entries = {"x": torch.randn(6, 4), "mask": torch.ones(6, 4), "y": torch.arange(6)}
-    keep = ("mask", "y")
+    content = RowContent(("mask", "y"))
 
     def load(ids: Tensor) -> dict[str, Tensor]:
         return {name: entry[ids] for name, entry in entries.items()}
@@ -43,10 +44,10 @@ def test_what_goes_to_other_stages_beside_the_frozen_prefix_is_in_host_memory(
     store = None
     if stored:
         one = load(torch.tensor([0]))
-        store = RowStore.in_memory(rows_layout(one, one["x"], keep), 6)
+        store = RowStore.in_memory(content.layout(one, one["x"]), 6)
         store.write(torch.arange(6), stamps[1], full_rows(entries, store))
     cache = PrefixCache(
-        run_layers, chunk_size=4, stamps=stamps, store=store, device=META, keep=keep
+        run_layers, chunk_size=4, stamps=stamps, store=store, device=META, content=content
     )
     rows = cache.fetch(torch.tensor([3, 1, 3, 5]), load, depth=1)
     assert rows["hidden"].device == META and rows["hidden"].shape == (4, 4)

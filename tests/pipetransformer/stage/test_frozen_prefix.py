@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.processes.world import World, connect
 from pipetransformer.stage.frozen_prefix import FrozenPrefix
+from pipetransformer.stage.sample_feed import SampleFeed
 from tests.models import NUM_FEATURES, tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -80,16 +82,18 @@ class Feed:
         config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
         loss_fn = Loss(nn.CrossEntropyLoss())
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
-        self.prefix = FrozenPrefix(task, world, self.data)
+        self.prefix = FrozenPrefix(task)
+        self.samples = SampleFeed(task, world, self.data, self.prefix)
 
     def set_depth(self, depth: int, *, use_cache: bool = True, on_stage_0: bool = True) -> None:
         self.prefix.set_depth(depth, on_stage_0=on_stage_0, use_cache=use_cache)
+        self.samples.follow_prefix()
 
     def fetch(self, ids: Tensor = IDS) -> tuple[Batch, list[int], CacheStats]:
         """Return the batch, the samples the dataset was asked for, and the cache's counts."""
         self.data.read.clear()
-        batch = self.prefix.rows(0)(ids)
-        return batch, sorted(self.data.read), self.prefix.take_stats()
+        batch = self.samples.rows(0).fetch(ids)
+        return batch, sorted(self.data.read), self.samples.take_stats()
 
     def expect(self, depth: int, ids: Tensor = IDS) -> Tensor:
         """Compute the activations behind `depth` layers without a cache."""
@@ -109,7 +113,7 @@ def feed(tmp_path: Path) -> Any:
     """Make a feed of one process whose cache is in a folder of its own."""
     made = Feed(tmp_path)
     yield made
-    made.prefix.close()
+    made.samples.close()
 
 
 def assert_fetch(feed: Feed, depth: int, expected: tuple[int, int, int]) -> None:
@@ -142,7 +146,7 @@ def test_cached_rows_have_the_bits_of_computed_ones(tmp_path: Path) -> None:
         feed.set_depth(3, use_cache=use_cache)
         feed.fetch(torch.tensor([7, 5]))  # Two are hits where there is a cache.
         batches.append(feed.fetch()[0]["hidden"])
-        feed.prefix.close()
+        feed.samples.close()
     assert torch.equal(*batches)
 
 
@@ -202,7 +206,7 @@ def test_layers_of_other_widths_get_a_store_of_their_own(tmp_path: Path) -> None
         feed.set_depth(depth)
         assert_fetch(feed, depth, expected)
         assert_fetch(feed, depth, (5, 0, 0))
-    feed.prefix.close()
+    feed.samples.close()
     assert os.listdir(tmp_path) == []
 
 
@@ -243,13 +247,17 @@ def test_a_file_system_that_is_too_small_means_no_cache_and_one_warning(
 
 
 def test_a_limit_caches_as_many_rows_as_it_holds(tmp_path: Path) -> None:
-    # A row is 64 bytes of activations and a target, padded to 64: ids 0..5 have one.
-    feed = Feed(tmp_path, cache_limit_bytes=6 * 192)
+    # A row is 64 bytes each of activations, a target and a digest: a third of the samples has one,
+    # spread evenly.
+    feed = Feed(tmp_path, cache_limit_bytes=len(tiny_data()) // 3 * 192)
     feed.set_depth(2)
-    assert_fetch(feed, 2, (0, 0, 5))
-    _, read, stats = feed.fetch()
-    assert (read, counts(stats)) == ([7, 9], (3, 0, 2))
-    feed.prefix.close()
+    everything = torch.arange(len(tiny_data()))
+    feed.fetch(everything)
+    _, read, stats = feed.fetch(everything)
+    assert counts(stats) == (len(everything) // 3, 0, len(read))
+    kept = sorted({*everything.tolist()} - {*read})
+    assert {later - sooner for sooner, later in itertools.pairwise(kept)} <= {3, 4}
+    feed.samples.close()
 
 
 def test_a_limit_below_a_row_means_no_cache_and_one_warning(
@@ -273,9 +281,9 @@ def test_without_the_cache_the_prefix_is_computed_at_every_step(feed: Feed) -> N
 
 
 def test_a_dataset_with_random_augmentation_is_refused(tmp_path: Path) -> None:
-    Feed(tmp_path).prefix.check_repeatable()
+    Feed(tmp_path).samples.check_repeatable()
     with pytest.raises(ValueError, match=r"random augmentation\).*deterministic.*cache=False"):
-        Feed(tmp_path, noise=0.1).prefix.check_repeatable()
+        Feed(tmp_path, noise=0.1).samples.check_repeatable()
 
 
 def fetch_in_turn(folder: str) -> tuple[list[Any], list[str]]:
@@ -298,7 +306,7 @@ def fetch_in_turn(folder: str) -> tuple[list[Any], list[str]]:
                 found = [read, counts(stats), batch["hidden"].tolist()]
             dist.barrier()
     files += os.listdir(folder)
-    feed.prefix.close()
+    feed.samples.close()
     return found, files
 
 
@@ -326,7 +334,7 @@ def set_depth_without_space(folder: str) -> list[str]:
         feed = Feed(Path(folder), world)
         feed.set_depth(2)
         assert_fetch(feed, 2, (0, 0, 5))
-        feed.prefix.close()
+        feed.samples.close()
     finally:
         os.posix_fallocate = reserve
         logger.removeHandler(handler)
@@ -353,7 +361,7 @@ def test_kernels_to_which_a_sample_s_place_matters_are_told_of(
     with caplog.at_level(logging.INFO):
         feed.set_depth(1)
         assert "to rounding" not in caplog.text
-        feed.prefix.close()
+        feed.samples.close()
         feed.prefix._store = None
         monkeypatch.setattr(feed.prefix, "run_layers", by_place)
         feed.set_depth(2)

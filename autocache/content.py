@@ -1,0 +1,99 @@
+"""Say what a row of the cache holds, and take it from a sample."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autocache.layout import RowField, RowLayout
+
+HIDDEN, DIGEST = "hidden", "digest"
+
+
+@dataclass(frozen=True)
+class RowContent:
+    """Say what a row holds beside the hidden states, and how.
+
+    Args:
+        keep: the dataset's entries that later stages need (attention mask, targets).
+        dtype: the hidden states' as they are stored; None as they are computed. In a smaller one
+            samples have rounded activations, the same in every epoch.
+        padding_mask: a kept entry, (S,) a sample, whose zeros at the end say which of the (S, ...)
+            hidden states nothing depends on: they are not stored, and read as zeros. None for
+            models in which all count.
+        computed_dtype: the hidden states' as the layers compute them; None where that is `dtype`.
+        checked: whether to store a digest of the sample, too, and so check the dataset against it.
+    Raises:
+        ValueError: `keep` names "hidden" or an entry twice, or lacks the mask.
+    """
+
+    keep: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    computed_dtype: torch.dtype | None = None
+    padding_mask: str | None = None
+    checked: bool = True
+
+    def __post_init__(self) -> None:
+        if len({HIDDEN, DIGEST, *self.keep}) < 2 + len(self.keep):
+            raise ValueError(
+                f'keep is {self.keep}; name each entry once, and none "{HIDDEN}" or "{DIGEST}"'
+            )
+        if self.padding_mask is not None and self.padding_mask not in self.keep:
+            raise ValueError(f"keep = {self.keep} lacks the padding mask {self.padding_mask!r}")
+
+    def layout(self, batch_of_one: Mapping[str, Tensor], hidden_of_one: Tensor) -> RowLayout:
+        """Lay out the rows of a store from one sample.
+
+        Args:
+            batch_of_one: the dataset's entries of one sample, (1, ...) each.
+            hidden_of_one: (1, ...) hidden states, in the dtype the layers compute.
+        Raises:
+            ValueError: an entry to keep is not in the batch.
+        """
+        check_kept(batch_of_one, self.keep)
+        varies = self.padding_mask is not None and hidden_of_one.ndim >= 2
+        fields = [
+            RowField(
+                HIDDEN, tuple(hidden_of_one.shape[1:]), self.dtype or hidden_of_one.dtype, varies
+            )
+        ]
+        kept = {name: batch_of_one[name] for name in self.keep}
+        if self.checked:
+            kept[DIGEST] = digests(batch_of_one)
+        fields += [RowField(name, tuple(t.shape[1:]), t.dtype) for name, t in kept.items()]
+        return RowLayout(tuple(fields))
+
+    def lengths(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the (N,) hidden states of each sample that are stored; None for all."""
+        if self.padding_mask is None:
+            return None
+        mask = batch[self.padding_mask].cpu().reshape(len(batch[self.padding_mask]), -1) != 0
+        positions = torch.arange(1, mask.shape[1] + 1)
+        return (mask * positions).amax(dim=1)
+
+
+def digests(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return (N,) int64: a digest of all that the dataset gave for each of (N, ...) samples."""
+    names = sorted(batch)
+    found = []
+    for index in range(len(batch[names[0]])):
+        digest = hashlib.blake2b(digest_size=8)
+        for name in names:
+            values = batch[name][index].cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(name.encode())
+            digest.update(values.numpy().data)
+        found.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return torch.tensor(found)
+
+
+def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
+    """Refuse a batch that lacks an entry to keep."""
+    if missing := [name for name in keep if name not in batch]:
+        raise ValueError(
+            f"the dataset gives {sorted(batch)}, without {missing} of keep = {keep}; "
+            "keep only names the dataset gives"
+        )

@@ -1,0 +1,97 @@
+"""Read rows into memory that is used again and again, ahead of the step if need be.
+
+step          t: fetch      computes ........  t + 1: fetch   computes ........
+thread               reads t + 1                      reads t + 2
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autocache.store import RowRead, RowStore
+
+_NUM_BUFFERS = 3
+"""Of this read, of the one before, whose rows are still in use, and of the next."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Hold what is read ahead, and for what."""
+
+    row_ids: Tensor
+    stamps: tuple[int, ...]
+    read: Future[RowRead]
+
+    def fits(self, row_ids: Tensor, stamps: tuple[int, ...]) -> bool:
+        """Tell whether it is what is asked for now."""
+        return self.stamps == stamps and torch.equal(self.row_ids, row_ids)
+
+
+class RowReader:
+    """Read rows of a store for one process.
+
+    Args:
+        store: whose rows.
+        pinned: whether rows go on to a GPU, for which their memory is page-locked.
+    """
+
+    def __init__(self, store: RowStore, *, pinned: bool) -> None:
+        self._store = store
+        self._pinned = pinned
+        self._buffers: deque[dict[str, Tensor]] = deque(maxlen=_NUM_BUFFERS)
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: _Ahead | None = None
+
+    def read(self, row_ids: Tensor, stamps: tuple[int, ...]) -> RowRead:
+        """Read rows, as `RowStore.read`; they are the caller's until the read after the next."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            read = ahead.read.result()
+            if ahead.fits(row_ids, stamps) and not self._store.is_condemned:
+                self._store.note(read)
+                return read
+        return self._store.read(row_ids, stamps, into=self._next_buffers(len(row_ids)))
+
+    def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
+        """Have a thread read what `read` will be asked for next."""
+        self._drop()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        into = self._next_buffers(len(row_ids))
+        read = self._thread.submit(self._read_in_thread, row_ids, stamps, into)
+        self._ahead = _Ahead(row_ids, stamps, read)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._drop()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _read_in_thread(
+        self, row_ids: Tensor, stamps: tuple[int, ...], into: Mapping[str, Tensor]
+    ) -> RowRead:
+        return self._store.read(row_ids, stamps, into=into, in_background=True)
+
+    def _drop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.read.result()
+            self._ahead = None
+
+    def _next_buffers(self, num: int) -> dict[str, Tensor]:
+        """Return memory for so many rows, which the read before the last no longer needs."""
+        if len(self._buffers) < _NUM_BUFFERS or _num_rows(self._buffers[0]) < num:
+            self._buffers.append(self._store.buffers(num, pinned=self._pinned))
+        else:
+            self._buffers.rotate(-1)
+        return self._buffers[-1]
+
+
+def _num_rows(buffers: Mapping[str, Tensor]) -> int:
+    return min(map(len, buffers.values()))

@@ -1,0 +1,96 @@
+"""Copy rows of a field between a store's file and memory, and sum their words on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autocache.layout import RowField, round_up
+from autocache.mapped_file import WORD_BYTES
+
+_BLOCK_BYTES = 1 << 19
+"""What is copied before it is summed: little enough to be in the CPU's cache still."""
+
+
+def num_words(field: RowField) -> int:
+    """Return the words of a row's field."""
+    return round_up(field.num_bytes, WORD_BYTES) // WORD_BYTES
+
+
+def own_words(field: RowField, lengths: np.ndarray) -> np.ndarray | None:
+    """Return the (B,) words that rows of these lengths have; None where all have all."""
+    if not field.varies:
+        return None
+    most = max(field.shape[0], 1)
+    # A damaged length is any number; so much is read at most, and found out by the check.
+    own = np.minimum(lengths, np.uint64(most)).astype(np.int64)
+    return -(-own * (field.num_bytes // most) // WORD_BYTES)
+
+
+def as_words(field: RowField, values: Tensor) -> Tensor:
+    """Return (B, *shape) values as (B, words) int64, filled up with zeros."""
+    flat = values.contiguous().view(len(values), math.prod(field.shape)).view(torch.uint8)
+    gap_bytes = num_words(field) * WORD_BYTES - field.num_bytes
+    return (nn.functional.pad(flat, (0, gap_bytes)) if gap_bytes else flat).view(torch.int64)
+
+
+def copy_out(
+    source: np.ndarray,
+    words: Tensor,
+    out: Tensor,
+    own: np.ndarray | None,
+    *,
+    in_background: bool = False,
+) -> np.ndarray:
+    """Copy rows of a field out of the file.
+
+    Args:
+        source: (B,) rows' numbers in the file.
+        words: the file's, (rows, words) int64.
+        out: (B, words) int64.
+        own: (B,) words that the rows have; None where all have all. The others become 0.
+        in_background: whether to do so on the calling thread alone.
+    Returns:
+        (B,) uint64 sums of their words.
+    """
+    if own is not None:
+        table, rows = words.numpy(), out.numpy()
+        for row, slot, num in zip(rows, source.tolist(), own.tolist(), strict=True):
+            row[:num] = table[slot, :num]
+            row[num:] = 0
+        return rows.sum(1).view(np.uint64)
+    sums, index = torch.empty(len(out), dtype=torch.int64), torch.from_numpy(source)
+    for part in _blocks(out):
+        if in_background:
+            # Lets go of the interpreter meanwhile, and starts no threads of its own.
+            np.take(words.numpy(), source[part], axis=0, out=out[part].numpy(), mode="clip")
+            np.sum(out[part].numpy(), axis=1, out=sums[part].numpy())
+        else:
+            torch.index_select(words, 0, index[part], out=out[part])
+            torch.sum(out[part], 1, out=sums[part])
+    return sums.numpy().view(np.uint64)
+
+
+def copy_in(ids: np.ndarray, values: Tensor, words: Tensor, own: np.ndarray | None) -> np.ndarray:
+    """Copy rows of a field into the file; as `copy_out`, the other way."""
+    if own is not None:
+        table, sums = words.numpy(), []
+        for row, slot, num in zip(values.numpy(), ids.tolist(), own.tolist(), strict=True):
+            table[slot, :num] = row[:num]
+            sums.append(row[:num].sum())
+        return np.array(sums, np.int64).view(np.uint64)
+    sums_of, index = torch.empty(len(values), dtype=torch.int64), torch.from_numpy(ids)
+    for part in _blocks(values):
+        torch.sum(values[part], 1, out=sums_of[part])
+        words.index_copy_(0, index[part], values[part])
+    return sums_of.numpy().view(np.uint64)
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    """Cut rows of a field into blocks that the CPU's cache holds."""
+    step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * WORD_BYTES))
+    return (slice(start, start + step) for start in range(0, len(rows), step))
