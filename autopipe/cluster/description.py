@@ -1,24 +1,22 @@
 """Describe a cluster in a few numbers, read from a small TOML, so that it need not be at hand.
 
-    nodes = 2
-    slots_per_node = 8
-    memory_bytes = "16 GB"              # of a slot
-    memory_bytes_per_s = "448 GB/s"
-    efficiency = 0.5                    # of the peaks below, reached by large matrix products
-    kernel_overhead_s = "8 us"
+nodes = 2
+slots_per_node = 8
+memory_bytes = 16e9                 # of a slot
+memory_bytes_per_s = 448e9
+efficiency = 0.5                    # of the peaks below, reached by large matrix products
+kernel_overhead_s = 8e-6
 
-    [flops_per_s]
-    float32 = "11.2 TFLOP/s"
+[flops_per_s]
+float32 = 11.2e12
 
-    [link]                              # between slots of a node
-    latency_s = "10 us"
-    bytes_per_s = "10 GB/s"
+[link]                              # between slots of a node
+latency_s = 10e-6
+bytes_per_s = 10e9
 
-    [node_link]                         # between nodes; all of a node's slots share it
-    latency_s = "20 us"
-    bytes_per_s = "11 GB/s"
-
-A number stands in the unit of its key's name; a text may give another one.
+[node_link]                         # between nodes; all of a node's slots share it
+latency_s = 20e-6
+bytes_per_s = 11e9
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autopipe.profile import AllReduceCost, LinkCost
 
@@ -38,37 +36,20 @@ if sys.version_info >= (3, 11):
 else:  # The standard library reads TOML from Python 3.11 on.
     import tomli as tomllib
 
-_BYTES = {
-    "B": 1.0,
-    **{f"{letter}B": 1e3**power for power, letter in enumerate("kMGT", start=1)},
-    **{f"{letter}iB": 1024.0**power for power, letter in enumerate("KMGT", start=1)},
-}
-_BITS = {f"{letter}bit": 1e3**power / 8 for power, letter in enumerate("MGT", start=2)}
-_BYTE_RATES = {f"{unit}/s": size for unit, size in {**_BYTES, **_BITS}.items()}
-_FLOP_RATES = {
-    "FLOP/s": 1.0,
-    **{f"{letter}FLOP/s": 1e3**power for power, letter in enumerate("MGTP", start=2)},
-}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-_QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?) *(?P<unit>[A-Za-z/]+)")
 _KEYS = (
-    "name",
-    "nodes",
-    "slots_per_node",
-    "memory_bytes",
-    "memory_bytes_per_s",
-    "flops_per_s",
-    "efficiency",
-    "link",
-    "node_link",
-    "kernel_overhead_s",
-    "step_overhead_s",
-    "read_s",
+    *("name", "nodes", "slots_per_node", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
+    *("efficiency", "link", "node_link", "kernel_overhead_s", "step_overhead_s", "read_s"),
     "cache_bytes_per_s",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_SUM_BYTES = 1 << 40
+_FINITE = sys.float_info.max
+_BYTES = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
     Raises:
         ValueError: the file cannot be read, is no TOML, lacks a key, has an unknown one, or gives
-            a value of another kind or unit.
+            a value that is not allowed.
     """
     try:
         values = tomllib.loads(Path(path).read_text())
@@ -145,25 +126,102 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ValueError(f"the cluster's file cannot be read: {error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    table = _Table(str(path), "", values)
+    table = _Table(str(path), values)
     table.check_keys(_KEYS)
     nodes, slots = table.count("nodes"), table.count("slots_per_node")
     link = table.link("link") if slots > 1 else LinkCost(0.0, math.inf)
     has_cache = "cache_bytes_per_s" in values
     return Cluster(
-        name=table.text("name", default=Path(path).stem),
+        name=table.take("name", "a text", lambda name: isinstance(name, str), Path(path).stem),
         nodes=nodes,
         slots_per_node=slots,
-        memory_bytes=int(table.quantity("memory_bytes", _BYTES, finite=True)),
-        memory_bytes_per_s=table.quantity("memory_bytes_per_s", _BYTE_RATES),
+        memory_bytes=int(table.number("memory_bytes", least=1)),
+        memory_bytes_per_s=table.rate("memory_bytes_per_s"),
         flops_per_s=table.flops_per_s(),
         link=link,
         node_link=table.link("node_link") if nodes > 1 else link,
         kernel_overhead_s=table.seconds("kernel_overhead_s", default=0.0),
         step_overhead_s=table.seconds("step_overhead_s", default=0.0),
         read_s=table.seconds("read_s", default=0.0),
-        cache_bytes_per_s=table.quantity("cache_bytes_per_s", _BYTE_RATES) if has_cache else None,
+        cache_bytes_per_s=table.rate("cache_bytes_per_s") if has_cache else None,
     )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Take checked values out of a table, naming file and key where they are wrong."""
+
+    path: str
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    def check_keys(self, allowed: Sequence[str]) -> None:
+        unknown = [self.prefix + key for key in self.values if key not in allowed]
+        if unknown:
+            raise ValueError(
+                f"{self.path} has unknown key(s) {', '.join(unknown)}; allowed are "
+                f"{', '.join(self.prefix + key for key in allowed)}"
+            )
+
+    def take(
+        self, key: str, wanted: str, is_right: Callable[[Any], bool], default: Any = None
+    ) -> Any:
+        """Return a value, or the default, which is not None where the key may be missing."""
+        value = self.values.get(key, default)
+        if value is None:
+            raise ValueError(f"{self.path} lacks {self.prefix}{key}; give {wanted}")
+        if not is_right(value):
+            raise ValueError(f"{self.prefix}{key} in {self.path} is {value!r}; give {wanted}")
+        return value
+
+    def count(self, key: str) -> int:
+        wanted = "a whole number, at least 1"
+        count: int = self.take(key, wanted, lambda value: type(value) is int and value >= 1)
+        return count
+
+    def number(
+        self, key: str, *, least: float, most: float = _FINITE, default: float | None = None
+    ) -> float:
+        """Return a number in the unit that its key names; a text with a unit is refused."""
+        number: float = self.take(
+            key,
+            f"a number of at least {least:g}, without a unit, such as 16e9 or 8e-6",
+            lambda value: type(value) in (int, float) and least <= value <= most,
+            default,
+        )
+        return float(number)
+
+    def seconds(self, key: str, *, default: float | None = None) -> float:
+        return self.number(key, least=0, default=default)
+
+    def rate(self, key: str) -> float:
+        return self.number(key, least=1, most=math.inf)
+
+    def flops_per_s(self) -> dict[str, float]:
+        """Return the achieved rates by dtype: the peaks times the efficiency."""
+        table = self._table("flops_per_s", DTYPES)
+        if not table.values:
+            raise ValueError(
+                f"flops_per_s in {self.path} is empty; give at least one of {', '.join(DTYPES)}"
+            )
+        efficiency: float = self.take(
+            "efficiency",
+            "the share of the peaks of flops_per_s that is achieved, above 0 and at most 1",
+            lambda value: type(value) in (int, float) and 0 < value <= 1,
+            1.0,
+        )
+        return {dtype: efficiency * table.rate(dtype) for dtype in table.values}
+
+    def link(self, key: str) -> LinkCost:
+        table = self._table(key, ("latency_s", "bytes_per_s"))
+        return LinkCost(table.seconds("latency_s"), table.rate("bytes_per_s"))
+
+    def _table(self, key: str, allowed: Sequence[str]) -> _Table:
+        wanted = f"a table [{key}] with keys out of {', '.join(allowed)}"
+        values = self.take(key, wanted, lambda value: isinstance(value, dict))
+        table = _Table(self.path, values, f"{key}.")
+        table.check_keys(allowed)
+        return table
 
 
 def parse_bytes(text: str) -> int:
@@ -172,117 +230,11 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: it states none.
     """
-    size = _size(f"{text} B" if text.isdigit() else text, _BYTES)
-    if size is None or size < 1:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) *([A-Za-z]*)", text)
+    size = float(match[1]) * _BYTES.get(match[2], 0) if match else 0
+    if not 1 <= size <= _FINITE:
         raise ValueError(
             f"{text!r} is no size; give bytes as a number, or with one of "
-            f"{', '.join(_BYTES)}, such as 16 GiB"
+            f"{', '.join(filter(None, _BYTES))}, such as 16 GiB"
         )
     return int(size)
-
-
-def _size(given: object, units: Mapping[str, float]) -> float | None:
-    """Return a number in the first unit, given in it or as a text; None where it is neither."""
-    if isinstance(given, str):
-        match = _QUANTITY.fullmatch(given)
-        if match is None or match["unit"] not in units:
-            return None
-        return float(match["number"]) * units[match["unit"]]
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        return None
-    return float(given)
-
-
-class _Table:
-    """Take checked values out of a table, naming file and key where they are wrong."""
-
-    def __init__(self, path: str, prefix: str, values: Mapping[str, Any]) -> None:
-        self._path, self._prefix, self._values = path, prefix, values
-
-    def check_keys(self, allowed: Sequence[str]) -> None:
-        """Refuse a key that is not allowed."""
-        unknown = [self._prefix + key for key in self._values if key not in allowed]
-        if unknown:
-            raise ValueError(
-                f"{self._path} has unknown key(s) {', '.join(unknown)}; allowed are "
-                f"{', '.join(self._prefix + key for key in allowed)}"
-            )
-
-    def count(self, key: str) -> int:
-        """Return a whole number from 1 on."""
-        value = self._required(key, "a whole number, at least 1")
-        if type(value) is not int or value < 1:
-            self._refuse(key, value, "a whole number, at least 1")
-        return value
-
-    def text(self, key: str, *, default: str) -> str:
-        """Return a text."""
-        value = self._values.get(key, default)
-        if not isinstance(value, str):
-            self._refuse(key, value, "a text")
-        return value
-
-    def seconds(self, key: str, *, default: float | None = None) -> float:
-        """Return a finite time, at least 0."""
-        return self.quantity(key, _SECONDS, default=default, least=0.0, finite=True)
-
-    def quantity(
-        self,
-        key: str,
-        units: Mapping[str, float],
-        *,
-        default: float | None = None,
-        least: float = 1.0,
-        finite: bool = False,
-    ) -> float:
-        """Return a number in the first unit, given in it or as a text with any of the units."""
-        wanted = (
-            f"a number of {next(iter(units))} from {least:g} on, or a text such as "
-            f'"4 {list(units)[-1]}" with one of {", ".join(units)}'
-        )
-        given = self._values.get(key, default)
-        if given is None:
-            given = self._required(key, wanted)
-        size = _size(given, units)
-        if size is None or not size >= least or (finite and size == math.inf):
-            self._refuse(key, given, wanted)
-        return size
-
-    def flops_per_s(self) -> dict[str, float]:
-        """Return the achieved rates by dtype: the peaks times the efficiency."""
-        table = self._table("flops_per_s", DTYPES)
-        if not table._values:
-            raise ValueError(
-                f"flops_per_s in {self._path} is empty; give at least one of {', '.join(DTYPES)}"
-            )
-        efficiency = self._values.get("efficiency", 1.0)
-        number = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
-        if not number or not 0 < efficiency <= 1:
-            self._refuse(
-                "efficiency",
-                efficiency,
-                "the share of the peaks of flops_per_s that is achieved, above 0 and at most 1",
-            )
-        return {dtype: efficiency * table.quantity(dtype, _FLOP_RATES) for dtype in table._values}
-
-    def link(self, key: str) -> LinkCost:
-        """Return a link from a table of its own."""
-        table = self._table(key, ("latency_s", "bytes_per_s"))
-        return LinkCost(table.seconds("latency_s"), table.quantity("bytes_per_s", _BYTE_RATES))
-
-    def _table(self, key: str, allowed: Sequence[str]) -> _Table:
-        wanted = f"a table [{key}] with keys out of {', '.join(allowed)}"
-        value = self._required(key, wanted)
-        if not isinstance(value, dict):
-            self._refuse(key, value, wanted)
-        table = _Table(self._path, f"{key}.", value)
-        table.check_keys(allowed)
-        return table
-
-    def _required(self, key: str, wanted: str) -> Any:
-        if key not in self._values:
-            raise ValueError(f"{self._path} lacks {self._prefix}{key}; give {wanted}")
-        return self._values[key]
-
-    def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
-        raise ValueError(f"{self._prefix}{key} in {self._path} is {value!r}; give {wanted}")

@@ -1,4 +1,4 @@
-"""Prove that a cluster's file is read in any unit, and refused with its key and file named."""
+"""Prove that a cluster's file is read, and refused with its key and file named."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopipe.profile.network import LinkCost
 VALUES = {
     "nodes": "2",
     "slots_per_node": "4",
-    "memory_bytes": '"16 GiB"',
-    "memory_bytes_per_s": '"400 GB/s"',
+    "memory_bytes": "16e9",
+    "memory_bytes_per_s": "400e9",
     "flops_per_s": "{float32 = 10e12}",
-    "link": '{latency_s = "500 ms", bytes_per_s = "10 GB/s"}',
-    "node_link": '{latency_s = 0.001, bytes_per_s = "100 Gbit/s"}',
+    "link": "{latency_s = 500e-3, bytes_per_s = 10e9}",
+    "node_link": "{latency_s = 0.001, bytes_per_s = 12.5e9}",
 }
 
 
@@ -29,36 +29,18 @@ def write(folder: Path, **changes: str | None) -> Path:
     return path
 
 
-def test_numbers_are_in_the_key_s_unit_and_texts_in_their_own(tmp_path: Path) -> None:
-    cluster = load_cluster(write(tmp_path, name='"ours"', cache_bytes_per_s="7e9"))
+def test_numbers_are_in_the_unit_of_their_key(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, name='"ours"', read_s="2e-3", cache_bytes_per_s="7e9"))
     assert cluster == Cluster(
-        "ours", 2, 4, 16 << 30, 400e9, {"float32": 10e12}, LinkCost(0.5, 10e9),
-        LinkCost(1e-3, 12.5e9), cache_bytes_per_s=7e9,
+        "ours", 2, 4, 16_000_000_000, 400e9, {"float32": 10e12}, LinkCost(0.5, 10e9),
+        LinkCost(1e-3, 12.5e9), read_s=2e-3, cache_bytes_per_s=7e9,
     )  # fmt: skip
     assert cluster.num_slots == 8
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "number"),
-    [
-        ("memory_bytes", "80 GB", 80_000_000_000),
-        ("memory_bytes", "512MiB", 512 << 20),
-        ("memory_bytes", "1.5 kB", 1500),
-        ("memory_bytes_per_s", "3.35 TB/s", 3.35e12),
-        ("memory_bytes_per_s", "2 GiB/s", 2 << 30),
-        ("kernel_overhead_s", "8 us", 8e-6),
-        ("step_overhead_s", "1e-1 ms", 1e-4),
-        ("read_s", "2 ms", 2e-3),
-        ("cache_bytes_per_s", "8 Gbit/s", 1e9),
-    ],
-)
-def test_every_unit_is_understood(tmp_path: Path, key: str, text: str, number: float) -> None:
-    cluster = load_cluster(write(tmp_path, **{key: f'"{text}"'}))
-    assert getattr(cluster, key) == pytest.approx(number, rel=1e-12)
+    assert type(cluster.memory_bytes) is int
 
 
 def test_efficiency_scales_the_peak_of_every_dtype(tmp_path: Path) -> None:
-    rates = '{float32 = "67 TFLOP/s", bfloat16 = "0.989 PFLOP/s"}'
+    rates = "{float32 = 67e12, bfloat16 = 989e12}"
     cluster = load_cluster(write(tmp_path, flops_per_s=rates, efficiency="0.5"))
     assert cluster.flops_per_s == pytest.approx({"float32": 33.5e12, "bfloat16": 494.5e12})
 
@@ -85,25 +67,37 @@ def test_infinite_rates_are_allowed(tmp_path: Path) -> None:
         ({"nodes": "2.0"}, r"nodes in .* is 2\.0; give a whole number"),
         ({"nodes": "true"}, r"nodes in .* is True; give a whole number"),
         ({"name": "3"}, r"name in .* is 3; give a text"),
-        ({"memory_bytes": None}, "lacks memory_bytes; give a number of B from 1 on, or a text"),
-        ({"memory_bytes": '"16 GHz"'}, r"memory_bytes in .* is '16 GHz'; .* B, kB, MB, GB, TB, K"),
-        ({"memory_bytes": '"GB"'}, "memory_bytes in .* is 'GB'; give a number of B"),
-        ({"memory_bytes": '"16 GB/s"'}, "memory_bytes in .* is '16 GB/s'; give a number of B"),
-        ({"memory_bytes": "inf"}, "memory_bytes in .* is inf; give a number of B"),
-        ({"memory_bytes": "-1"}, "memory_bytes in .* is -1; give a number of B from 1 on"),
-        ({"memory_bytes_per_s": "nan"}, "memory_bytes_per_s in .* is nan; give a number of B/s"),
-        ({"memory_bytes_per_s": '"4 GB"'}, "memory_bytes_per_s in .* is '4 GB'; .* B/s, kB/s"),
-        ({"kernel_overhead_s": "-1"}, "kernel_overhead_s in .* is -1; give a number of s from 0"),
-        ({"step_overhead_s": "true"}, "step_overhead_s in .* is True; give a number of s"),
+        (
+            {"memory_bytes": None},
+            "lacks memory_bytes; give a number of at least 1, without a unit",
+        ),
+        (
+            {"memory_bytes": '"16 GB"'},
+            "memory_bytes in .* is '16 GB'; give a number of .* 16e9 or",
+        ),
+        ({"memory_bytes": "inf"}, "memory_bytes in .* is inf; give a number of at least 1, "),
+        ({"memory_bytes": "-1"}, "memory_bytes in .* is -1; give a number of at least 1, "),
+        ({"memory_bytes_per_s": "nan"}, "memory_bytes_per_s in .* is nan; give a number of at l"),
+        (
+            {"kernel_overhead_s": "-1"},
+            "kernel_overhead_s in .* is -1; give a number of at least 0",
+        ),
+        (
+            {"step_overhead_s": "true"},
+            "step_overhead_s in .* is True; give a number of at least 0",
+        ),
         ({"efficiency": "70"}, "efficiency in .* is 70; give the share of the peaks"),
         ({"efficiency": "0"}, "efficiency in .* is 0; give the share of the peaks"),
         ({"flops_per_s": "1e12"}, r"flops_per_s in .* give a table \[flops_per_s\] with keys out"),
         ({"flops_per_s": "{}"}, "flops_per_s in .* is empty; give at least one of float32, bflo"),
         ({"flops_per_s": "{int8 = 1e12}"}, r"unknown key\(s\) flops_per_s.int8; allowed are flop"),
-        ({"flops_per_s": '{float32 = "1 TB/s"}'}, "flops_per_s.float32 in .* is '1 TB/s'; .*OP/s"),
+        (
+            {"flops_per_s": '{float32 = "1"}'},
+            "flops_per_s.float32 in .* is '1'; give a number of ",
+        ),
         ({"link": None}, r"lacks link; give a table \[link\] with keys out of latency_s, bytes_"),
         ({"node_link": None}, r"lacks node_link; give a table \[node_link\]"),
-        ({"link": "{latency_s = 1}"}, "lacks link.bytes_per_s; give a number of B/s"),
+        ({"link": "{latency_s = 1}"}, "lacks link.bytes_per_s; give a number of at"),
         ({"link": "{latency_s = inf, bytes_per_s = 1}"}, "link.latency_s in .* is inf; give a nu"),
         ({"nodes": "= 2"}, r"cluster\.toml is not TOML: "),
     ],
@@ -123,11 +117,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "number"), [("65536", 65536), ("16GiB", 16 << 30), ("1.5 MB", 1_500_000)]
 )
-def test_a_size_on_the_command_line_takes_the_same_units(text: str, number: int) -> None:
+def test_a_size_on_the_command_line_may_have_a_unit(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "0", "GiB", "-3 GB", "16 GB/s", "1e999 GB x"])
+@pytest.mark.parametrize("text", ["", "0", "GiB", "-3 GB", "16 GB/s", "1e999 GB x", "1e999 GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size; give bytes as a number, or with one of B,"):
         parse_bytes(text)
