@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from autopipe.profile import ProfiledSublayer, left_as_found
+from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found, storages
 
+_META = torch.device("meta")
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
 _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
@@ -39,35 +40,25 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class SublayerCount:
-    """Hold the kernels of a sublayer's passes over a batch, and its bytes.
+class SublayerKernels:
+    """Hold the kernels of a sublayer's passes over a batch.
 
     Args:
         forward: in train mode, with gradients recorded.
         input_backward: of the backward that gives the input's gradient alone.
         backward: of the whole one, its parameters' gradients added to existing ones.
         frozen: forward in eval mode without gradients.
-        parameter_bytes, buffer_bytes: a tensor that several sublayers share counts in the first.
-        gradient_bytes, num_trained: of its trainable parameters.
-        saved_bytes: of the batch, what autograd keeps until backward beside parameters.
-        output_bytes: of the batch.
     """
 
     forward: tuple[Kernel, ...]
     input_backward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     frozen: tuple[Kernel, ...]
-    parameter_bytes: int
-    gradient_bytes: int
-    num_trained: int
-    buffer_bytes: int
-    saved_bytes: int
-    output_bytes: int
 
 
 def count_kernels(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
-) -> list[SublayerCount]:
+) -> list[SublayerKernels]:
     """Count every sublayer's passes; the modules are left as they were.
 
     Args:
@@ -77,14 +68,12 @@ def count_kernels(
         ValueError: a sublayer looks at the values of its input, which are not there.
         TypeError: it returns something else than one tensor.
     """
-    meta = torch.device("meta")
-    counts: list[SublayerCount] = []
-    counted: set[int] = set()
+    counts: list[SublayerKernels] = []
     below: Tensor | None = None
-    with left_as_found([sublayer.module for sublayer in sublayers], meta), meta, _FusedKernels():
+    with left_as_found([sublayer.module for sublayer in sublayers], _META), _as_on_a_gpu():
         for sublayer in sublayers:
             try:
-                count, below = _count(sublayer, below, batch, counted)
+                count, below = _count(sublayer, below, batch)
             except (RuntimeError, NotImplementedError) as error:
                 raise ValueError(
                     f"sublayer {sublayer.name!r} cannot be counted without data: {error}; "
@@ -94,86 +83,56 @@ def count_kernels(
     return counts
 
 
+def count_bytes(
+    sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Count as `chain_bytes` does, for sublayers and a batch as `count_kernels` takes them."""
+    with _as_on_a_gpu():
+        return chain_bytes(sublayers, batch)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    with _META, _FusedKernels():
+        yield
+
+
 def _count(
-    sublayer: ProfiledSublayer,
-    below: Tensor | None,
-    batch: Mapping[str, Tensor],
-    counted: set[int],
-) -> tuple[SublayerCount, Tensor]:
-    module = sublayer.module
-    fresh = {id(p): p for p in module.parameters() if id(p) not in counted}
-    buffers = {id(b): b for b in module.buffers() if id(b) not in counted}
-    counted.update(fresh, buffers)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    forward, backward, saved_bytes, output = _train(sublayer, below, batch)
+    sublayer: ProfiledSublayer, below: Tensor | None, batch: Mapping[str, Tensor]
+) -> tuple[SublayerKernels, Tensor]:
+    """Count a sublayer's kernels; also return its output."""
+    trained = [parameter for parameter in sublayer.module.parameters() if parameter.requires_grad]
+    forward, backward, output = _train(sublayer, below, batch)
     for parameter in trained:
         parameter.requires_grad_(False)
-    _, input_backward, _, _ = _train(sublayer, below, batch)
+    _, input_backward, _ = _train(sublayer, below, batch)
     for parameter in trained:
         parameter.requires_grad_(True)
-    module.eval()
+    sublayer.module.eval()
     with torch.no_grad(), _KernelCounter() as frozen:
-        sublayer.call(below, batch)
-    own = [parameter for parameter in trained if id(parameter) in fresh]
-    return SublayerCount(
-        forward=forward,
-        input_backward=input_backward,
-        backward=backward,
-        frozen=tuple(frozen.kernels),
-        parameter_bytes=sum(p.nbytes for p in fresh.values()),
-        gradient_bytes=sum(p.nbytes for p in own),
-        num_trained=len(own),
-        buffer_bytes=sum(b.nbytes for b in buffers.values()),
-        saved_bytes=saved_bytes,
-        output_bytes=output.nbytes,
-    ), output
+        sublayer.run(below, batch)
+    return SublayerKernels(forward, input_backward, backward, tuple(frozen.kernels)), output
 
 
 def _train(
     sublayer: ProfiledSublayer, below: Tensor | None, batch: Mapping[str, Tensor]
-) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, Tensor]:
-    """Run forward and backward; return their kernels, the saved bytes, and the output."""
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...], Tensor]:
+    """Run forward and backward; return the kernels of both, and the output."""
     sublayer.module.train()
     hidden = None
     if below is not None:
         # A copy, because a leaf that needs a gradient forbids layers that work in place.
         hidden = below.detach().requires_grad_(below.is_floating_point()).clone()
-    held = _storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
-    with _KernelCounter() as forward, _saved_storages() as saved:
-        output = sublayer.call(hidden, batch)
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it must "
-            "return one tensor: move side values into the batch"
-        )
-    backward: tuple[Kernel, ...] = ()
+    with _KernelCounter() as forward:
+        output = sublayer.run(hidden, batch)
+    backward = _KernelCounter()
     if output.requires_grad:
         for parameter in sublayer.module.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         gradient = torch.empty_like(output)
-        with _KernelCounter() as counter:
+        with backward:
             output.backward(gradient)
-        backward = tuple(counter.kernels)
-    saved_bytes = sum(saved[key].nbytes() for key in saved.keys() - held.keys())
-    return tuple(forward.kernels), backward, saved_bytes, output.detach()
-
-
-def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the tensors' storages; on the meta device they have no address to know them by."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage for storage in found}
-
-
-@contextmanager
-def _saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.update(_storages([tensor]))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield saved
+    return tuple(forward.kernels), tuple(backward.kernels), output.detach()
 
 
 class _KernelCounter(TorchDispatchMode):
@@ -205,7 +164,7 @@ def _starts_kernel(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     """Tell kernels from views and allocations."""
     if not outputs or func.overloadpacket in _ALLOCATIONS:
         return False
-    is_view = _storages(outputs).keys() <= _storages(inputs).keys()
+    is_view = storages(outputs).keys() <= storages(inputs).keys()
     return not is_view or func._schema.is_mutable
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopipe.cluster.description import Cluster
-from autopipe.cluster.kernels import Kernel, SublayerCount, count_kernels
-from autopipe.profile import Profile, ProfiledSublayer, SublayerCost
+from autopipe.cluster.kernels import Kernel, SublayerKernels, count_bytes, count_kernels
+from autopipe.profile import Profile, ProfiledSublayer, SublayerCost, unshared
 
 BATCH_SIZES = tuple(1 << exponent for exponent in range(11))
 """Micro-batch sizes of a modelled profile; between them its times are interpolated."""
@@ -46,11 +47,16 @@ def modelled_profile(
             without data.
     """
     rates = _Rates.of(cluster, _dtype_of(sublayers))
-    small, large = (count_kernels(sublayers, _batch(sample, size)) for size in _COUNTED)
+    small, large = (_batch(sample, size) for size in _COUNTED)
+    counts = (count_kernels(sublayers, small), count_kernels(sublayers, large))
+    sizes = count_bytes(sublayers, large)
     costs = tuple(
-        _cost(sublayer, counts, rates)
-        for sublayer, *counts in zip(sublayers, small, large, strict=True)
-    )
+        _cost(sublayer, counts, rates, {**own, "optimizer_bytes": _adamw_bytes(parameters)})
+        for sublayer, *counts, own, parameters in zip(
+            sublayers, *counts, sizes, unshared(s.module.parameters() for s in sublayers),
+            strict=True,
+        )
+    )  # fmt: skip
     return Profile(
         batch_sizes=BATCH_SIZES,
         sublayers=costs,
@@ -105,20 +111,27 @@ def _batch(sample: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     }
 
 
+def _adamw_bytes(parameters: Sequence[Tensor]) -> int:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(_ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in trained)
+
+
 def _cost(
-    sublayer: ProfiledSublayer, counts: Sequence[SublayerCount], rates: _Rates
+    sublayer: ProfiledSublayer,
+    counts: Sequence[SublayerKernels],
+    rates: _Rates,
+    sizes: Mapping[str, Any],
 ) -> SublayerCost:
-    small, large = counts
     times = {}
     for kind in ("forward", "input_backward", "backward", "frozen"):
-        pair = (getattr(small, kind), getattr(large, kind))
-        if len(pair[0]) != len(pair[1]):
+        small, large = (getattr(count, kind) for count in counts)
+        if len(small) != len(large):
             raise ValueError(
-                f"the {kind} of sublayer {sublayer.name!r} starts {len(pair[0])} kernels for "
-                f"{_COUNTED[0]} samples and {len(pair[1])} for {_COUNTED[1]}, so that other "
+                f"the {kind} of sublayer {sublayer.name!r} starts {len(small)} kernels for "
+                f"{_COUNTED[0]} samples and {len(large)} for {_COUNTED[1]}, so that other "
                 "sizes cannot be told from these; measure it on a machine instead"
             )
-        times[kind] = tuple(_seconds(*pair, size, rates) for size in BATCH_SIZES)
+        times[kind] = tuple(_seconds(small, large, size, rates) for size in BATCH_SIZES)
     return SublayerCost(
         name=sublayer.name,
         layer=sublayer.layer,
@@ -129,14 +142,7 @@ def _cost(
             for whole, part in zip(times["backward"], times["input_backward"], strict=True)
         ),
         frozen_s=times["frozen"],
-        parameter_bytes=large.parameter_bytes,
-        gradient_bytes=large.gradient_bytes,
-        optimizer_bytes=(
-            _ADAMW_MOMENTS * large.gradient_bytes + _ADAMW_STEP_BYTES * large.num_trained
-        ),
-        buffer_bytes=large.buffer_bytes,
-        saved_bytes=large.saved_bytes / _COUNTED[1],
-        output_bytes=large.output_bytes / _COUNTED[1],
+        **sizes,
     )
 
 

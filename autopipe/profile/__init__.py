@@ -8,6 +8,7 @@ from autopipe.profile.chain import (
     now_s,
     saved_storages,
     storages,
+    unshared,
 )
 from autopipe.profile.fit import fitted, uncertainty
 from autopipe.profile.network import AllReduceCost, LinkCost
@@ -26,5 +27,5 @@ __all__ = [
     "AllReduceCost", "LinkCost", "MeasuredChain", "Profile", "ProfiledSublayer",
     "SublayerCost", "chain_bytes", "chain_seconds", "fitted", "join_chains", "join_sizes",
     "left_as_found", "merge", "now_s", "profile_sublayers", "saved_storages", "storages",
-    "time_rounds", "uncertainty",
+    "time_rounds", "uncertainty", "unshared",
 ]  # fmt: skip

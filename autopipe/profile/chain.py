@@ -30,6 +30,20 @@ class ProfiledSublayer:
     module: nn.Module
     call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
 
+    def run(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call it.
+
+        Raises:
+            TypeError: it returns something else than one tensor.
+        """
+        output = self.call(hidden, batch)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"sublayer {self.name!r} returned a {type(output).__name__}; it "
+                f"must return one tensor: move side values into the batch"
+            )
+        return output
+
 
 @contextmanager
 def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterator[nn.ModuleList]:
@@ -82,11 +96,6 @@ def _run_chain(
     for sublayer in sublayers:
         # A copy, because a leaf that needs a gradient forbids layers that work in place.
         output, measured = run(sublayer, None if below is None else below.clone())
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"sublayer {sublayer.name!r} returned a {type(output).__name__}; it "
-                f"must return one tensor: move side values into the batch"
-            )
         forwards.append(_Forward(below, output, measured))
         below = output.detach().requires_grad_(output.is_floating_point())
     return forwards
@@ -97,30 +106,31 @@ def measure_bytes(
 ) -> list[dict[str, Any]]:
     """Count each sublayer's bytes, activations per sample."""
     num_samples = len(next(iter(batch.values())))
-    counted: set[int] = set()
-    sizes = []
+    parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
+    buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
     modules.train()
     forwards = _run_chain(sublayers, partial(_count_saved, batch))
-    for sublayer, forward in zip(sublayers, forwards, strict=True):
-        own = [
-            {id(t): t.nbytes for t in tensors if id(t) not in counted}
-            for tensors in (sublayer.module.parameters(), sublayer.module.buffers())
-        ]
-        counted.update(*own)
-        sizes.append(
-            {
-                "parameter_bytes": sum(own[0].values()),
-                "gradient_bytes": sum(
-                    p.nbytes
-                    for p in sublayer.module.parameters()
-                    if p.requires_grad and id(p) in own[0]
-                ),
-                "buffer_bytes": sum(own[1].values()),
-                "saved_bytes": forward.measured / num_samples,
-                "output_bytes": forward.output.nbytes / num_samples,
-            }
-        )
-    return sizes
+    return [
+        {
+            "parameter_bytes": sum(p.nbytes for p in own),
+            "gradient_bytes": sum(p.nbytes for p in own if p.requires_grad),
+            "buffer_bytes": sum(b.nbytes for b in beside),
+            "saved_bytes": forward.measured / num_samples,
+            "output_bytes": forward.output.nbytes / num_samples,
+        }
+        for own, beside, forward in zip(parameters, buffers, forwards, strict=True)
+    ]
+
+
+def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
+    """Leave each tensor to the first group that has it."""
+    seen: set[int] = set()
+    left = []
+    for group in groups:
+        own = {id(tensor): tensor for tensor in group if id(tensor) not in seen}
+        seen.update(own)
+        left.append(list(own.values()))
+    return left
 
 
 def _count_saved(
@@ -128,15 +138,18 @@ def _count_saved(
 ) -> tuple[Tensor, int]:
     """Run a forward; also return the bytes that its graph keeps, each storage once."""
     with saved_storages() as saved:
-        output = sublayer.call(hidden, batch)
+        output = sublayer.run(hidden, batch)
     held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
     return output, sum(saved[address] for address in saved.keys() - held.keys())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages, by address; views share one."""
+    """Return the bytes of the tensors' storages, by address; views share one.
+
+    On the meta device they have none, and are known by torch's own object.
+    """
     found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in found}
 
 
 @contextmanager
@@ -166,7 +179,7 @@ def time_chain(
 
     def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
         start_s = now_s(device)
-        return sublayer.call(hidden, batch), now_s(device) - start_s
+        return sublayer.run(hidden, batch), now_s(device) - start_s
 
     modules.train()
     forwards = _run_chain(sublayers, timed)
@@ -214,7 +227,7 @@ def input_backward_shares(
         for requires_grad, measured in ((True, whole), (False, inputs)):
             for parameter in trained:
                 parameter.requires_grad_(requires_grad)
-            forwards = _run_chain(sublayers, lambda sub, hidden: (sub.call(hidden, batch), 0.0))
+            forwards = _run_chain(sublayers, lambda sub, hidden: (sub.run(hidden, batch), 0.0))
             measured.append(_time_backwards(forwards, device))
     return [
         _share(statistics.median(part), statistics.median(full))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.cluster.description import Cluster
-from autopipe.cluster.kernels import Kernel, count_kernels
+from autopipe.cluster.kernels import Kernel, count_bytes, count_kernels
 from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
@@ -75,8 +75,12 @@ def flops(kernels: tuple[Kernel, ...]) -> float:
 
 def test_vit_base_counts_the_published_parameters_and_flops() -> None:
     named = build_named(ModelChoice("vit_base_patch16_224"), device="meta")
-    counts = count_kernels(profiled(named.model), named.batch(2))
-    assert sum(count.parameter_bytes for count in counts) == 4 * 86_567_656
+    sublayers = profiled(named.model)
+    counts, sizes = (
+        count_kernels(sublayers, named.batch(2)),
+        count_bytes(sublayers, named.batch(2)),
+    )
+    assert sum(own["parameter_bytes"] for own in sizes) == 4 * 86_567_656
     forward = sum(flops(count.forward) for count in counts) / 2
     # 17.56 billion multiply-adds, two FLOPs each.
     assert forward == pytest.approx(35.1e9, rel=0.01)
