@@ -29,7 +29,8 @@ Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -127,35 +128,52 @@ def _with_links(
 LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
 """How the operations that compute are drawn."""
 
+_SOURCES = {Op.FORWARD: -1, Op.BACKWARD: 1}
+"""Where the inputs of operations come from, counted from their stage."""
 
-def draw(schedule: Schedule) -> str:
-    """Draw a schedule as the grid of the module's docstring, each task one tick long."""
-    finished: dict[tuple[str, int, int], int] = {}
-    tasks = [
-        [(LETTERS[ins.op], ins.micro_batch) for ins in program if ins.op in LETTERS]
-        for program in schedule
-    ]
-    position, clock, last = [0] * len(tasks), 0, len(tasks) - 1
-    rows: list[list[str]] = [[] for _ in tasks]
-    while any(position[j] < len(tasks[j]) for j in range(len(tasks))):
-        for j, row in enumerate(rows):
-            cell = ".."
-            if position[j] < len(tasks[j]):
-                kind, i = tasks[j][position[j]]
-                neighbour = {"F": j - 1, "R": -1, "B": j + 1}[kind]
-                at_end = neighbour < 0 or neighbour > last
-                if at_end or finished.get((kind, neighbour, i), clock + 1) <= clock:
-                    cell, finished[kind, j, i] = f"{kind}{i}", clock + 1
-                    position[j] += 1
-            row.append(cell)
-        clock += 1
-        if clock > 3 * len(tasks) * sum(map(len, tasks)) + 2:
-            raise ValueError("the schedule cannot be executed: its stages wait for each other")
-    width = max((len(cell) for row in rows for cell in row), default=0)
-    return "\n".join(
-        f"stage {j}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
-        for j, row in enumerate(rows)
+
+def draw(*schedules: Schedule) -> str:
+    """Draw a schedule as the grid of the module's docstring; several one after the other.
+
+    Raises:
+        ValueError: the stages of a schedule wait for each other.
+    """
+    grids = [_place(schedule) for schedule in schedules]
+    width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)
+    return named_rows(
+        {
+            stage: " | ".join(" ".join(cell.ljust(width) for cell in row) for row in rows)
+            for stage, rows in enumerate(zip(*grids, strict=True))
+        }
     )
+
+
+def named_rows(rows: Mapping[int, str]) -> str:
+    """Put each stage's name before its row."""
+    width = max((len(f"stage {stage}") for stage in rows), default=0)
+    return "\n".join(f"{f'stage {j}'.ljust(width)}  {row}".rstrip() for j, row in rows.items())
+
+
+def _place(schedule: Schedule) -> list[list[str]]:
+    """Give each stage's tasks their ticks, one long and as early as their input is there."""
+    waiting = [deque(ins for ins in program if ins.op in LETTERS) for program in schedule]
+    total = Counter((j, task) for j, tasks in enumerate(waiting) for task in tasks)
+    done: Counter[tuple[int, Instruction]] = Counter()
+    rows: list[list[str]] = [[] for _ in schedule]
+    while any(waiting):
+        finished = []
+        for j, (row, tasks) in enumerate(zip(rows, waiting, strict=True)):
+            cell = ".."
+            # What no neighbour does at all, as at the ends, is not waited for.
+            source = (j + _SOURCES.get(tasks[0].op, len(rows)), tasks[0]) if tasks else None
+            if source and done[source] >= min(total[source], done[j, tasks[0]] + 1):
+                cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}"
+                finished.append((j, tasks.popleft()))
+            row.append(cell)
+        if not finished:
+            raise ValueError("the schedule cannot be executed: its stages wait for each other")
+        done.update(finished)
+    return rows
 
 
 def peak_in_flight(program: StageProgram) -> int:

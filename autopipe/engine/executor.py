@@ -253,7 +253,7 @@ class StageRun:
         if self._links.below is None:
             self._flight.inputs[i] = self._work.first_input(i)
         if self._recorder is not None:
-            self._recorder.starts_forward(self._flight.inputs[i].tensors)
+            self._recorder.starts_forward()
 
     def _forward(self, i: int) -> None:
         flight, checkpointing = self._flight, i in self._checkpointed

@@ -52,12 +52,12 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     for stage in sorted({span.stage for span in spans}):
         # Perfetto takes process and thread 0 for the idle ones.
         pid = stage + 1
-        events.append(_name("process_name", pid, 0, f"stage {stage}"))
-        events.append(_order("process_sort_index", pid, 0, stage))
+        events.append(_about("process_name", pid, 0, name=f"stage {stage}"))
+        events.append(_about("process_sort_index", pid, 0, sort_index=stage))
         for lane, (name, members) in enumerate(lanes(spans, stage).items()):
             tid = 1000 * pid + lane
-            events.append(_name("thread_name", pid, tid, name))
-            events.append(_order("thread_sort_index", pid, tid, lane))
+            events.append(_about("thread_name", pid, tid, name=name))
+            events.append(_about("thread_sort_index", pid, tid, sort_index=lane))
             events += [_event(span, pid, tid, origin_s) for span in members]
         events += _curve([s for s in spans if s.stage == stage], pid, origin_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -92,9 +92,5 @@ def _curve(spans: Sequence[Span], pid: int, origin_s: float) -> Iterator[dict[st
         }
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _order(kind: str, pid: int, tid: int, index: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _about(kind: str, pid: int, tid: int, **about: str | int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": about}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -14,70 +14,54 @@ from autopipe.schedule import Instruction, Op
 from autopipe.trace.kept_memory import KeptMemory
 from autopipe.trace.span import Span
 
+Moment = Callable[[], float]
+"""Returns seconds of `time.perf_counter`; waits for a device to get there."""
 
-class DeviceClock:
-    """Tell when a CUDA device came to an event, in seconds of `time.perf_counter`.
+
+class Clocks:
+    """Mark the present moment, on the host or on a device's current stream, to be read later.
 
     Clocks of host and device are compared once, when the device has nothing to do; the error is
     that of one launch and one wait, some ten microseconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-        self._origin = torch.cuda.Event(enable_timing=True)
-        before_s = time.perf_counter()
-        self._origin.record(torch.cuda.current_stream(device))
-        self._origin.synchronize()
-        self._origin_s = (before_s + time.perf_counter()) / 2
-
-    def seconds(self, event: torch.cuda.Event) -> float:
-        """Wait for the event and return when it came."""
-        event.synchronize()
-        return self._origin_s + self._origin.elapsed_time(event) / 1e3
-
-
-class Clocks:
-    """Give marks of the present moment, on the host or on a device's current stream."""
-
     def __init__(self) -> None:
-        self._devices: dict[torch.device, DeviceClock] = {}
+        self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
     def watch(self, device: torch.device | None) -> None:
         """Prepare for marks of a device; a CUDA device is waited for."""
-        if device is not None and device.type == "cuda" and device not in self._devices:
-            self._devices[device] = DeviceClock(device)
+        if device is None or device.type != "cuda" or device in self._origins:
+            return
+        torch.cuda.synchronize(device)
+        origin = torch.cuda.Event(enable_timing=True)
+        before_s = time.perf_counter()
+        origin.record(torch.cuda.current_stream(device))
+        origin.synchronize()
+        self._origins[device] = origin, (before_s + time.perf_counter()) / 2
 
-    def mark(self, device: torch.device | None) -> Mark:
+    def mark(self, device: torch.device | None) -> Moment:
         """Mark now; on a CUDA device, when its current stream will have come here."""
         if device is None or device.type != "cuda":
-            return Mark(time.perf_counter())
+            now_s = time.perf_counter()
+            return lambda: now_s
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
-        return Mark(event, self._devices[device])
+        origin, origin_s = self._origins[device]
 
+        def came_s() -> float:
+            event.synchronize()
+            return origin_s + origin.elapsed_time(event) / 1e3
 
-@dataclass(frozen=True)
-class Mark:
-    """Hold a moment, which a device may not have reached yet."""
-
-    moment: float | torch.cuda.Event
-    clock: DeviceClock | None = None
-
-    def seconds(self) -> float:
-        """Return it in seconds of `time.perf_counter`; wait for the device to get there."""
-        if isinstance(self.moment, float):
-            return self.moment
-        assert self.clock is not None
-        return self.clock.seconds(self.moment)
+        return came_s
 
 
 @dataclass
 class _Note:
-    """Hold a span whose times are still marks."""
+    """Hold a span whose times have not been read."""
 
     span: Span
-    start: Mark
-    end: Mark
+    start: Moment
+    end: Moment
 
 
 class Recorder:
@@ -105,16 +89,13 @@ class Recorder:
         self._notes: list[_Note] = []
         self._memory = KeptMemory()
         self._start = self._clocks.mark(None)
-        self._num_transfers = self._input_bytes = 0
+        self._num_transfers = 0
         self._in_flight = self._graphs = 0
 
     @property
     def spans(self) -> list[Span]:
         """Return all spans in the order in which they ended; devices are waited for."""
-        return [
-            replace(note.span, start_s=note.start.seconds(), end_s=note.end.seconds())
-            for note in self._notes
-        ]
+        return [replace(note.span, start_s=note.start(), end_s=note.end()) for note in self._notes]
 
     @contextmanager
     def span(self, instruction: Instruction, *, sent_bytes: int = 0) -> Iterator[None]:
@@ -125,7 +106,7 @@ class Recorder:
             sent_bytes: what it gives to a link. If the link notes no transfer, it goes to the
                 neighbour's memory, and its span is the instruction's.
         """
-        self._num_transfers = self._input_bytes = 0
+        self._num_transfers = 0
         memory = self._memory
         memory.peak_bytes = memory.num_bytes
         builds_graph = instruction.op in (Op.FORWARD, Op.RECOMPUTE)
@@ -136,8 +117,7 @@ class Recorder:
         finally:
             span = Span(
                 self.stage, instruction.op, instruction.micro_batch, 0.0, 0.0,
-                payload_bytes=self._input_bytes, step=self.step,
-                num_in_flight=self._in_flight, num_graphs=self._graphs,
+                step=self.step, num_in_flight=self._in_flight, num_graphs=self._graphs,
                 kept_bytes=memory.num_bytes, peak_bytes=memory.peak_bytes,
             )  # fmt: skip
             note = _Note(span, self._start, self._clocks.mark(self._device))
@@ -147,9 +127,8 @@ class Recorder:
                 sent = replace(span, peer=peer, num_bytes=sent_bytes, payload_bytes=sent_bytes)
                 self._notes.append(_Note(sent, note.start, note.end))
 
-    def starts_forward(self, inputs: Sequence[Tensor | None]) -> None:
-        """Let the present span begin only now, after a wait for room; note the input's size."""
-        self._input_bytes = sum(tensor.nbytes for tensor in inputs if tensor is not None)
+    def starts_forward(self) -> None:
+        """Let the present span begin only now, after a wait for room."""
         self._start = self._clocks.mark(self._device)
 
     def keeps(self, *, in_flight: int, graphs: int, inputs: Sequence[Tensor | None]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopipe.schedule import LETTERS, Instruction, Op
+from autopipe.schedule import LETTERS, Instruction, Op, StageProgram
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Span:
         start_s, end_s: seconds of `time.perf_counter`, which processes of one machine share. On a
             CUDA device, when its stream came to the instruction and was done with it.
         num_bytes: of a transfer, what was copied; 0 where it was handed over in shared memory.
-        payload_bytes: of a transfer, what was copied or handed over; of a forward, its input.
+        payload_bytes: of a transfer, what was copied or handed over.
         peer: of a transfer, the stage that it goes to; None for a stage's own instruction.
         step: which mini-batch of the trace, from 0.
         num_in_flight: of an instruction, micro-batches of which the stage kept anything at
@@ -72,7 +73,10 @@ class Span:
             letter = "a" if self.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "g"
         return f"{letter}{self.micro_batch}"
 
-    @property
-    def instruction(self) -> Instruction:
-        """Return the instruction that it belongs to."""
-        return Instruction(self.op, self.micro_batch)
+
+def programs(spans: Sequence[Span]) -> dict[int, StageProgram]:
+    """Return what each stage computed, in its order, by stage from the first on."""
+    ran: dict[int, StageProgram] = dict.fromkeys(sorted({s.stage for s in spans}), ())
+    for span in sorted((s for s in spans if s.is_compute), key=lambda s: s.start_s):
+        ran[span.stage] += (Instruction(span.op, span.micro_batch),)
+    return ran

@@ -1,27 +1,12 @@
-"""Sum up a trace: times, kept activations and traffic, counted and beside their formulas.
-
-Legend: K stages, M micro-batches, j a stage from 0. The formulas:
-
-    bubble                      (K-1) / (M+K-1)
-    micro-batches in flight     M for GPipe, min(K-j, M) for 1F1B
-    activations, checkpointed   in flight * input + graphs * (graph - input)
-    activations, otherwise      in flight * graph
-    sent over a link            2 * batch * width values: activations up, gradients down
-
-Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); Boehm,
-"Pipeline-Parallelism: Distributed Training via Model Partitioning" (2022).
-"""
+"""Sum up a trace: times, kept activations and traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.schedule import Op, StageProgram, peak_in_flight
-from autopipe.trace.formulas import memory_of_one, peak_graphs, programs, recognize
-from autopipe.trace.span import Span
-
-KIB = 1024
+from autopipe.schedule import LETTERS, SCHEDULES, Op, Schedule, StageProgram, forward_only
+from autopipe.trace.span import Span, programs
 
 
 @dataclass(frozen=True)
@@ -32,23 +17,14 @@ class StageSummary:
         stage: its number.
         busy_fraction: part of the steps' time in which it computed.
         peak_in_flight, peak_graphs: most micro-batches of which it kept anything, or a graph.
-        formula_in_flight, formula_graphs: what the schedule says.
         peak_bytes: most activations kept at once.
-        formula_bytes: by formula, from the largest input and graph of one micro-batch.
-        formula_bytes_never, formula_bytes_always: likewise, had no micro-batch or had each been
-            checkpointed.
     """
 
     stage: int
     busy_fraction: float
     peak_in_flight: int
-    formula_in_flight: int
     peak_graphs: int
-    formula_graphs: int
     peak_bytes: int
-    formula_bytes: int
-    formula_bytes_never: int
-    formula_bytes_always: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +35,6 @@ class LinkSummary:
         below, above: the stages; not neighbours where skips go straight.
         activation_bytes, gradient_bytes: sent up and down.
         copied_bytes: of both; what is not copied was handed over in shared memory.
-        formula_bytes: of both, if all that went up has a gradient.
     """
 
     below: int
@@ -67,7 +42,6 @@ class LinkSummary:
     activation_bytes: float
     gradient_bytes: float
     copied_bytes: float
-    formula_bytes: float
 
 
 @dataclass(frozen=True)
@@ -75,13 +49,15 @@ class Summary:
     """Sum up a trace; `str` gives tables.
 
     Args:
-        schedule: a name of `SCHEDULES`, "forward only", or "another order".
+        schedule: a name of `SCHEDULES`, "forward only", or "another order", as of a step that
+            failed.
         num_stages, num_micro_batches, num_checkpointed: of a step.
         num_steps: that were traced.
         step_s: mean time from a step's first span to its last; between a forward and a backward
             of its own the caller's work counts.
         bubble: part of the stages' time in which they did not compute.
-        formula_bubble: the same if all forwards took one time, and all backwards.
+        formula_bubble: (K-1) / (M+K-1) of K stages and M micro-batches: the same if all forwards
+            took one time, and all backwards (Huang et al., GPipe, 2019).
         stages, links: from the first stage on.
     """
 
@@ -116,45 +92,36 @@ class Summary:
         )
 
     def __str__(self) -> str:
-        """Return the tables; each `formula` belongs to the column before it."""
+        """Return the tables."""
         stages = [
             (
                 stage.stage,
                 f"{stage.busy_fraction:.1%}",
-                *(stage.peak_in_flight, stage.formula_in_flight),
-                *(stage.peak_graphs, stage.formula_graphs),
-                *(as_bytes(stage.peak_bytes), as_bytes(stage.formula_bytes)),
-                *(as_bytes(stage.formula_bytes_never), as_bytes(stage.formula_bytes_always)),
+                stage.peak_in_flight,
+                stage.peak_graphs,
+                as_bytes(stage.peak_bytes),
             )
             for stage in self.stages
         ]
-        tables = [f"{self.title}\n{self.times}", _table(_STAGE_COLUMNS, stages)]
+        columns = ("stage", "busy", "in flight", "graphs", "activations")
+        tables = [f"{self.title}\n{self.times}", _table(columns, stages)]
         if self.links:
-            tables.append(_table(_LINK_COLUMNS, self._link_rows()))
+            columns = ("link", "activations", "gradients", "sent a step", "copied")
+            tables.append(_table(columns, self._link_rows()))
         return "\n\n".join(tables)
 
-    def _link_rows(self) -> list[tuple[object, ...]]:
-        rows = [
-            (
-                f"{link.below}-{link.above}",
+    def _link_rows(self) -> list[tuple[str, ...]]:
+        rows: dict[str, tuple[float, ...]] = {
+            f"{link.below}-{link.above}": (
                 link.activation_bytes,
                 link.gradient_bytes,
                 link.activation_bytes + link.gradient_bytes,
-                link.formula_bytes,
                 link.copied_bytes,
             )
             for link in self.links
-        ]
-        columns = list(zip(*(row[1:] for row in rows), strict=True))
-        rows.append(("all", *(sum(column) for column in columns)))
-        return [(row[0], *(as_bytes(value) for value in row[1:])) for row in rows]
-
-
-_STAGE_COLUMNS = (
-    *("stage", "busy", "in flight", "formula", "graphs", "formula"),
-    *("activations", "formula", "if never", "if always checkpointed"),
-)
-_LINK_COLUMNS = ("link", "activations", "gradients", "sent a step", "formula", "copied")
+        }
+        rows["all"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+        return [(name, *map(as_bytes, values)) for name, values in rows.items()]
 
 
 def summarize(spans: Sequence[Span]) -> Summary:
@@ -168,17 +135,14 @@ def summarize(spans: Sequence[Span]) -> Summary:
         raise ValueError("the trace is empty; run a forward or a step in its block")
     steps = [[span for span in spans if span.step == n] for n in sorted({s.step for s in compute})]
     total_s = sum(max(s.end_s for s in step) - min(s.start_s for s in step) for step in steps)
-    ran = programs(spans, step=steps[0][0].step)
+    ran = programs(steps[0])
     num_stages = max(ran) + 1
     num_micro_batches = len({span.micro_batch for span in steps[0]})
     recomputed = {s.micro_batch for s in steps[0] if s.op is Op.RECOMPUTE}
-    name = recognize(ran, num_micro_batches, recomputed)
-    stages = tuple(
-        _stage([s for s in spans if s.stage == j], program, total_s, name == "forward only")
-        for j, program in ran.items()
-    )
+    stages = tuple(_stage([s for s in spans if s.stage == j], total_s) for j in ran)
     return Summary(
-        name, num_stages, num_micro_batches, len(recomputed), len(steps),
+        _recognize(ran, num_micro_batches, recomputed),
+        num_stages, num_micro_batches, len(recomputed), len(steps),
         step_s=total_s / len(steps),
         bubble=1.0 - sum(stage.busy_fraction for stage in stages) / len(stages),
         formula_bubble=(num_stages - 1) / (num_micro_batches + num_stages - 1),
@@ -187,35 +151,35 @@ def summarize(spans: Sequence[Span]) -> Summary:
     )  # fmt: skip
 
 
-def _stage(
-    spans: Sequence[Span], program: StageProgram, total_s: float, no_backward: bool
-) -> StageSummary:
-    """Sum up the spans of one stage, all of whose steps ran the program."""
+def _recognize(ran: dict[int, StageProgram], num_micro_batches: int, recomputed: set[int]) -> str:
+    """Name the schedule that orders instructions as they were measured."""
+    size = (max(ran) + 1, num_micro_batches)
+    known: dict[str, Schedule] = {
+        name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()
+    }
+    known["forward only"] = forward_only(*size)
+    for name, schedule in known.items():
+        if all(
+            program == tuple(ins for ins in schedule[j] if ins.op in LETTERS)
+            for j, program in ran.items()
+        ):
+            return name
+    return "another order"
+
+
+def _stage(spans: Sequence[Span], total_s: float) -> StageSummary:
     compute = [span for span in spans if span.is_compute]
-    in_flight = 0 if no_backward else peak_in_flight(program)
-    checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
-    graphs = 0 if no_backward else peak_graphs(program, checkpointed)
-    memory = memory_of_one(compute, checkpointed)
-    always = in_flight * memory.input_bytes + min(1, in_flight) * memory.rest_bytes
-    never = in_flight * memory.graph_bytes
-    mixed = in_flight * memory.input_bytes + graphs * memory.rest_bytes
     return StageSummary(
         spans[0].stage,
         busy_fraction=sum(span.duration_s for span in compute) / max(total_s, 1e-12),
         peak_in_flight=max((span.num_in_flight for span in compute), default=0),
-        formula_in_flight=in_flight,
         peak_graphs=max((span.num_graphs for span in compute), default=0),
-        formula_graphs=graphs,
         peak_bytes=max(span.peak_bytes for span in spans),
-        formula_bytes=mixed if checkpointed else never,
-        formula_bytes_never=never,
-        formula_bytes_always=always,
     )
 
 
 def _links(spans: Sequence[Span], num_steps: int) -> tuple[LinkSummary, ...]:
     transfers = [(span, span.peer) for span in spans if span.peer is not None]
-    factor = 2 if any(span.op is Op.BACKWARD for span in spans) else 1
     links = []
     for ends in sorted({(min(s.stage, peer), max(s.stage, peer)) for s, peer in transfers}):
         crossing = [s for s, peer in transfers if {s.stage, peer} == set(ends)]
@@ -226,7 +190,6 @@ def _links(spans: Sequence[Span], num_steps: int) -> tuple[LinkSummary, ...]:
                 activation_bytes=up / num_steps,
                 gradient_bytes=(sum(s.payload_bytes for s in crossing) - up) / num_steps,
                 copied_bytes=sum(s.num_bytes for s in crossing) / num_steps,
-                formula_bytes=factor * up / num_steps,
             )
         )
     return tuple(links)
@@ -235,9 +198,9 @@ def _links(spans: Sequence[Span], num_steps: int) -> tuple[LinkSummary, ...]:
 def as_bytes(count: float) -> str:
     """Write bytes with the unit that leaves one to four digits before the point."""
     for unit in ("B", "KiB", "MiB"):
-        if count < KIB:
+        if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= KIB
+        count /= 1024
     return f"{count:.1f} GiB"
 
 

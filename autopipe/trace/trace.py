@@ -75,14 +75,14 @@ class Trace:
 
         Args:
             width: columns over which to spread the time. None draws the order alone, one tick an
-                instruction as `autopipe.draw` draws a schedule, and parts mini-batches by a bar.
+                instruction as `autopipe.schedule.draw` does, and parts mini-batches by a bar.
         """
         if width is not None:
             return time_grid(self.spans, width)
         return instruction_grid([step.spans for step in self.steps])
 
     def summary(self) -> Summary:
-        """Sum up times, memory and traffic beside their formulas.
+        """Sum up times, memory and traffic.
 
         Raises:
             ValueError: nothing was computed.

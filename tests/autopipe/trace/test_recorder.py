@@ -134,10 +134,8 @@ def test_traces_of_processes_are_put_together(two_ranks: Pool, checkpoint: str) 
     (link,) = summary.links
     # 12 samples of 8 float64, which cross between the processes' memories.
     assert link.activation_bytes == link.gradient_bytes == 12 * 8 * 8
-    assert link.copied_bytes == link.formula_bytes == 2 * 12 * 8 * 8
-    for stage in summary.stages:
-        assert stage.peak_in_flight == stage.formula_in_flight == 2 - stage.stage
-        assert stage.peak_bytes == stage.formula_bytes
+    assert link.copied_bytes == 2 * 12 * 8 * 8
+    assert [stage.peak_in_flight for stage in summary.stages] == [2, 1]
 
 
 class FakeDevice:
@@ -175,7 +173,7 @@ def test_a_devices_events_are_read_only_with_the_trace(monkeypatch: pytest.Monke
     after_s = time.perf_counter()
     waits_before = device.num_waits
     with recorder.span(Instruction(Op.FORWARD, 0)):
-        recorder.starts_forward([torch.zeros(3)])
+        recorder.starts_forward()
     with recorder.transfer(
         Instruction(Op.SEND_ACTIVATION, 0),
         peer=1, payload_bytes=12, copied_bytes=12, device=torch.device("cuda:0"),
@@ -187,7 +185,7 @@ def test_a_devices_events_are_read_only_with_the_trace(monkeypatch: pytest.Monke
     assert before_s + 4e-3 <= forward.start_s <= after_s + 4e-3
     assert forward.duration_s == pytest.approx(2e-3)
     assert copy.start_s - forward.end_s == pytest.approx(2e-3)
-    assert (copy.peer, copy.num_bytes, forward.payload_bytes) == (1, 12, 12)
+    assert (copy.peer, copy.num_bytes, copy.payload_bytes) == (1, 12, 12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
