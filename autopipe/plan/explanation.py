@@ -31,11 +31,6 @@ class StepParts:
     update_s: float
     overhead_s: float
 
-    @property
-    def step_s(self) -> float:
-        """Return their sum."""
-        return sum(asdict(self).values())
-
 
 @dataclass(frozen=True)
 class ExplainedPlan:

@@ -7,14 +7,12 @@ parameter counts. M is the best of a table of throughputs that is made once for 
 Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
 our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
 the frozen parameters, which the printed algorithm never adds up, at lambda = 1/6 each on partition
-0; at least one sublayer a stage, where the greedy balance may leave stages empty; another M where
-the table's best does not fit the memory; and a table with layers frozen, their output at hand,
-where a length does not fit the memory without.
+0; at least one sublayer a stage, where the greedy balance may leave stages empty; and another M
+where the table's best does not fit the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -52,13 +50,7 @@ def paper_plan(
     table = throughput_table(profile, request, length)
     limit, needed = request.memory_limit_bytes, []
     for count in best_first(table):
-        plan = predict(
-            profile,
-            request,
-            boundaries=boundaries,
-            num_micro_batches=count,
-            schedule="gpipe",
-        )
+        plan = _gpipe(profile, request, boundaries, count)
         if limit is None or max(plan.peak_bytes) <= limit:
             return plan
         needed.append(max(plan.peak_bytes))
@@ -69,63 +61,41 @@ def paper_plan(
     )
 
 
-def trial_plans(profile: Profile, request: PlanRequest, length: int) -> tuple[PipelinePlan, ...]:
-    """Return the pipelines of a length that the throughput table compares: GPipe, M = K .. 6 K.
-
-    Nothing is frozen in them or, where that does not fit the memory, as little as all of them fit
-    with; if they never do, as much as possible, and those are left out that still do not fit. A
-    replica with fewer than K samples has one M, their number; one with fewer than an M that was
-    asked for has none.
-
-    Raises:
-        ValueError: the batch or the sublayers do not allow the length.
-    """
-    num_samples, limit = request.samples_of(length), request.memory_limit_bytes
-    wanted = request.micro_batches or range(length, 6 * length + 1, length)
-    counts = [count for count in wanted if count <= num_samples]
-    if not counts and request.micro_batches is None:
-        counts = [num_samples]
-    fitting: list[PipelinePlan] = []
-    for num_frozen in range(max(cost.layer for cost in profile.sublayers) + 1):
-        if num_frozen and length > len(_sizes(profile, num_frozen)[0]):
-            break
-        boundaries = paper_split(profile, num_frozen, length)
-        asked = replace(
-            request,
-            num_frozen=num_frozen,
-            prefix_cached_s=0.0 if num_frozen else None,
-            lengths=None,
-            micro_batches=None,
-        )
-        plans = [
-            predict(
-                profile,
-                asked,
-                boundaries=boundaries,
-                num_micro_batches=count,
-                schedule="gpipe",
-            )
-            for count in counts
-        ]
-        fitting = [plan for plan in plans if limit is None or max(plan.peak_bytes) <= limit]
-        if len(fitting) == len(plans):
-            break
-    return tuple(fitting)
+def _gpipe(
+    profile: Profile, request: PlanRequest, boundaries: tuple[int, ...], count: int
+) -> PipelinePlan:
+    return predict(
+        profile, request, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
+    )
 
 
 def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Table:
     """Return samples a second by M, simulated, for M in K, 2 K, .., 6 K, with nothing frozen.
 
-    The paper measures the table before training, once for each K. This is for where there is
-    nothing to measure on: it runs the GPipe schedule against the measured or modelled costs.
+    The paper measures the table before training, once for each K; here the GPipe schedule is run
+    against the measured or modelled costs. A replica with fewer than K samples has one M, their
+    number; one with fewer than an M that was asked for has none.
 
     Raises:
         ValueError: the batch or the sublayers do not allow the length.
     """
-    anywhere = replace(request, memory_limit_bytes=None)
+    num_samples = request.samples_of(length)
+    wanted = request.micro_batches or range(length, 6 * length + 1, length)
+    counts = [count for count in wanted if count <= num_samples]
+    if not counts and request.micro_batches is None:
+        counts = [num_samples]
+    boundaries = paper_split(profile, 0, length)
+    at_first = replace(
+        request,
+        num_frozen=0,
+        memory_limit_bytes=None,
+        prefix_cached_s=None,
+        lengths=None,
+        micro_batches=None,
+    )
     return {
-        plan.num_micro_batches: request.global_batch / plan.predicted_step_s
-        for plan in trial_plans(profile, anywhere, length)
+        count: request.global_batch / _gpipe(profile, at_first, boundaries, count).predicted_step_s
+        for count in counts
     }
 
 
@@ -133,24 +103,10 @@ def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table
     """Return the simulated table of every length that the rules may come to, longest first.
 
     Raises:
-        ValueError: see `paper_lengths`.
-    """
-    lengths = paper_lengths(profile, request)
-    return {length: throughput_table(profile, request, length) for length in lengths}
-
-
-def paper_lengths(profile: Profile, request: PlanRequest) -> tuple[int, ...]:
-    """Return every length that the rules may come to, longest first.
-
-    Raises:
         ValueError: the request excludes GPipe, or no length is possible.
     """
-    if "gpipe" not in request.schedules:
-        raise ValueError(
-            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
-            f"the schedule open"
-        )
-    return tuple(_halvings(_start(profile, request), request))
+    lengths = _lengths(profile, request)
+    return {length: throughput_table(profile, request, length) for length in lengths}
 
 
 def paper_length(
@@ -161,7 +117,7 @@ def paper_length(
     Raises:
         ValueError: the request excludes GPipe, or no length is possible.
     """
-    lengths = paper_lengths(profile, request)
+    lengths = _lengths(profile, request)
     num_active = len(_sizes(profile, request.num_frozen)[0])
     at_first = _largest(profile, 0, lengths[0], frozen_cost)
     found: list[int] = []
@@ -202,30 +158,28 @@ def paper_split(
     return tuple(first_active + cut for cut in cuts)
 
 
-def _start(profile: Profile, request: PlanRequest) -> int:
-    """Return K at T = 0: the longest pipeline within a node."""
-    lengths = [
+def _lengths(profile: Profile, request: PlanRequest) -> list[int]:
+    """Return every K that the rules may come to: the longest within a node, its half and so on."""
+    if "gpipe" not in request.schedules:
+        raise ValueError(
+            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
+            f"the schedule open"
+        )
+    allowed = [
         length
         for length in request.length_choices()[0]
-        if length <= min(request.slots_per_node, len(profile.sublayers))
-        and request.replicas_of(length) <= request.global_batch
+        if request.replicas_of(length) <= request.global_batch
     ]
-    if not lengths:
+    longest = min(request.slots_per_node, len(profile.sublayers))
+    lengths = [max((length for length in allowed if length <= longest), default=0)]
+    if not lengths[0]:
         raise ValueError(
             f"a published pipeline stays within the {request.slots_per_node} slots of a node, has "
             f"a sublayer a stage and a sample a replica; lengths = {request.lengths} allow none"
         )
-    return max(lengths)
-
-
-def _halvings(length: int, request: PlanRequest) -> Iterator[int]:
-    """Yield a length, its half and so on, as far as the cluster and the batch allow."""
-    allowed = request.length_choices()[0]
-    while length in allowed and request.replicas_of(length) <= request.global_batch:
-        yield length
-        if length % 2:
-            return
-        length //= 2
+    while lengths[-1] % 2 == 0 and lengths[-1] // 2 in allowed:
+        lengths.append(lengths[-1] // 2)
+    return lengths
 
 
 def _sizes(profile: Profile, num_frozen: int) -> tuple[list[float], float]:

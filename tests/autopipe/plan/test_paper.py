@@ -13,7 +13,6 @@ from autopipe.plan.paper import (
     paper_split,
     throughput_table,
     throughput_tables,
-    trial_plans,
 )
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.throughput import best_count, draw_tables, table_text
@@ -153,45 +152,6 @@ def test_equal_throughputs_take_the_fewest_micro_batches() -> None:
     asked = request(num_ranks=1, slots_per_node=1, global_batch=400)
     assert len(set(throughput_table(vit_base(), asked, 1).values())) > 1
     assert paper_plan(vit_base(), asked).num_micro_batches == 1
-
-
-def test_the_pipelines_to_be_timed_are_gpipe_s_with_nothing_frozen() -> None:
-    plans = trial_plans(vit_base(), request(9, prefix_cached_s=1e-3), 4)
-    assert [plan.num_micro_batches for plan in plans] == [4, 8, 12, 16, 20, 24]
-    assert {(plan.schedule, plan.boundaries) for plan in plans} == {
-        ("gpipe", paper_split(vit_base(), 0, 4))
-    }
-
-
-def test_what_does_not_fit_is_timed_with_as_little_frozen_as_fits() -> None:
-    peaks = [max(paper_plan(vit_base(), request(f, lengths=(2,))).peak_bytes) for f in range(12)]
-    for limit in (peaks[0], peaks[5]):
-        plans = trial_plans(vit_base(), request(memory_limit_bytes=limit), 2)
-        assert len(plans) == 6 and all(max(plan.peak_bytes) <= limit for plan in plans)
-        least = next(f for f, peak in enumerate(peaks) if peak <= limit)
-        assert plans[0].boundaries == paper_split(vit_base(), least, 2)
-    assert peaks[5] < peaks[0]
-    assert trial_plans(vit_base(), request(memory_limit_bytes=1000), 2) == ()
-
-
-def test_only_what_fits_at_last_is_timed() -> None:
-    # A single stage needs less memory the more micro-batches it takes one after the other.
-    kept = dataclasses.replace(
-        vit_base(),
-        sublayers=tuple(
-            dataclasses.replace(cost, saved_bytes=1e6) for cost in vit_base().sublayers
-        ),
-    )
-    asked = request(num_ranks=1, slots_per_node=1, global_batch=12)
-    free = trial_plans(kept, asked, 1)
-    last = dataclasses.replace(asked, num_frozen=12)
-    least = min(
-        max(paper_plan(kept, dataclasses.replace(last, micro_batches=(m,))).peak_bytes)
-        for m in (4, 5, 6)
-    )
-    plans = trial_plans(kept, dataclasses.replace(asked, memory_limit_bytes=least), 1)
-    assert len(free) == 6 > len(plans) > 0
-    assert all(max(plan.peak_bytes) <= least for plan in plans)
 
 
 def test_fewer_samples_than_stages_are_one_micro_batch_each() -> None:
