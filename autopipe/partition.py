@@ -17,13 +17,11 @@ PartCost = Callable[[int, int, int], float]
 Feasible = Callable[[int, int, int], bool]
 """Whether part `part` may hold the units first .. last - 1."""
 
+_Join = Callable[[float, float], float]
+
 
 def min_max_partition(
-    costs: Sequence[float],
-    num_parts: int,
-    *,
-    feasible: Feasible | None = None,
-    first_extra: float = 0.0,
+    costs: Sequence[float], num_parts: int, *, feasible: Feasible | None = None
 ) -> tuple[int, ...] | None:
     """Find the contiguous split whose dearest part is cheapest, of those the most even one.
 
@@ -31,17 +29,13 @@ def min_max_partition(
         costs: one non-negative number a unit.
         num_parts: parts, none of them empty.
         feasible: which parts are allowed; None allows all.
-        first_extra: cost that part 0 bears besides its units, such as the frozen prefix.
     Returns:
         num_parts + 1 boundaries; None where no split is feasible.
     Raises:
         ValueError: a cost is negative or not a number, or there are fewer units than parts.
     """
-    if not all(cost >= 0 for cost in (*costs, first_extra)):
-        raise ValueError(
-            f"costs must be numbers of at least 0, got {list(costs)} with an extra "
-            f"{first_extra} for part 0"
-        )
+    if not all(cost >= 0 for cost in costs):
+        raise ValueError(f"costs must be numbers of at least 0, got {list(costs)}")
     if not 1 <= num_parts <= len(costs):
         raise ValueError(
             f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
@@ -50,7 +44,7 @@ def min_max_partition(
     total = [0.0, *accumulate(costs)]
 
     def part_cost(part: int, first: int, last: int) -> float:
-        return total[last] - total[first] + (first_extra if part == 0 else 0.0)
+        return total[last] - total[first]
 
     return best_split(len(costs), num_parts, part_cost, feasible=feasible)
 
@@ -65,66 +59,49 @@ def best_split(
 
     Source: PipeDream partitions by such a dynamic programme too, there with replicated stages.
     """
-    splitter = _Splitter(num_units, num_parts, part_cost, feasible)
-    dearest, _ = splitter.solve(max, limit=math.inf)
+
+    def solve(join: _Join, *, limit: float) -> tuple[float, tuple[int, ...]]:
+        """Minimise the joined costs of all parts, none above the limit.
+
+        best[u] is the smallest joined cost of the parts so far over the first u units.
+        """
+        best = [0.0] + [math.inf] * num_units
+        origins: list[list[int]] = []
+        for part in range(num_parts):
+            best, origin = extend(part, best, join, limit)
+            origins.append(origin)
+        boundaries = [num_units]
+        for origin in reversed(origins):
+            boundaries.append(origin[boundaries[-1]])
+        return best[-1], tuple(reversed(boundaries))
+
+    def extend(
+        part: int, best: list[float], join: _Join, limit: float
+    ) -> tuple[list[float], list[int]]:
+        """Extend every split by one part; also return where that part starts."""
+        extended, origin = [math.inf] * len(best), [0] * len(best)
+        for last in range(part + 1, num_units - (num_parts - part - 1) + 1):
+            for first in range(last - 1, part - 1, -1):
+                cost = part_cost(part, first, last)
+                # A longer part costs more still, so no smaller `first` can help.
+                if cost > limit or join(0.0, cost) >= extended[last]:
+                    break
+                joined = join(best[first], cost)
+                if joined < extended[last] and (feasible is None or feasible(part, first, last)):
+                    extended[last], origin[last] = joined, first
+        return extended, origin
+
+    dearest, _ = solve(max, limit=math.inf)
     if dearest == math.inf:
         return None
     # The same parts summed in another order differ in the last bits; they count as equal.
-    _, boundaries = splitter.solve(
-        lambda total, cost: total + cost * cost, limit=dearest * (1 + 1e-9)
-    )
+    _, boundaries = solve(lambda total, cost: total + cost * cost, limit=dearest * (1 + 1e-9))
     return boundaries
 
 
 def per_part(part_cost: PartCost, boundaries: tuple[int, ...]) -> list[float]:
     """Return the cost of each part of a split."""
     return [part_cost(part, *ends) for part, ends in enumerate(pairwise(boundaries))]
-
-
-class _Splitter:
-    """Hold one splitting problem while it is solved under two measures."""
-
-    def __init__(
-        self, num_units: int, num_parts: int, part_cost: PartCost, feasible: Feasible | None
-    ) -> None:
-        self._num_units, self._num_parts = num_units, num_parts
-        self._part_cost, self._feasible = part_cost, feasible
-
-    def solve(
-        self, join: Callable[[float, float], float], *, limit: float
-    ) -> tuple[float, tuple[int, ...]]:
-        """Minimise the joined costs of all parts, none above the limit.
-
-        best[u] is the smallest joined cost of the parts so far over the first u units.
-        """
-        best = [0.0] + [math.inf] * self._num_units
-        origins: list[list[int]] = []
-        for part in range(self._num_parts):
-            best, origin = self._add_part(part, best, join, limit)
-            origins.append(origin)
-        boundaries = [self._num_units]
-        for origin in reversed(origins):
-            boundaries.append(origin[boundaries[-1]])
-        return best[-1], tuple(reversed(boundaries))
-
-    def _add_part(
-        self, part: int, best: list[float], join: Callable[[float, float], float], limit: float
-    ) -> tuple[list[float], list[int]]:
-        """Extend every split by one part; also return where that part starts."""
-        extended = [math.inf] * len(best)
-        origin = [0] * len(best)
-        for last in range(part + 1, self._num_units - (self._num_parts - part - 1) + 1):
-            for first in range(last - 1, part - 1, -1):
-                cost = self._part_cost(part, first, last)
-                # A longer part costs more still, so no smaller `first` can help.
-                if cost > limit or join(0.0, cost) >= extended[last]:
-                    break
-                joined = join(best[first], cost)
-                if joined < extended[last] and (
-                    self._feasible is None or self._feasible(part, first, last)
-                ):
-                    extended[last], origin[last] = joined, first
-        return extended, origin
 
 
 def greedy_partition(

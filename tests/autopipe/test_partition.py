@@ -50,7 +50,7 @@ def test_split_has_smallest_maximum_then_smallest_sum_of_squares_of_all_splits(s
     def part_cost(part: int, first: int, last: int) -> float:
         return sum(costs[first:last]) + (extra if part == 0 else 0)
 
-    found = min_max_partition(costs, num_parts, first_extra=extra)
+    found = best_split(num_units, num_parts, part_cost)
     assert found is not None
     best = min(measures(part_cost, split) for split in all_splits(num_units, num_parts))
     assert measures(part_cost, found) == pytest.approx(best)
@@ -100,7 +100,7 @@ def test_equal_costs_whose_sums_round_differently_are_split_evenly() -> None:
 
 def test_cost_of_the_prefix_moves_the_first_boundary_down() -> None:
     assert min_max_partition([1.0] * 8, 2) == (0, 4, 8)
-    assert min_max_partition([1.0] * 8, 2, first_extra=2.0) == (0, 3, 8)
+    assert best_split(8, 2, lambda part, a, b: b - a + (0.0 if part else 2.0)) == (0, 3, 8)
 
 
 def test_more_parts_than_units_and_negative_costs_are_refused() -> None:
