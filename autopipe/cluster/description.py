@@ -88,6 +88,11 @@ class Cluster:
         """Return the slots of all nodes."""
         return self.nodes * self.slots_per_node
 
+    def kernel_s(self, dtype: str, flops: float, num_bytes: float) -> float:
+        """Return what a kernel takes: the longer of its arithmetic and its memory, and more."""
+        arithmetic_s = flops / self.flops_per_s[dtype]
+        return max(arithmetic_s, num_bytes / self.memory_bytes_per_s) + self.kernel_overhead_s
+
     def all_reduce_costs(self) -> tuple[AllReduceCost, ...]:
         """Return the cost of a sum for every number of replicas that divides the slots."""
         counts = (n for n in range(2, self.num_slots + 1) if self.num_slots % n == 0)

@@ -12,8 +12,8 @@ Source: the roofline model (Williams, Waterman and Patterson 2009), here kernel 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ _UPDATE_PASSES = 8
 """The norm reads the gradient; a fused AdamW reads weight, gradient and two moments, and writes
 all but the gradient."""
 _ADAMW_MOMENTS, _ADAMW_STEP_BYTES = 2, 4
+_KernelTime = Callable[[float, float], float]
 
 
 def modelled_profile(
@@ -46,12 +47,18 @@ def modelled_profile(
         ValueError: the cluster states no FLOP/s for the dtype, or the sublayers cannot be counted
             without data.
     """
-    rates = _Rates.of(cluster, _dtype_of(sublayers))
+    dtype = _dtype_of(sublayers)
+    if dtype not in cluster.flops_per_s:
+        raise ValueError(
+            f"the cluster {cluster.name!r} states no flops_per_s.{dtype}, only "
+            f"{', '.join(cluster.flops_per_s)}; add it, or choose another dtype"
+        )
     small, large = (_batch(sample, size) for size in _COUNTED)
     counts = (count_kernels(sublayers, small), count_kernels(sublayers, large))
     sizes = count_bytes(sublayers, large)
+    kernel_s = partial(cluster.kernel_s, dtype)
     costs = tuple(
-        _cost(sublayer, counts, rates, {**own, "optimizer_bytes": _adamw_bytes(parameters)})
+        _cost(sublayer, counts, kernel_s, {**own, "optimizer_bytes": _adamw_bytes(parameters)})
         for sublayer, *counts, own, parameters in zip(
             sublayers, *counts, sizes, unshared(s.module.parameters() for s in sublayers),
             strict=True,
@@ -67,29 +74,6 @@ def modelled_profile(
         node_link=cluster.node_link,
         all_reduce=cluster.all_reduce_costs(),
     )
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Hold what a slot does in a second."""
-
-    flops_per_s: float
-    bytes_per_s: float
-    overhead_s: float
-
-    @staticmethod
-    def of(cluster: Cluster, dtype: str) -> _Rates:
-        if dtype not in cluster.flops_per_s:
-            raise ValueError(
-                f"the cluster {cluster.name!r} states no flops_per_s.{dtype}, only "
-                f"{', '.join(cluster.flops_per_s)}; add it, or choose another dtype"
-            )
-        return _Rates(
-            cluster.flops_per_s[dtype], cluster.memory_bytes_per_s, cluster.kernel_overhead_s
-        )
-
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
 
 
 def _dtype_of(sublayers: Sequence[ProfiledSublayer]) -> str:
@@ -119,7 +103,7 @@ def _adamw_bytes(parameters: Sequence[Tensor]) -> int:
 def _cost(
     sublayer: ProfiledSublayer,
     counts: Sequence[SublayerKernels],
-    rates: _Rates,
+    kernel_s: _KernelTime,
     sizes: Mapping[str, Any],
 ) -> SublayerCost:
     times = {}
@@ -131,7 +115,7 @@ def _cost(
                 f"{_COUNTED[0]} samples and {len(large)} for {_COUNTED[1]}, so that other "
                 "sizes cannot be told from these; measure it on a machine instead"
             )
-        times[kind] = tuple(_seconds(small, large, size, rates) for size in BATCH_SIZES)
+        times[kind] = tuple(_seconds(small, large, size, kernel_s) for size in BATCH_SIZES)
     return SublayerCost(
         name=sublayer.name,
         layer=sublayer.layer,
@@ -146,11 +130,13 @@ def _cost(
     )
 
 
-def _seconds(small: Sequence[Kernel], large: Sequence[Kernel], size: int, rates: _Rates) -> float:
+def _seconds(
+    small: Sequence[Kernel], large: Sequence[Kernel], size: int, kernel_s: _KernelTime
+) -> float:
     """Return the time of all kernels for any number of samples."""
     steps = (size - _COUNTED[0]) / (_COUNTED[1] - _COUNTED[0])
     return sum(
-        rates.seconds(
+        kernel_s(
             max(0.0, few.flops + steps * (more.flops - few.flops)),
             max(0.0, few.num_bytes + steps * (more.num_bytes - few.num_bytes)),
         )

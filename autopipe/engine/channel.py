@@ -16,7 +16,6 @@ for it, perhaps for good. Headers are in host memory in any case.
 from __future__ import annotations
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -189,25 +188,21 @@ class Receiver:
         self._sizes: Sequence[int] = ()
         self._posted: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self.spec: TensorSpec | None = None
-        self.waited_s = 0.0
 
-    def begin(
-        self, order: Sequence[int], sizes: Sequence[int], spec: TensorSpec | None = None
-    ) -> None:
-        """Prepare a step.
+    def begin(self, order: Sequence[int], sizes: Sequence[int]) -> None:
+        """Prepare a step; a header says what its micro-batches look like, or who sets `spec`.
 
         Args:
             order: micro-batches in the order in which they arrive.
             sizes: samples of every micro-batch.
-            spec: what they look like; None where a header says so.
         """
-        self._order, self._sizes, self.spec = list(order), sizes, spec
+        self._order, self._sizes, self.spec = list(order), sizes, None
         self._posted.clear()
 
     def receive_header(self) -> dict[str, TensorSpec]:
         """Receive what the step's tensors look like."""
         text = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self._timed_wait(self._peer.start(dist.irecv, text), text)
+        self._wait(self._peer.start(dist.irecv, text), text)
         return {
             name: TensorSpec(tuple(shape), dtype, grad)
             for name, (shape, dtype, grad) in json.loads(text.numpy().tobytes()).items()
@@ -226,7 +221,7 @@ class Receiver:
             self._post_next()
         work, buffer = self._posted.pop(micro_batch)
         self.post()
-        self._timed_wait(work, buffer)
+        self._wait(work, buffer)
         return buffer.to(self.device)
 
     def _post_next(self) -> None:
@@ -236,7 +231,5 @@ class Receiver:
             buffer = self.spec.empty(self._sizes[i], place)
             self._posted[i] = (self._peer.start(dist.irecv, buffer), buffer)
 
-    def _timed_wait(self, work: dist.Work | None, message: Tensor) -> None:
-        start = time.perf_counter()
+    def _wait(self, work: dist.Work | None, message: Tensor) -> None:
         self._peer.wait(work, message, f"for the {self._peer.name} of rank {self._peer.rank}")
-        self.waited_s += time.perf_counter() - start

@@ -10,15 +10,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from autopipe.engine.forward_pass import ForwardPass, running
-from autopipe.engine.graph import Roots, Starts, cut, enter, total_bytes, versions
+from autopipe.engine.graph import (
+    Roots,
+    Starts,
+    cut,
+    enter,
+    needs_gradient,
+    total_bytes,
+    versions,
+)
 from autopipe.engine.link import Gradients, LinkAbove, LinkBelow, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
+
+_T = TypeVar("_T")
 
 
 class StageWork(ABC):
@@ -84,7 +95,7 @@ class StageReport:
 
     Args:
         compute_s: seconds in forwards, recomputations and backwards; on a GPU, of launching them.
-        wait_s: seconds waiting for a neighbour to send or to take.
+        wait_s: seconds until a neighbour had sent, or had taken.
         peak_in_flight: most micro-batches whose activations were kept at once.
     """
 
@@ -95,24 +106,17 @@ class StageReport:
 
 @dataclass
 class _Flight:
-    """Hold, by micro-batch, what a step keeps between a forward and its backward.
-
-    Args:
-        inputs: from their arrival to the forward; checkpointed ones to the backward.
-        anchors: what gets the inputs' gradients, while their graph is alive.
-        outputs: until they are sent.
-        roots: of the graphs that are alive.
-        versions: of a checkpointed micro-batch's inputs, where its outputs need a gradient.
-        gradients: of the outputs, from their arrival to the backward.
-        input_gradients: from the backward until they are sent.
-        peak: most graphs alive at once.
-    """
+    """Hold, by micro-batch, what a step keeps between a forward and its backward."""
 
     inputs: dict[int, Payload] = field(default_factory=dict)
+    """From their arrival to the forward; checkpointed ones to the backward."""
     anchors: dict[int, Gradients] = field(default_factory=dict)
+    """What gets the inputs' gradients, while their graph is alive."""
     outputs: dict[int, Payload] = field(default_factory=dict)
     roots: dict[int, Roots] = field(default_factory=dict)
+    """Of the graphs that are alive."""
     versions: dict[int, list[int]] = field(default_factory=dict)
+    """Of a checkpointed micro-batch's inputs, where its outputs need a gradient."""
     gradients: dict[int, Gradients] = field(default_factory=dict)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     peak: int = 0
@@ -150,7 +154,7 @@ class StageRun:
         self._last_backward = backwards[-1] if backwards else None
         self._checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
         self._flight = _Flight()
-        self._compute_s = 0.0
+        self._spent_s: dict[str, float] = {}
         self._retain = False
         for link in links:
             link.begin(program, sizes)
@@ -173,8 +177,7 @@ class StageRun:
             LinkError: a neighbour did not send or take a micro-batch in time.
             RuntimeError: the input of a checkpointed forward was changed in place.
         """
-        self._retain, self._compute_s = retain, 0.0
-        waited_s = self._waited_s()
+        self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0}
         for instruction in program:
             self.current = instruction
             if instruction == self._last_backward:
@@ -183,13 +186,9 @@ class StageRun:
                 self._execute(instruction.op, instruction.micro_batch)
             else:
                 self._record(self._recorder, instruction)
-        start = time.perf_counter()
         for link in self._links:
-            link.flush()
-        flush_s = time.perf_counter() - start
-        return StageReport(
-            self._compute_s, self._waited_s() - waited_s + flush_s, self._flight.peak
-        )
+            self._timed("wait", link.flush)
+        return StageReport(self._spent_s["compute"], self._spent_s["wait"], self._flight.peak)
 
     def take_input_gradients(self) -> dict[int, Gradients]:
         """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
@@ -215,28 +214,26 @@ class StageRun:
     def _execute(self, op: Op, i: int) -> None:
         if op is Op.FORWARD:
             self._prepare_forward(i)
-            self._timed(self._forward, i)
+            self._timed("compute", self._forward, i)
         elif op is Op.RECOMPUTE:
-            self._timed(self._recompute, i)
+            self._timed("compute", self._recompute, i)
         elif op is Op.BACKWARD:
-            self._timed(self._backward, i)
+            self._timed("compute", self._backward, i)
         elif op in (Op.RECV_ACTIVATION, Op.SEND_GRADIENT):
             self._reach_below(op, i, self._links.below)
         else:
             self._reach_above(op, i, self._links.above)
 
-    def _timed(self, compute: Callable[[int], None], i: int) -> None:
+    def _timed(self, kind: str, work: Callable[..., _T], *arguments: int) -> _T:
         start = time.perf_counter()
-        compute(i)
-        self._compute_s += time.perf_counter() - start
-
-    def _waited_s(self) -> float:
-        return sum(link.waited_s for link in self._links)
+        result = work(*arguments)
+        self._spent_s[kind] += time.perf_counter() - start
+        return result
 
     def _reach_below(self, op: Op, i: int, link: LinkBelow | None) -> None:
         assert link is not None, "the first stage has nobody below"
         if op is Op.RECV_ACTIVATION:
-            self._flight.inputs[i] = link.receive(i)
+            self._flight.inputs[i] = self._timed("wait", link.receive, i)
         else:
             link.send_gradients(i, self._flight.input_gradients.pop(i))
 
@@ -245,11 +242,11 @@ class StageRun:
         if op is Op.SEND_ACTIVATION:
             link.send(i, self._flight.outputs.pop(i))
         else:
-            self._flight.gradients[i] = link.receive_gradients(i)
+            self._flight.gradients[i] = self._timed("wait", link.receive_gradients, i)
 
     def _prepare_forward(self, i: int) -> None:
         if self._links.above is not None:
-            self._links.above.reserve(i)
+            self._timed("wait", self._links.above.reserve, i)
         if self._links.below is None:
             self._flight.inputs[i] = self._work.first_input(i)
         if self._recorder is not None:
@@ -259,40 +256,34 @@ class StageRun:
         flight, checkpointing = self._flight, i in self._checkpointed
         before = versions(flight.inputs[i])
         with running(ForwardPass(i, self._num_micro_batches, checkpointing=checkpointing)):
-            # Nobody here holds the inputs, so that a skip can be freed when it has been popped.
-            outputs = self._work.forward(i, self._enter(i, self._take_inputs(i)))
+            outputs = self._work.forward(i, self._enter(i))
             if checkpointing:
                 # The graph ends here; only with one do layers go the way they will go again, and
                 # is it known which outputs need a gradient.
                 outputs = cut(outputs)
-                if any(tensor is not None and tensor.requires_grad for tensor in outputs.tensors):
-                    self._flight.versions[i] = before
-            loss = self._pass_on(i, outputs)
+                if any(map(needs_gradient, outputs.tensors)):
+                    flight.versions[i] = before
+            loss = self._finish(i, outputs)
+        if self._links.above is not None:
+            flight.outputs[i] = outputs
         if self._last_backward is not None and not checkpointing:
-            self._flight.keep(i, Roots.of(outputs, loss))
+            flight.keep(i, Roots.of(outputs, loss))
 
-    def _take_inputs(self, i: int) -> Payload:
-        inputs = self._flight.inputs
-        return inputs[i] if i in self._checkpointed else inputs.pop(i)
+    def _enter(self, i: int) -> Payload:
+        """Start a graph; nobody here holds its inputs, so that a skip can be freed when popped."""
+        flight = self._flight
+        inputs = flight.inputs[i] if i in self._checkpointed else flight.inputs.pop(i)
+        flight.anchors[i], entered = enter(inputs)
+        return entered
 
-    def _enter(self, i: int, inputs: Payload) -> Payload:
-        entered = enter(inputs)
-        self._flight.anchors[i] = entered.anchors
-        return entered.inputs
-
-    def _pass_on(self, i: int, outputs: Payload) -> Tensor | None:
-        """Leave the outputs to be sent, or finish them; return the loss, if that gives one."""
-        if self._links.above is None:
-            return self._work.finish(i, outputs)
-        self._flight.outputs[i] = outputs
-        return None
+    def _finish(self, i: int, outputs: Payload) -> Tensor | None:
+        return None if self._links.above is not None else self._work.finish(i, outputs)
 
     def _recompute(self, i: int) -> None:
         flight = self._flight
         if i not in flight.versions:
             return
-        inputs = flight.inputs[i]
-        if versions(inputs) != flight.versions[i]:
+        if versions(flight.inputs[i]) != flight.versions[i]:
             raise RuntimeError(
                 f"micro-batch {i}: the input of a checkpointed partition was changed in place, so "
                 "its forward cannot be repeated; let the partition's first layers work out of "
@@ -302,8 +293,8 @@ class StageRun:
             running(ForwardPass(i, self._num_micro_batches, recomputing=True)),
             torch.enable_grad(),
         ):
-            outputs = self._work.forward(i, self._enter(i, inputs))
-            loss = None if self._links.above is not None else self._work.finish(i, outputs)
+            outputs = self._work.forward(i, self._enter(i))
+            loss = self._finish(i, outputs)
         flight.keep(i, Roots.of(outputs, loss))
 
     def _backward(self, i: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Roots:
         """Start from the loss, or where there is none from a stage's outputs."""
         if loss is not None:
             return Roots((loss,) if loss.requires_grad else (), None)
-        positions = tuple(n for n, tensor in enumerate(outputs.tensors) if _needs_gradient(tensor))
-        return Roots(tuple(_edge(outputs.tensors[n]) for n in positions), positions)
+        found = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
+        return Roots(tuple(map(get_gradient_edge, found.values())), tuple(found))
 
     def with_gradients(self, gradients: Gradients) -> tuple[Starts, list[Tensor]]:
         """Pair the starts with what came for them; those that get no gradient are left out."""
@@ -48,13 +48,9 @@ class Roots:
         return [start for start, _ in found], [gradient for _, gradient in found]
 
 
-def _needs_gradient(tensor: Tensor | None) -> bool:
+def needs_gradient(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """Tell whether there is a tensor that needs a gradient."""
     return tensor is not None and tensor.requires_grad
-
-
-def _edge(tensor: Tensor | None) -> GradientEdge:
-    assert tensor is not None
-    return get_gradient_edge(tensor)
 
 
 class _Entry(torch.autograd.Function):
@@ -69,28 +65,20 @@ class _Entry(torch.autograd.Function):
         return gradient, None
 
 
-@dataclass(frozen=True)
-class Entered:
-    """Hold a stage's inputs as its layers are given them.
+def enter(inputs: Payload) -> tuple[Gradients, Payload]:
+    """Start a graph at a stage's inputs.
 
-    Args:
+    Returns:
         anchors: leaves of the inputs' shapes, without memory of their own, that get the inputs'
             gradients; None where none is needed. The graph keeps an input itself only if a layer
             saves it.
-        inputs: no leaves, so that the first layer may work in place.
+        inputs: as the layers are given them; no leaves, so that the first may work in place.
     """
-
-    anchors: Gradients
-    inputs: Payload
-
-
-def enter(inputs: Payload) -> Entered:
-    """Start a graph at a stage's inputs."""
     anchors = tuple(
         torch.empty((), dtype=tensor.dtype, device=tensor.device)
         .expand(tensor.shape)
         .requires_grad_()
-        if tensor is not None and tensor.requires_grad
+        if needs_gradient(tensor)
         else None
         for tensor in inputs.tensors
     )
@@ -98,7 +86,7 @@ def enter(inputs: Payload) -> Entered:
         tensor if anchor is None or tensor is None else _Entry.apply(anchor, tensor.detach())
         for anchor, tensor in zip(anchors, inputs.tensors, strict=True)
     )
-    return Entered(anchors, replace(inputs, tensors=tensors))
+    return anchors, replace(inputs, tensors=tensors)
 
 
 def cut(outputs: Payload) -> Payload:

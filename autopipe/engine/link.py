@@ -30,11 +30,6 @@ class Payload:
 class Link(ABC):
     """Connect a stage to a neighbour."""
 
-    @property
-    @abstractmethod
-    def waited_s(self) -> float:
-        """Return the seconds waited for the neighbour so far."""
-
     @abstractmethod
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Prepare a step of this program with micro-batches of these sizes."""

@@ -28,11 +28,6 @@ class ProcessLinkBelow(LinkBelow):
         self.gradients = gradients
         self._sizes: Sequence[int] = ()
 
-    @property
-    def waited_s(self) -> float:
-        """Return the seconds waited so far, over all steps."""
-        return self.activations.waited_s
-
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self.activations.begin(_order(program, Op.RECV_ACTIVATION), sizes)
@@ -77,11 +72,6 @@ class ProcessLinkAbove(LinkAbove):
         self.activations = activations
         self.gradients = gradients
         self._needs_gradient = needs_gradient
-
-    @property
-    def waited_s(self) -> float:
-        """Return the seconds waited so far, over all steps."""
-        return self.gradients.waited_s
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         self.gradients.begin(_order(program, Op.RECV_GRADIENT), sizes)

@@ -36,7 +36,7 @@ class LinkError(RuntimeError):
 
 
 class Milestone(ABC):
-    """Milestone a place in a stream."""
+    """Mark a place in a stream."""
 
     @abstractmethod
     def is_reached(self) -> bool:
@@ -49,7 +49,7 @@ class Milestone(ABC):
 
 @final
 class StreamMilestone(Milestone):
-    """Milestone what the current CUDA stream was given so far."""
+    """Mark what the current CUDA stream was given so far."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()

@@ -8,9 +8,8 @@ makes the tensor, and no computation waits for a copy but the one that takes it.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -237,11 +236,6 @@ class ThreadLink(Link):
 
     def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
         self._hidden, self._skips = hidden, skips
-        self._waited_s = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Need nothing: a payload says itself what it is."""
@@ -249,22 +243,15 @@ class ThreadLink(Link):
     def flush(self) -> None:
         """Wait for nothing: whatever was sent is in its mailbox."""
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - start
-
 
 class ThreadLinkBelow(ThreadLink, LinkBelow):
     """Take activations from the partition below, and skips from whichever stashed them."""
 
     def receive(self, micro_batch: int) -> Payload:
-        with self._waiting():
-            payload = self._hidden.receive(micro_batch)
-            tensors = payload.tensors
-            for skip in self._skips:
-                tensors += skip.crossing.receive(micro_batch).tensors
+        payload = self._hidden.receive(micro_batch)
+        tensors = payload.tensors
+        for skip in self._skips:
+            tensors += skip.crossing.receive(micro_batch).tensors
         return Payload(tensors, payload.is_bare)
 
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
@@ -279,8 +266,7 @@ class ThreadLinkAbove(ThreadLink, LinkAbove):
 
     def reserve(self, micro_batch: int) -> None:
         # One micro-batch may wait for the partition above; more would only take memory.
-        with self._waiting():
-            self._hidden.activations.await_empty()
+        self._hidden.activations.await_empty()
 
     def send(self, micro_batch: int, payload: Payload) -> None:
         hidden, parts = _parts(payload.tensors, self._skips)
@@ -290,8 +276,7 @@ class ThreadLinkAbove(ThreadLink, LinkAbove):
         self._hidden.send(micro_batch, Payload(hidden, payload.is_bare))
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
-        with self._waiting():
-            gradients = self._hidden.receive_gradients(micro_batch)
-            for skip in self._skips:
-                gradients += skip.crossing.receive_gradients(micro_batch)
+        gradients = self._hidden.receive_gradients(micro_batch)
+        for skip in self._skips:
+            gradients += skip.crossing.receive_gradients(micro_batch)
         return gradients

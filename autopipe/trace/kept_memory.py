@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,14 +22,13 @@ class _View(NamedTuple):
 
 @dataclass
 class _Storage:
-    """Count a storage's kept parts; they may overlap, but are never more than the whole."""
+    """Count the holders of a storage's parts, which may overlap."""
 
     total_bytes: int
-    part_bytes: int = 0
-    holders: dict[_View, int] = field(default_factory=dict)
+    holders: Counter[_View] = field(default_factory=Counter)
 
     def num_bytes(self) -> int:
-        return min(self.total_bytes, self.part_bytes)
+        return min(self.total_bytes, sum(view.num_bytes for view in self.holders))
 
 
 class KeptMemory:
@@ -68,7 +67,6 @@ class KeptMemory:
         self._inputs = [self._keep(tensor) for tensor in tensors if tensor is not None]
 
     def release(self, view: _View) -> None:
-        """Count a view once less."""
         self._released.append(view)
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -87,22 +85,19 @@ class KeptMemory:
     def _hold(self, view: _View, total_bytes: int) -> _View:
         kept_bytes = self.num_bytes
         storage = self._storages.setdefault(view.storage, _Storage(total_bytes))
-        storage.holders[view] = storage.holders.get(view, 0) + 1
-        if storage.holders[view] == 1:
-            before = storage.num_bytes()
-            storage.part_bytes += view.num_bytes
-            self._num_bytes = kept_bytes + storage.num_bytes() - before
-            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        before = storage.num_bytes()
+        storage.holders[view] += 1
+        self._num_bytes = kept_bytes + storage.num_bytes() - before
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         return view
 
     def _let_go(self, view: _View) -> None:
         storage = self._storages[view.storage]
+        before = storage.num_bytes()
         storage.holders[view] -= 1
         if not storage.holders[view]:
             del storage.holders[view]
-            before = storage.num_bytes()
-            storage.part_bytes -= view.num_bytes
-            self._num_bytes += storage.num_bytes() - before
+        self._num_bytes += storage.num_bytes() - before
         if not storage.holders:
             del self._storages[view.storage]
 

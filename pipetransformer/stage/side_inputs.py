@@ -88,11 +88,6 @@ class SideReceiver:
             offset += width
         return entries
 
-    @property
-    def waited_s(self) -> float:
-        """Return the seconds waited so far, over all steps."""
-        return self._receiver.waited_s
-
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     rows = tensor.detach().contiguous().view(len(tensor), -1)

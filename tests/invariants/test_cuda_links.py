@@ -104,7 +104,8 @@ def peer(watched_by: Watchdog | None, group: Any = None) -> Peer:
 
 def receive_all(watched_by: Watchdog | None, num_micro_batches: int) -> list[Tensor]:
     receiver = Receiver(peer(watched_by), GPU)
-    receiver.begin(range(num_micro_batches), [2] * num_micro_batches, ROW)
+    receiver.begin(range(num_micro_batches), [2] * num_micro_batches)
+    receiver.spec = ROW
     receiver.post()
     return [receiver.receive(i) for i in range(num_micro_batches)]
 
@@ -197,7 +198,8 @@ def test_after_an_abort_every_call_raises_and_starts_nothing(traffic: Traffic) -
     now_s = [0.0]
     watched = Watchdog(lambda: None, mark=StuckMark, clock=lambda: now_s[0])
     sender, receiver = Sender(peer(watched)), Receiver(peer(watched), GPU)
-    receiver.begin([0, 1], [2, 2], ROW)
+    receiver.begin([0, 1], [2, 2])
+    receiver.spec = ROW
     receiver.receive(0)
     now_s[0] = 30.0
     watched.look()

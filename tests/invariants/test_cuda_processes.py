@@ -80,7 +80,8 @@ def wait_in_vain(folder: str) -> None:
     if world.rank == 1:
         silent = Peer(0, groups.forward, 1, "activations", 1.0, Watchdog(groups.abort))
         receiver, sender = Receiver(silent, world.device), Sender(silent)
-        receiver.begin([0], [2], TensorSpec((3,), "float32"))
+        receiver.begin([0], [2])
+        receiver.spec = TensorSpec((3,), "float32")
         received = receiver.receive(0)
         torch.cuda.Event().record()  # The host goes on: this line is reached at once.
         try:

@@ -73,7 +73,8 @@ def interleave_channels() -> list[float]:
     values = []
     for tag in (2, 1):
         receiver = Receiver(peer(dist.group.WORLD, tag=tag), CPU)
-        receiver.begin([0], [2], TensorSpec((3,), "float32"))
+        receiver.begin([0], [2])
+        receiver.spec = TensorSpec((3,), "float32")
         values.append(float(receiver.receive(0).mean()))
     return values
 
@@ -137,7 +138,8 @@ def wait_in_vain(what: str) -> str:
                 Receiver(watched, CPU).receive_header()
             elif what == "tensor":
                 receiver = Receiver(silent, CPU)
-                receiver.begin([0], [2], TensorSpec((3,), "float32"))
+                receiver.begin([0], [2])
+                receiver.spec = TensorSpec((3,), "float32")
                 receiver.receive(0)
             else:
                 sender = Sender(silent)

@@ -35,7 +35,6 @@ def carry(steps: Sequence[Sequence[Batch]], names: tuple[str, ...]) -> list[list
             sizes = [len(next(iter(batch.values()))) for batch in step]
             receiver.begin(sizes)
             arrived.append([receiver.receive(i) for i in range(len(step))])
-        assert receiver.waited_s > 0
     return arrived
 
 
