@@ -101,22 +101,23 @@ def _run_chain(
     return forwards
 
 
-def measure_bytes(
-    sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList, batch: Mapping[str, Tensor]
+def chain_bytes(
+    sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Count each sublayer's bytes, activations per sample."""
-    num_samples = len(next(iter(batch.values())))
+    """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
+    sample = next(iter(batch.values()))
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
-    modules.train()
-    forwards = _run_chain(sublayers, partial(_count_saved, batch))
+    with left_as_found([sublayer.module for sublayer in sublayers], sample.device) as modules:
+        modules.train()
+        forwards = _run_chain(sublayers, partial(_count_saved, batch))
     return [
         {
             "parameter_bytes": sum(p.nbytes for p in own),
             "gradient_bytes": sum(p.nbytes for p in own if p.requires_grad),
             "buffer_bytes": sum(b.nbytes for b in beside),
-            "saved_bytes": forward.measured / num_samples,
-            "output_bytes": forward.output.nbytes / num_samples,
+            "saved_bytes": forward.measured / len(sample),
+            "output_bytes": forward.output.nbytes / len(sample),
         }
         for own, beside, forward in zip(parameters, buffers, forwards, strict=True)
     ]
@@ -196,15 +197,6 @@ def chain_seconds(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Ten
     device = next(iter(batch.values())).device
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
         return sum(map(sum, time_chain(sublayers, modules, batch, device)))
-
-
-def chain_bytes(
-    sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
-) -> list[dict[str, Any]]:
-    """Return the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
-    device = next(iter(batch.values())).device
-    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        return measure_bytes(sublayers, modules, batch)
 
 
 def input_backward_shares(

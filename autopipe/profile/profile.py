@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from autopipe.profile.chain import (
     ProfiledSublayer,
+    chain_bytes,
     input_backward_shares,
     left_as_found,
-    measure_bytes,
     time_chain,
 )
 from autopipe.profile.fit import fitted
@@ -270,7 +270,7 @@ def profile_sublayers(
     device = next(iter(batches[-1].values())).device
     middle = batches[len(batches) // 2]
     with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        sizes = measure_bytes(sublayers, modules, batches[-1])
+        sizes = chain_bytes(sublayers, batches[-1])
         rounds = _time_rounds(sublayers, modules, batches, device, repeats)
         shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
     costs = []

@@ -20,7 +20,7 @@ from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import least_memory_plan, plan_pipeline, predict
-from autopipe.profile.chain import ProfiledSublayer, left_as_found, measure_bytes
+from autopipe.profile.chain import ProfiledSublayer, chain_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
 from pipetransformer.forecast.named_model import ModelChoice, build_named
@@ -121,8 +121,7 @@ def test_bytes_are_those_that_a_real_run_keeps(
 ) -> None:
     profile = modelled_profile(chain(*builders), meta(*shape), make_cluster())
     real = chain(*builders, device="cpu")
-    with left_as_found([sub.module for sub in real], torch.device("cpu")) as modules:
-        measured = measure_bytes(real, modules, {"x": torch.randn(shape)})
+    measured = chain_bytes(real, {"x": torch.randn(shape)})
     for cost, sizes in zip(profile.sublayers, measured, strict=True):
         assert {name: getattr(cost, name) for name in sizes} == sizes
 
