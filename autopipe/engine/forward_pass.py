@@ -13,10 +13,8 @@ class ForwardPass:
     """Name one forward of one micro-batch through one partition.
 
     Args:
-        micro_batch: its index, from 0.
-        num_micro_batches: how many the mini-batch was split into.
-        checkpointing: whether the forward keeps only its input, and is repeated before the
-            backward.
+        micro_batch, num_micro_batches: its index, and how many the mini-batch was split into.
+        checkpointing: whether it keeps only its input, and is repeated before the backward.
         recomputing: whether this is the repetition.
     """
 
@@ -27,7 +25,7 @@ class ForwardPass:
 
 
 class _Current(threading.local):
-    """Hold the thread's task; each partition runs in a thread of its own."""
+    """Hold the thread's forward; each partition runs in a thread of its own."""
 
     task: ForwardPass | None = None
 
@@ -36,13 +34,13 @@ _current = _Current()
 
 
 def current_forward_pass() -> ForwardPass | None:
-    """Return the task whose forward runs in this thread; None outside of a pipeline."""
+    """Return the forward that runs in this thread; None outside of a pipeline."""
     return _current.task
 
 
 @contextmanager
 def running(task: ForwardPass) -> Iterator[None]:
-    """Make a task the thread's current one."""
+    """Make a forward the thread's current one."""
     before, _current.task = _current.task, task
     try:
         yield

@@ -119,11 +119,7 @@ class Watchdog:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise what the thread has found.
-
-        Raises:
-            LinkError: a wait has lasted too long.
-        """
+        """Raise a LinkError where a wait has lasted too long."""
         if self._failure is not None:
             raise LinkError(self._failure)
 
@@ -131,7 +127,7 @@ class Watchdog:
         """Wait until all waits are over: only then is what they waited for known to have come.
 
         Raises:
-            LinkError: a wait has lasted too long.
+            LinkError: one has lasted too long.
         """
         with self._changed:
             last = self._waits[-1] if self._waits else None

@@ -36,10 +36,7 @@ class StepParts:
 class ExplainedPlan:
     """Hold a plan with its step's parts and its simulated schedule.
 
-    Args:
-        plan: what is explained.
-        parts: of its step.
-        simulation: of its schedule; sums of gradients and update come after it.
+    Sums of gradients and update come after the simulation.
     """
 
     plan: PipelinePlan
@@ -57,16 +54,9 @@ class ExplainedPlan:
 
     def spans(self) -> list[Span]:
         """Return the schedule as spans, to be drawn; what is kept are all of a stage's bytes."""
+        peaks = self.plan.peak_bytes
         return [
-            Span(
-                event.stage,
-                event.op,
-                event.micro_batch,
-                event.start_s,
-                event.end_s,
-                kept_bytes=self.plan.peak_bytes[event.stage],
-                peak_bytes=self.plan.peak_bytes[event.stage],
-            )
+            Span(**vars(event), kept_bytes=peaks[event.stage], peak_bytes=peaks[event.stage])
             for event in self.simulation.timeline
         ]
 

@@ -41,11 +41,9 @@ def draw_tables(tables: Tables, path: str | Path) -> None:
     """Draw throughput over M / K, a line for each K; the path's ending tells the format."""
     # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
     # pyplot, leaves the caller's backend and open figures alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for length, table in tables.items():
         ratios = [count / length for count in table]

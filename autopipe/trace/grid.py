@@ -19,25 +19,14 @@ from autopipe.trace.span import Span, programs
 
 
 def instruction_grid(steps: Sequence[Sequence[Span]]) -> str:
-    """Draw the instructions that compute, a mini-batch after the other.
-
-    Args:
-        steps: the spans of each mini-batch.
-    """
+    """Draw the instructions that compute, a mini-batch after the other."""
     ran = [programs(step) for step in steps]
     num_stages = 1 + max((max(step) for step in ran), default=-1)
     return draw(*(tuple(step.get(j, ()) for j in range(num_stages)) for step in ran))
 
 
 def time_grid(spans: Sequence[Span], width: int) -> str:
-    """Draw the spans that compute over time, with a scale below.
-
-    Args:
-        spans: of any stages.
-        width: columns that the whole time takes.
-    Raises:
-        ValueError: there are no columns.
-    """
+    """Draw the spans that compute over time, on so many columns, with a scale below."""
     if width < 1:
         raise ValueError(f"a grid of {width} columns cannot be drawn; give at least 1")
     if not spans:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopipe.schedule import Op
 from autopipe.trace.chrome import lanes
 from autopipe.trace.span import Span
-from autopipe.trace.summary import Summary, as_bytes, summarize
+from autopipe.trace.summary import StageSummary, as_bytes, summarize
 
 _COLOURS = {
     Op.FORWARD: "#3b6fb6",
@@ -27,7 +28,7 @@ _KINDS = {
 }
 _INK, _FAINT, _IDLE = "#2b2f36", "#8a919c", "#f0f1f3"
 _WIDTH_INCHES, _LEFT, _RIGHT = 12.0, 0.085, 0.885
-_STAGE_HEIGHT, _LANE_HEIGHT, _GAP = 1.0, 0.26, 0.22
+_STAGE_HEIGHT, _LANE_HEIGHT, _SPACE, _GAP = 1.0, 0.26, 0.06, 0.22
 _POINTS_A_CHARACTER = 5.6
 
 
@@ -46,86 +47,85 @@ def save_picture(
     summary = summarize(spans)
     # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
     # pyplot, leaves the caller's backend and open figures alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = _Rows(spans)
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.45 + 0.5 * rows.height), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
+    placed = _place(spans)
+    bottom = placed[-1].top + placed[-1].height + _SPACE
+    figure = Figure(
+        figsize=(_WIDTH_INCHES, 1.45 + 0.5 * (bottom + _GAP)), dpi=150, facecolor="white"
+    )
     height_inches = figure.get_size_inches()[1]
     axes = figure.add_axes((_LEFT, 0.4 / height_inches, _RIGHT - _LEFT, 1 - 1.4 / height_inches))
-    _draw_rows(axes, rows, summary)
+    start_s = min(span.start_s for span in spans)
+    total_ms = (max(span.end_s for span in spans) - start_s) * 1e3
+    axes.set_xlim(0, total_ms)
+    axes.set_ylim(bottom, -0.05)
+    stages = {stage.stage: stage for stage in summary.stages}
+    for lane in placed:
+        axes.broken_barh(
+            [(0, total_ms)], (lane.top, lane.height), color=_IDLE, linewidth=0, zorder=1
+        )
+        _draw_bars(axes, lane, start_s, total_ms)
+        _name(axes, lane, stages[lane.stage])
     shown = [op for op in _KINDS if op in {span.op for span in spans}]
     handles = [Patch(color=_COLOURS[op], label=_KINDS[op]) for op in shown]
     _dress(figure, axes, heading or (summary.title, summary.times), handles)
     figure.savefig(path)
 
 
-class _Rows:
-    """Place the stages and their lanes, from the top downward.
+@dataclass(frozen=True)
+class _Lane:
+    """Place some spans of a stage, downward from the top."""
 
-    Attributes:
-        places: of each lane, by stage: its spans, its name, its top and its height.
-        height: of all.
-        start_s, total_s: the time shown.
-    """
+    stage: int
+    name: str
+    spans: list[Span]
+    top: float
+    height: float
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.start_s = min(span.start_s for span in spans)
-        self.total_s = max(span.end_s for span in spans) - self.start_s
-        self.places: dict[int, list[tuple[str, list[Span], float, float]]] = {}
-        top = 0.0
-        for stage in sorted({span.stage for span in spans}):
-            found = lanes(spans, stage)
-            del found["wait"]
-            self.places[stage] = []
-            for name, members in found.items():
+
+def _place(spans: Sequence[Span]) -> list[_Lane]:
+    placed, top = [], 0.0
+    for stage in sorted({span.stage for span in spans}):
+        for name, members in lanes(spans, stage).items():
+            if name != "wait":
                 height = _STAGE_HEIGHT if name == "compute" else _LANE_HEIGHT
-                self.places[stage].append((name, members, top, height))
-                top += height + 0.06
-            top += _GAP
-        self.height = top
+                placed.append(_Lane(stage, name, members, top, height))
+                top += height + _SPACE
+        top += _GAP
+    return placed
 
 
-def _draw_rows(axes: Any, rows: _Rows, summary: Summary) -> None:
-    total_ms = rows.total_s * 1e3
-    axes.set_xlim(0, total_ms)
-    axes.set_ylim(rows.height - _GAP, -0.05)
-    for place, stage in zip(rows.places.values(), summary.stages, strict=True):
-        for name, members, top, height in place:
-            axes.broken_barh([(0, total_ms)], (top, height), color=_IDLE, linewidth=0, zorder=1)
-            _draw_bars(axes, members, rows, (top, height))
-            side = {"va": "center", "clip_on": False, "transform": axes.get_yaxis_transform()}
-            middle = top + height / 2
-            if name == "compute":
-                text = f"stage {stage.stage}"
-                axes.text(-0.008, middle, text, ha="right", color=_INK, fontsize=11, **side)
-                text = f"{stage.busy_fraction:.0%} busy\n{as_bytes(stage.peak_bytes)} kept"
-                axes.text(1.008, middle, text, ha="left", color=_INK, fontsize=9, **side)
-            else:
-                axes.text(-0.008, middle, name, ha="right", color=_FAINT, fontsize=7, **side)
+def _name(axes: Any, lane: _Lane, stage: StageSummary) -> None:
+    side = {"va": "center", "clip_on": False, "transform": axes.get_yaxis_transform()}
+    middle = lane.top + lane.height / 2
+    if lane.name != "compute":
+        axes.text(-0.008, middle, lane.name, ha="right", color=_FAINT, fontsize=7, **side)
+        return
+    text = f"stage {stage.stage}"
+    axes.text(-0.008, middle, text, ha="right", color=_INK, fontsize=11, **side)
+    text = f"{stage.busy_fraction:.0%} busy\n{as_bytes(stage.peak_bytes)} kept"
+    axes.text(1.008, middle, text, ha="left", color=_INK, fontsize=9, **side)
 
 
-def _draw_bars(axes: Any, spans: Sequence[Span], rows: _Rows, place: tuple[float, float]) -> None:
-    """Draw spans, named by their micro-batch where there is room."""
-    top, height = place
-    points_a_ms = _WIDTH_INCHES * (_RIGHT - _LEFT) * 72 / max(rows.total_s * 1e3, 1e-9)
-    for span in spans:
-        start_ms = (span.start_s - rows.start_s) * 1e3
+def _draw_bars(axes: Any, lane: _Lane, start_s: float, total_ms: float) -> None:
+    """Draw a lane's spans, named by their micro-batch where there is room."""
+    points_a_ms = _WIDTH_INCHES * (_RIGHT - _LEFT) * 72 / max(total_ms, 1e-9)
+    for span in lane.spans:
+        start_ms = (span.start_s - start_s) * 1e3
         # What is too short to be seen gets a line.
         length_ms = max(span.duration_s * 1e3, 1.2 / points_a_ms)
         axes.broken_barh(
-            [(start_ms, length_ms)], (top, height),
+            [(start_ms, length_ms)], (lane.top, lane.height),
             facecolor=_COLOURS[span.op], edgecolor="white", zorder=2,
             linewidth=0.6 if length_ms * points_a_ms > 3 else 0,
         )  # fmt: skip
-        label = span.label if height == _STAGE_HEIGHT else ""
-        if label and len(label) * _POINTS_A_CHARACTER > length_ms * points_a_ms:
-            label = label[1:]
-        if label and len(label) * _POINTS_A_CHARACTER <= length_ms * points_a_ms:
+        room = length_ms * points_a_ms / _POINTS_A_CHARACTER
+        label = span.label if len(span.label) <= room else span.label[1:]
+        if lane.name == "compute" and len(label) <= room:
             axes.text(
-                start_ms + length_ms / 2, top + height / 2, label,
+                start_ms + length_ms / 2, lane.top + lane.height / 2, label,
                 ha="center", va="center", color="white", fontsize=8.5, zorder=3, clip_on=True,
             )  # fmt: skip
 

@@ -134,10 +134,8 @@ class Recorder:
     def keeps(self, *, in_flight: int, graphs: int, inputs: Sequence[Tensor | None]) -> None:
         """Note what the stage keeps at the end of the present span.
 
-        Args:
-            in_flight: micro-batches of which it keeps anything.
-            graphs: micro-batches of which it keeps a graph.
-            inputs: which it keeps by itself, for a forward to come or to be repeated.
+        They are micro-batches of which it keeps anything, or a graph; and the inputs that it keeps
+        by itself, for a forward to come or to be repeated.
         """
         self._in_flight, self._graphs = in_flight, graphs
         self._memory.set_inputs(inputs)
@@ -152,14 +150,7 @@ class Recorder:
         copied_bytes: int,
         device: torch.device | None,
     ) -> Iterator[None]:
-        """Note a transfer.
-
-        Args:
-            instruction: the send that it belongs to.
-            peer: the stage that it goes to.
-            payload_bytes, copied_bytes: what is handed over or copied, and what is copied.
-            device: whose current stream copies; None for the host.
-        """
+        """Note a transfer to a peer: a send's, by the device whose current stream copies."""
         self._num_transfers += 1
         start = self._clocks.mark(device)
         yield
