@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from autopipe.balance.blocks import block_partition
-from autopipe.balance.layer_costs import Tensors, layer_bytes, layer_seconds, members
+from autopipe.balance.layer_costs import Tensors, are_tensors, layer_bytes, layer_seconds, members
 from autopipe.partition import greedy_partition, min_max_partition
 
 ALGORITHMS = ("exact", "greedy", "block")
@@ -96,14 +97,8 @@ def balance_by_size(  # noqa: PLR0913
         input: mini-batch of the size to train with; (B, ...) tensors.
         chunks: number of micro-batches to train with; the largest has ceil(B / chunks) samples.
         param_scale: tensors in memory per parameter, itself included.
-        memory_limit_bytes: most bytes of a partition, one number for all or one for each; only
-            for "exact".
-    Returns:
-        Number of layers in each partition.
-    Raises:
-        TypeError, ValueError: as for `balance_by_time`.
-    Source: torchgpipe's documentation, section 2.3.4. Its default device is CUDA; its algorithm is
-    "block".
+        memory_limit_bytes: most bytes of a partition, as counted here; only for "exact".
+    Returns, Raises, Source: as for `balance_by_time`.
     """
     limits = _check_choice(partitions, module, algorithm, memory_limit_bytes)
     _check_placement(module, input, device)
@@ -156,7 +151,7 @@ def _check_choice(
 def _check_placement(
     module: nn.Sequential, sample: Tensors, device: torch.device | str | None
 ) -> None:
-    if not (members(sample) and all(isinstance(tensor, Tensor) for tensor in members(sample))):
+    if not are_tensors(sample):
         raise TypeError(
             f"the sample must be a tensor or a tuple of tensors, got a {type(sample).__name__}"
         )
@@ -198,11 +193,7 @@ def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     num_samples = math.ceil(lengths.pop() / chunks)
-    return (
-        tuple(tensor[:num_samples] for tensor in batch)
-        if isinstance(batch, tuple)
-        else batch[:num_samples]
-    )
+    return tree_map(lambda tensor: tensor[:num_samples], batch)
 
 
 def _split(

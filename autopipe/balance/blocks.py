@@ -3,15 +3,14 @@
 Such a split always exists; the argument below is also the algorithm. Legend: k parts over the
 costs a[0..n), M = max(a), c = the largest smallest sum that any split into k parts has.
 
-1. From the right, start every part as late as its sum still reaches c. Those starts are `latest`.
-   Each such part has a sum of at most c + M, as one unit less would not reach c.
+1. From the right, start every part as late as its sum still reaches c: `latest`. No such part has
+   a sum above c + M, as one unit less would not reach c.
 2. From the left, end every part as late as its sum stays within c + M, but no later than the
    next start in `latest`, so that what follows can still reach c.
 
-Where step 2 once ends a part at a start in `latest`, it follows `latest` from there on, so by step
-1 the sums stay within c + M. Otherwise c + M ended all parts but the last: the next unit did not
-fit, so their sums exceed c. Then the last sum cannot exceed c + M, or all would exceed c, and c
-would not be the largest. So every sum is between c and c + M.
+A part that ends at a start in `latest` is followed by parts of `latest`, within c + M by step 1.
+If none does, all but the last ended before a unit that did not fit, so their sums exceed c; the
+last cannot exceed c + M, or all would exceed c, the largest smallest sum.
 
     1 2 3 4 5 6 into 2 parts: c = 10, M = 6
     latest                   1 2 3 4 | 5 6    10 and 11
@@ -28,17 +27,16 @@ from itertools import accumulate, pairwise
 
 
 def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Split costs into parts whose sums differ by no more than the largest cost.
+    """Split costs into contiguous parts whose sums differ by no more than the largest cost.
 
-    Of all splits none has a larger smallest part, and the largest part is at most twice the best
-    one. `min_max_partition` finds that best one; this is the guarantee on evenness.
+    Of all splits none has a larger smallest part. The largest part is at most twice the best one,
+    which `min_max_partition` finds.
 
     Args:
         costs: one finite, non-negative number a unit.
         num_parts: parts, none of them empty.
     Returns:
-        num_parts + 1 boundaries: part k holds the units from boundaries[k] up to, but not with,
-        boundaries[k + 1].
+        num_parts + 1 boundaries: part k holds the units boundaries[k] .. boundaries[k + 1] - 1.
     Raises:
         ValueError: a cost is negative or not finite, or there are fewer units than parts.
     Source: Barany and Grinberg, Block partitions of sequences (2015), whose theorem this keeps.
@@ -79,8 +77,7 @@ def _latest_starts(
 ) -> tuple[int, ...] | None:
     """Start every part as late as its sum reaches (strict: exceeds) the smallest one.
 
-    Returns:
-        boundaries as of a split, its first part being all that is left; None where too little is.
+    The first part is all that is left; None where too little is.
     """
     find = bisect_left if strict else bisect_right
     starts = [len(total) - 1]

@@ -15,31 +15,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from autopipe.profile import left_as_found, now_s, saved_storages, storages
-from autopipe.skip import SkipKey, Skippable, SkipStore, using
+from autopipe.skip import Skippable, SkipStore, using
 
 Tensors = Tensor | tuple[Tensor, ...]
 """What a layer takes and returns."""
 
+_State = tuple[Tensors, SkipStore]
+"""What passes from layer to layer: the hidden state, and the skips that wait."""
 
-@dataclass(frozen=True)
-class _Made:
-    """Hold what a forward made: its output, and the skips it stashed."""
-
-    output: Tensors
-    skips: dict[SkipKey, Tensor | None]
-
-    def tensors(self) -> list[Tensor]:
-        return [*members(self.output), *(skip for skip in self.skips.values() if skip is not None)]
-
-
-_Measure = Callable[[Callable[[], _Made], list[Tensor]], tuple[_Made, float]]
+_Measure = Callable[[Callable[[], _State], list[Tensor]], tuple[_State, float]]
 """Runs the given forward; the second argument lists the tensors that the layer was handed."""
 
 
@@ -48,18 +40,21 @@ def members(tensors: Tensors) -> tuple[Tensor, ...]:
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
-def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -> list[float]:
-    """Time forward and backward of each layer in train mode; the module is left as it was.
+def are_tensors(value: Any) -> bool:
+    """Tell whether something is a tensor, or a tuple of one or more."""
+    return bool(members(value)) and all(isinstance(tensor, Tensor) for tensor in members(value))
 
-    Whole passes repeat until the timeout is over. Where there are several, the first one only
-    warms up: it alone initialises libraries and chooses algorithms.
+
+def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -> list[float]:
+    """Return the seconds of each layer's forward and backward in train mode.
+
+    Whole passes repeat until the timeout is over; seconds are summed over them. Where there are
+    several, the first one only warms up: it alone initialises libraries and chooses algorithms.
 
     Args:
-        module: layers, on one device.
+        module: layers, on one device; left as it was.
         sample: input on that device; its gradient is computed if it requires one.
         timeout_s: no pass begins later; the first one always runs.
-    Returns:
-        Each layer's seconds, summed over the passes.
     Raises:
         TypeError: a layer returns something else than a tensor or a tuple of tensors.
     """
@@ -67,20 +62,20 @@ def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -
     start_s = time.perf_counter()
     with left_as_found([module], device):
         module.train()
-        passes = [_measure_layers(module, sample, partial(_seconds, device))]
-        while time.perf_counter() - start_s < timeout_s:
+        passes: list[list[float]] = []
+        while not passes or time.perf_counter() - start_s < timeout_s:
             passes.append(_measure_layers(module, sample, partial(_seconds, device)))
     return [sum(seconds) for seconds in zip(*passes[1:] or passes, strict=True)]
 
 
 def _seconds(
-    device: torch.device, forward: Callable[[], _Made], taken: list[Tensor]
-) -> tuple[_Made, float]:
+    device: torch.device, forward: Callable[[], _State], taken: list[Tensor]
+) -> tuple[_State, float]:
     """Time a forward and a backward from all that it made; skips bring gradients of their own."""
     start_s = now_s(device)
     made = forward()
     forward_s = now_s(device) - start_s
-    roots = [tensor for tensor in made.tensors() if tensor.requires_grad]
+    roots = [tensor for tensor in _tensors(made) if tensor.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
     start_s = now_s(device)
     if roots:
@@ -89,7 +84,7 @@ def _seconds(
 
 
 def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -> list[float]:
-    """Count what training keeps of each layer: activations until their backward, and parameters.
+    """Return the bytes that training keeps of each layer: activations and parameters.
 
     Activations are the output, stashed skips, and what else the layer's graph holds, without the
     input. CUDA tells how much a forward allocated. Elsewhere storages are counted, which misses
@@ -100,8 +95,6 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
         sample: one micro-batch on that device.
         param_scale: bytes in training per parameter byte. A parameter that several layers share
             counts in the first.
-    Returns:
-        Each layer's bytes.
     Raises:
         TypeError: a layer returns something else than a tensor or a tuple of tensors.
     """
@@ -121,33 +114,29 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
 
 
 def _parameter_bytes(module: nn.Sequential) -> list[int]:
-    counted: set[int] = set()
+    counted: set[Tensor] = set()
     sizes = []
     for layer in module:
-        own = {
-            id(parameter): parameter.nbytes
-            for parameter in layer.parameters()
-            if id(parameter) not in counted
-        }
-        counted.update(own)
-        sizes.append(sum(own.values()))
+        own = set(layer.parameters()) - counted
+        counted |= own
+        sizes.append(sum(parameter.nbytes for parameter in own))
     return sizes
 
 
 def _allocated(
-    device: torch.device, forward: Callable[[], _Made], taken: list[Tensor]
-) -> tuple[_Made, float]:
+    device: torch.device, forward: Callable[[], _State], taken: list[Tensor]
+) -> tuple[_State, float]:
     before = torch.cuda.memory_allocated(device)
     made = forward()
     return made, torch.cuda.memory_allocated(device) - before
 
 
 def _kept(
-    held: Sequence[Tensor], forward: Callable[[], _Made], taken: list[Tensor]
-) -> tuple[_Made, float]:
+    held: Sequence[Tensor], forward: Callable[[], _State], taken: list[Tensor]
+) -> tuple[_State, float]:
     with saved_storages() as saved:
         made = forward()
-    kept = saved | storages([*made.tensors(), *_leaves(made.tensors())])
+    kept = saved | storages([*_tensors(made), *_leaves(_tensors(made))])
     return made, sum(kept[address] for address in kept.keys() - storages([*held, *taken]).keys())
 
 
@@ -168,8 +157,8 @@ def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -> list[float]:
     """Run the layers in order, each cut off from the others, and measure each of them."""
-    hidden = _each(sample, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-    waiting: dict[SkipKey, Tensor | None] = {}
+    hidden = tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), sample)
+    waiting: SkipStore = {}
     measured = []
     for index, layer in enumerate(module):
         popped = {
@@ -179,37 +168,32 @@ def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -
             for key in child.poppable()
             if key in waiting
         }
-        made, value = _measure_layer(partial(_forward, index, layer), hidden, popped, measure)
-        hidden, waiting = made.output, waiting | made.skips
+        (hidden, stashed), value = _measure_layer(index, layer, (hidden, popped), measure)
+        waiting |= stashed
         measured.append(value)
     return measured
 
 
 def _measure_layer(
-    layer: Callable[[Tensors, SkipStore], _Made],
-    hidden: Tensors,
-    popped: dict[SkipKey, Tensor | None],
-    measure: _Measure,
-) -> tuple[_Made, float]:
+    index: int, layer: nn.Module, taken: _State, measure: _Measure
+) -> tuple[_State, float]:
     """Measure a forward; return what it made without its graph, which ends here."""
     # Copies, because a leaf that needs a gradient forbids layers that work in place.
-    copied = _each(hidden, Tensor.clone)
-    skips = _each_skip(popped, Tensor.clone)
-    taken = [tensor for tensors in (hidden, copied) for tensor in members(tensors)]
-    taken += [skip for part in (popped, skips) for skip in part.values() if skip is not None]
-    made, value = measure(partial(layer, copied, SkipStore(skips)), taken)
-    return _Made(_each(made.output, _cut), _each_skip(made.skips, _cut)), value
+    copied = tree_map_only(Tensor, Tensor.clone, taken)
+    handed = _tensors((taken, copied))
+    made, value = measure(partial(_forward, index, layer, *copied), handed)
+    return tree_map_only(Tensor, _cut, made), value
 
 
-def _forward(index: int, layer: nn.Module, hidden: Tensors, store: SkipStore) -> _Made:
-    with using(store):
+def _forward(index: int, layer: nn.Module, hidden: Tensors, skips: SkipStore) -> _State:
+    with using(skips):
         output = layer(hidden)
-    if not (members(output) and all(isinstance(tensor, Tensor) for tensor in members(output))):
+    if not are_tensors(output):
         raise TypeError(
-            f"layer {index} ({type(layer).__name__}) returned a "
-            f"{type(output).__name__}; it must return a tensor or a tuple of tensors"
+            f"layer {index} ({type(layer).__name__}) returned a {type(output).__name__}; "
+            f"it must return a tensor or a tuple of tensors"
         )
-    return _Made(output, store.remaining)
+    return output, skips
 
 
 def _cut(tensor: Tensor) -> Tensor:
@@ -217,11 +201,5 @@ def _cut(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(differentiable)
 
 
-def _each(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
-    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
-
-
-def _each_skip(
-    skips: dict[SkipKey, Tensor | None], change: Callable[[Tensor], Tensor]
-) -> dict[SkipKey, Tensor | None]:
-    return {key: None if skip is None else change(skip) for key, skip in skips.items()}
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -128,13 +128,9 @@ class SkipEdge:
 def skip_edges(partitions: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
     """List what travels between partitions, by source and then by target.
 
-    Skips that stay inside a partition make no edge. Check the model by `verify_skippables`
-    before: a stash without a pop after it makes no edge either.
+    Skips that stay inside a partition make no edge; nor does a stash without a pop after it,
+    which `verify_skippables` refuses. Modules inside a layer count as well.
 
-    Args:
-        partitions: layers of each partition, in order; modules inside a layer count as well.
-    Returns:
-        One edge for each pair of partitions that exchange skips.
     Source: the portals of torchgpipe, section 3.3: a skip goes straight to where it is popped.
     """
     poppers: dict[SkipKey, int] = {}
@@ -179,9 +175,11 @@ def verify_skippables(module: nn.Sequential) -> None:
     for _, layer in itertools.groupby(named, key=lambda item: item[0].split(".")[0]):
         members = list(layer)
         for name, child in members:
-            failures += _check_stashes(name, child, stashed)
+            failures += [f"{name!r} {wrong}" for wrong in _wrong_stashes(child, stashed)]
+            stashed.update(child.stashable())
         for name, child in members:
-            failures += _check_pops(name, child, stashed, popped)
+            failures += [f"{name!r} {wrong}" for wrong in _wrong_pops(child, stashed, popped)]
+            popped.update(child.poppable())
     for key in sorted(stashed - popped, key=lambda key: key.name):
         failures.append(
             f"no module declared {key.name!r} as poppable but stashed: let a layer after it pop "
@@ -191,35 +189,26 @@ def verify_skippables(module: nn.Sequential) -> None:
         raise TypeError("some stash and pop do not match:\n* " + "\n* ".join(failures))
 
 
-def _check_stashes(name: str, module: Skippable, stashed: set[SkipKey]) -> Iterator[str]:
+_ISOLATE = "but not isolated by namespace: isolate each pair by a Namespace of its own"
+
+
+def _wrong_stashes(module: Skippable, stashed: set[SkipKey]) -> Iterator[str]:
     for key in module.stashable():
         if key in module.poppable():
             yield (
-                f"{name!r} declared {key.name!r} both as stashable and as poppable: give the "
-                f"two skips different names"
+                f"declared {key.name!r} both as stashable and as poppable: give the two skips "
+                f"different names"
             )
         elif key in stashed:
-            yield (
-                f"{name!r} redeclared {key.name!r} as stashable but not isolated by namespace: "
-                f"isolate each pair by a Namespace of its own"
-            )
-        stashed.add(key)
+            yield f"redeclared {key.name!r} as stashable {_ISOLATE}"
 
 
-def _check_pops(
-    name: str, module: Skippable, stashed: set[SkipKey], popped: set[SkipKey]
-) -> Iterator[str]:
+def _wrong_pops(module: Skippable, stashed: set[SkipKey], popped: set[SkipKey]) -> Iterator[str]:
     for key in module.poppable():
-        if key in module.stashable():
-            pass  # reported among the stashes
-        elif key not in stashed:
+        if key not in stashed:
             yield (
-                f"{name!r} declared {key.name!r} as poppable but it was not stashed: let a "
-                f"layer before it stash it, isolated by the same Namespace if it is isolated"
+                f"declared {key.name!r} as poppable but it was not stashed: let a layer before it "
+                f"stash it, isolated by the same Namespace if it is isolated"
             )
-        elif key in popped:
-            yield (
-                f"{name!r} redeclared {key.name!r} as poppable but not isolated by namespace: "
-                f"isolate each pair by a Namespace of its own"
-            )
-        popped.add(key)
+        elif key in popped and key not in module.stashable():
+            yield f"redeclared {key.name!r} as poppable {_ISOLATE}"

@@ -20,86 +20,42 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from autopipe.skip.routes import (
-    SkipKey,
-    Skippable,
-    names_of,
-)
+from autopipe.skip.routes import SkipKey, Skippable, names_of
+
+SkipStore = dict[SkipKey, Tensor | None]
+"""The skips of one forward, each until it is popped."""
 
 
 # Compared by identity: tensors have no truth value.
 @dataclass(frozen=True, eq=False)
-class Stash:
-    """Ask to keep a tensor under a name; made by `stash`."""
+class Command:
+    """Ask to keep or to take a tensor; made by `stash` and `pop`."""
 
+    verb: str
     name: str
-    tensor: Tensor | None
+    tensor: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Pop:
-    """Ask for the tensor kept under a name; made by `pop`."""
-
-    name: str
-
-
-def stash(name: str, tensor: Tensor | None) -> Stash:
+def stash(name: str, tensor: Tensor | None) -> Command:
     """Keep a tensor for the layer that pops the name: `yield stash(name, tensor)`.
 
     Args:
         name: declared by `skippable(stash=...)`.
         tensor: of any shape, dtype and device; None where this input has no skip.
     """
-    return Stash(name, tensor)
+    return Command("stash", name, tensor)
 
 
-def pop(name: str) -> Pop:
+def pop(name: str) -> Command:
     """Take the tensor stashed under a name: `tensor = yield pop(name)`, None where it was None."""
-    return Pop(name)
-
-
-class SkipStore:
-    """Hold the skips of one forward, each until it is popped.
-
-    Args:
-        arrived: what other partitions stashed for this one.
-    """
-
-    def __init__(
-        self, arrived: Mapping[SkipKey, Tensor | None] = types.MappingProxyType({})
-    ) -> None:
-        self._arrived = dict(arrived)
-        self._stashed: dict[SkipKey, Tensor | None] = {}
-
-    def __contains__(self, key: SkipKey) -> bool:
-        """Tell whether a skip waits to be popped."""
-        return key in self._stashed or key in self._arrived
-
-    def stash(self, key: SkipKey, tensor: Tensor | None) -> None:
-        """Keep a skip. Raises KeyError where one waits under the same key."""
-        if key in self:
-            raise KeyError(f"a skip waits under {key} already")
-        self._stashed[key] = tensor
-
-    def pop(self, key: SkipKey) -> Tensor | None:
-        """Return a skip and forget it. Raises KeyError where none waits under the key."""
-        return (self._stashed if key in self._stashed else self._arrived).pop(key)
-
-    def discard(self, key: SkipKey) -> None:
-        """Forget a skip that was stashed here, if it still waits."""
-        self._stashed.pop(key, None)
-
-    @property
-    def remaining(self) -> dict[SkipKey, Tensor | None]:
-        """Return what was stashed here and still waits, in the order it was stashed."""
-        return dict(self._stashed)
+    return Command("pop", name)
 
 
 class _Thread(threading.local):
@@ -107,7 +63,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.given: SkipStore | None = None
-        self.own = SkipStore()
+        self.own: SkipStore = {}
         self.stashed_by = weakref.WeakValueDictionary[SkipKey, Skippable]()
 
 
@@ -138,12 +94,11 @@ def _complete(layer: Skippable, result: Any) -> Any:
         declared += [("pop", name) for name in layer.pop_names]
         if missing := [f"{verb} {name!r}" for verb, name in declared if (verb, name) not in done]:
             message = f"{layer.describe_skips()} did not {' nor '.join(missing)} in its forward; "
-            message += "do it on every path, with None where there is no skip"
-            raise RuntimeError(message)
+            raise RuntimeError(message + "do it on every path, with None where there is no skip")
     except BaseException:
         for verb, name in done:
             if verb == "stash":
-                _current_store().discard(layer.skip_key(name))
+                _current_store().pop(layer.skip_key(name), None)
         raise
     return result
 
@@ -161,42 +116,41 @@ def _drive(
 
 def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor | None:
     who = layer.describe_skips()
-    if not isinstance(command, (Stash, Pop)):
+    if not isinstance(command, Command):
         given = type(command).__name__
         raise TypeError(f"{who} yielded a {given}; yield stash(name, tensor) or pop(name) only")
-    verb, name = "stash" if isinstance(command, Stash) else "pop", command.name
+    verb, name = command.verb, command.name
     if name not in (layer.stash_names if verb == "stash" else layer.pop_names):
         raise RuntimeError(f"{who} tried to {verb} {name!r}; add it to skippable({verb}=[...])")
     if (verb, name) in done:
         raise RuntimeError(f"{who} tried to {verb} {name!r} twice in one forward; {verb} it once")
     skip = None
-    if isinstance(command, Pop):
+    if verb == "pop":
         skip = _take(layer, name)
     else:
-        _keep(layer, command)
+        _keep(layer, name, command.tensor)
     done.add((verb, name))
     return skip
 
 
-def _keep(layer: Skippable, command: Stash) -> None:
-    key, who = layer.skip_key(command.name), layer.describe_skips()
-    if not isinstance(command.tensor, (Tensor, types.NoneType)):
-        given = type(command.tensor).__name__
-        raise TypeError(f"{who} stashed a {given} as {key.name!r}; stash a tensor or None")
+def _keep(layer: Skippable, name: str, tensor: Tensor | None) -> None:
+    key, who = layer.skip_key(name), layer.describe_skips()
+    if not isinstance(tensor, (Tensor, types.NoneType)):
+        given = type(tensor).__name__
+        raise TypeError(f"{who} stashed a {given} as {name!r}; stash a tensor or None")
     if _thread.given is None:
         _drop_leftovers(key, layer)
-    store = _current_store()
-    if key in store:
-        message = f"{who} stashed {key.name!r}, which another layer stashed before it; "
+    if key in _current_store():
+        message = f"{who} stashed {name!r}, which another layer stashed before it; "
         raise RuntimeError(message + "isolate each pair by a Namespace of its own")
-    store.stash(key, command.tensor)
+    _current_store()[key] = tensor
 
 
 def _take(layer: Skippable, name: str) -> Tensor | None:
-    key, store, who = layer.skip_key(name), _current_store(), layer.describe_skips()
+    key, store = layer.skip_key(name), _current_store()
     if key not in store:
-        message = f"{who} popped {name!r}, but no layer before it stashed it in this forward and "
-        raise RuntimeError(message + "thread; check the model by verify_skippables")
+        message = f"{layer.describe_skips()} popped {name!r}, but no layer before it stashed it "
+        raise RuntimeError(message + "in this forward and thread; check by verify_skippables")
     return store.pop(key)
 
 
@@ -210,7 +164,7 @@ def _drop_leftovers(key: SkipKey, layer: Skippable) -> None:
     _thread.stashed_by[key] = layer
     if key not in _thread.own:
         return
-    _thread.own = SkipStore()
+    _thread.own = {}
     if before is not None and before is not layer:
         message = f"{layer.describe_skips()} stashes {key.name!r}, which another layer stashed; "
         message += "no layer popped it, and it is dropped. Isolate the two by Namespaces"
