@@ -98,6 +98,12 @@ def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
+def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Cut samples into micro-batches that differ by at most one, the larger ones first."""
+    size, num_larger = divmod(num_samples, num_micro_batches)
+    return (size + 1,) * num_larger + (size,) * (num_micro_batches - num_larger)
+
+
 def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageProgram]:
     """Part a program that runs all its forwards first into them and the rest."""
     forward_ops = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopipe.engine import Gradients, Payload
+from autopipe.schedule import micro_batch_sizes
 
 Batch = Tensor | tuple[Tensor, ...]
 """What a GPipe takes and gives: a tensor or a tuple of tensors, first dimension the sample."""
@@ -21,21 +22,15 @@ def as_payload(value: Any, *, what: str) -> Payload:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(value, Tensor):
-        return Payload((value,))
-    if not isinstance(value, tuple):
-        raise TypeError(
-            f"{what} is a {type(value).__name__}; a pipeline can only carry a Tensor "
-            "or a tuple of Tensors"
-        )
-    for position, member in enumerate(value):
+    members = value if isinstance(value, tuple) else (value,)
+    for position, member in enumerate(members):
         if not isinstance(member, Tensor):
+            where = f"a tuple whose entry {position} is " if isinstance(value, tuple) else ""
             raise TypeError(
-                f"{what} is a tuple whose entry {position} is a "
-                f"{type(member).__name__}; a pipeline can only carry a Tensor or a "
-                "tuple of Tensors"
+                f"{what} is {where}a {type(member).__name__}; a pipeline can only carry a Tensor "
+                f"or a tuple of Tensors"
             )
-    return Payload(value, is_bare=False)
+    return Payload(members, is_bare=isinstance(value, Tensor))
 
 
 def as_batch(payload: Payload) -> Any:
@@ -61,8 +56,7 @@ def split_sizes(tensors: Sequence[Tensor], chunks: int) -> tuple[int, ...]:
         raise ValueError(
             f"the input's tensors have {lengths} samples; they must have equally many"
         )
-    parts = max(1, min(chunks, lengths[0]))
-    return tuple(lengths[0] // parts + (i < lengths[0] % parts) for i in range(parts))
+    return micro_batch_sizes(lengths[0], max(1, min(chunks, lengths[0])))
 
 
 def scatter(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
@@ -121,12 +115,7 @@ def gather(outputs: Sequence[Payload]) -> Gathered:
 
 
 def split_gradients(gradients: Gradients, lengths: Sequence[Sequence[int]]) -> list[Gradients]:
-    """Part the gradients of gathered outputs by micro-batch.
-
-    Args:
-        gradients: of each gathered tensor; None for none.
-        lengths: as `Gathered` has them.
-    """
+    """Part the gradients of gathered outputs by micro-batch; lengths as `Gathered` has them."""
     num_micro_batches = len(lengths[0])
     if num_micro_batches == 1:
         return [gradients]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,11 @@ from autopipe.engine import Gradients, Payload, StageLinks, StageRun
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
-from autopipe.skip import SkipEdge
+from autopipe.skip import SkipEdge, SkipKey
 from autopipe.threads import (
     CallerSettings,
     Crossing,
     Randomness,
-    SkipCrossing,
     ThreadLinkAbove,
     ThreadLinkBelow,
     may_draw,
@@ -35,33 +33,11 @@ from autopipe.threads import (
 from autopipe.trace import Recorder, Trace
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Hold how a module is partitioned.
-
-    Args:
-        partitions: one a stage.
-        skip_edges: which partition stashes what for which.
-    """
-
-    partitions: tuple[Partition, ...]
-    skip_edges: tuple[SkipEdge, ...]
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Return each partition's device."""
-        return [partition.device for partition in self.partitions]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that need a gradient, each once."""
-        return list(dict.fromkeys(p for part in self.partitions for p in part.parameters))
-
-
 class PipelineRun:
     """Hold one mini-batch's way: its forward, and the backwards that may follow.
 
     Args:
-        layout: the partitions.
+        partitions: one a stage.
         schedule: one program a partition.
         ends: the micro-batches that go in, and what comes out.
         sizes: samples of every micro-batch.
@@ -70,36 +46,37 @@ class PipelineRun:
 
     def __init__(
         self,
-        layout: Layout,
+        partitions: Sequence[Partition],
         schedule: Schedule,
         ends: Ends,
         sizes: Sequence[int],
         *,
         trace: Trace | None = None,
     ) -> None:
-        self._layout, self._schedule, self._ends = layout, schedule, ends
+        self._devices = [partition.device for partition in partitions]
+        self._schedule, self._ends = schedule, ends
         at_once = min(len(sizes), len(schedule))
-        self.parameters = layout.parameters()
+        self.parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
-        self._settings = CallerSettings.capture(layout.devices, at_once=at_once)
-        self._recorders: list[Recorder | None] = [
+        self._settings = CallerSettings.capture(self._devices, at_once=at_once)
+        self._failed = False
+        recorders = [
             None if trace is None else trace.recorder(stage, device=device)
-            for stage, device in enumerate(layout.devices)
+            for stage, device in enumerate(self._devices)
         ]
         self._crossings: list[Crossing] = []
-        self._failed = False
-        links = self._connect()
-        randomness = self._randomness(len(sizes), concurrent=at_once > 1)
+        links = self._connect([edge for part in partitions for edge in part.leaving], recorders)
+        randomness = _randomness(partitions, len(sizes), concurrent=at_once > 1)
         self._works = [
             PartitionWork(partition, ends, self._settings, draws)
-            for partition, draws in zip(layout.partitions, randomness, strict=True)
+            for partition, draws in zip(partitions, randomness, strict=True)
         ]
         self._stages = [
             StageRun(program, work, link, sizes, recorder=recorder)
             for program, work, link, recorder in zip(
-                schedule, self._works, links, self._recorders, strict=True
+                schedule, self._works, links, recorders, strict=True
             )
         ]
 
@@ -128,7 +105,7 @@ class PipelineRun:
 
     def on_its_streams(self) -> AbstractContextManager[None]:
         """Work on the streams that the partitions worked on."""
-        return self._settings.applied(self._layout.devices[-1], grad_enabled=False)
+        return self._settings.applied(self._devices[-1], grad_enabled=False)
 
     def join_streams(self) -> None:
         """Let whoever uses the gradients on other streams wait for them."""
@@ -145,19 +122,10 @@ class PipelineRun:
 
     def take_input_gradients(self) -> list[Tensor | None]:
         """Return the gradient of each tensor of the mini-batch; None where it is owed none."""
-        by_micro_batch = self._stages[0].take_input_gradients()
-        columns = list(zip(*(by_micro_batch[i] for i in range(len(by_micro_batch))), strict=True))
-        return [self._put_together(n, column) for n, column in enumerate(columns)]
-
-    def _put_together(self, n: int, column: Sequence[Tensor | None]) -> Tensor | None:
-        leaves = [leaf for piece in self._ends.inputs if (leaf := piece.tensors[n]) is not None]
-        if all(gradient is None for gradient in column):
-            return None
-        pieces = [
-            torch.zeros_like(leaf) if piece is None else piece
-            for leaf, piece in zip(leaves, column, strict=True)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        found = self._stages[0].take_input_gradients()
+        inputs = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
+        gradients = zip(*(found[i] for i in range(len(found))), strict=True)
+        return [_put_together(*columns) for columns in zip(inputs, gradients, strict=True)]
 
     def _run(
         self, programs: Sequence[StageProgram], *, grad_enabled: bool, retain: bool = False
@@ -169,8 +137,7 @@ class PipelineRun:
         self._failed = True
 
         def run_stage(stage: int) -> None:
-            device = self._layout.devices[stage]
-            with self._settings.applied(device, grad_enabled=grad_enabled):
+            with self._settings.applied(self._devices[stage], grad_enabled=grad_enabled):
                 self._stages[stage].run(programs[stage], retain=retain)
 
         run_together(
@@ -183,7 +150,7 @@ class PipelineRun:
 
     def _stop(self) -> None:
         for crossing in self._crossings:
-            crossing.stop()
+            crossing.mailbox.stop()
 
     def _failed_at(self, stage: int) -> int:
         """Return how early GPipe's schedule has a stage's present instruction, in ticks."""
@@ -196,43 +163,70 @@ class PipelineRun:
         ticks_before = num_stages + num_micro_batches
         return ticks_before + num_stages - stage + num_micro_batches - instruction.micro_batch
 
-    def _connect(self) -> list[StageLinks]:
-        devices = self._layout.devices
-        hidden = [self._crossing(stage, stage + 1) for stage in range(len(devices) - 1)]
-        skips = [
-            SkipCrossing(self._crossing(edge.source, edge.target), len(edge.keys))
-            for edge in self._layout.skip_edges
+    def _connect(
+        self, skips: Sequence[SkipEdge], recorders: Sequence[Recorder | None]
+    ) -> list[StageLinks]:
+        """Lay a way up and a way down between neighbours, and where a skip goes."""
+        last = len(self._devices) - 1
+
+        def crossing(op: Op, source: int, target: int, keys: Sequence[SkipKey]) -> Crossing:
+            made = Crossing(
+                op,
+                self._devices[source],
+                self._devices[target],
+                num_skips=len(keys) or None,
+                recorders=(recorders[source], recorders[target]),
+            )
+            self._crossings.append(made)
+            return made
+
+        ways = [
+            (
+                edge,
+                crossing(Op.SEND_ACTIVATION, edge.source, edge.target, edge.keys),
+                crossing(Op.SEND_GRADIENT, edge.target, edge.source, edge.keys),
+            )
+            for edge in (*(SkipEdge(j, j + 1, ()) for j in range(last)), *skips)
         ]
-        self._crossings = [*hidden, *(skip.crossing for skip in skips)]
-        pairs = list(zip(self._layout.skip_edges, skips, strict=True))
         links = []
-        for stage in range(len(devices)):
-            below = above = None
-            if stage > 0:
-                arriving = [skip for edge, skip in pairs if edge.target == stage]
-                below = ThreadLinkBelow(hidden[stage - 1], arriving)
-            if stage < len(devices) - 1:
-                leaving = [skip for edge, skip in pairs if edge.source == stage]
-                above = ThreadLinkAbove(hidden[stage], leaving)
-            links.append(StageLinks(below, above))
+        for j in range(last + 1):
+            below = [(up, down) for edge, up, down in ways if edge.target == j]
+            above = [(down, up) for edge, up, down in ways if edge.source == j]
+            links.append(
+                StageLinks(
+                    ThreadLinkBelow(*zip(*below, strict=True)) if below else None,
+                    ThreadLinkAbove(*zip(*above, strict=True)) if above else None,
+                )
+            )
         return links
 
-    def _crossing(self, below: int, above: int) -> Crossing:
-        devices, recorders = self._layout.devices, self._recorders
-        return Crossing(
-            devices[below], devices[above], recorders=(recorders[below], recorders[above])
-        )
 
-    def _randomness(self, num_micro_batches: int, *, concurrent: bool) -> list[Randomness]:
-        draws = [may_draw(partition.module) for partition in self._layout.partitions]
-        seeds: list[int | None] = [None] * len(draws)
-        if concurrent and any(draws):
-            base = int(torch.randint(2**62, (), device="cpu"))
-            seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
-        return [
-            Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
-            for partition, seed, drawn in zip(self._layout.partitions, seeds, draws, strict=True)
-        ]
+def _put_together(
+    leaves: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> Tensor | None:
+    """Join the gradients of an input tensor's micro-batches."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    pieces = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+        if leaf is not None
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _randomness(
+    partitions: Sequence[Partition], num_micro_batches: int, *, concurrent: bool
+) -> list[Randomness]:
+    draws = [may_draw(partition.module) for partition in partitions]
+    seeds: list[int | None] = [None] * len(draws)
+    if concurrent and any(draws):
+        base = int(torch.randint(2**62, (), device="cpu"))
+        seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
+    return [
+        Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
+        for partition, seed, drawn in zip(partitions, seeds, draws, strict=True)
+    ]
 
 
 class _Forward(torch.autograd.Function):
@@ -260,43 +254,23 @@ class _Forward(torch.autograd.Function):
                 of_parameters = ctx.run.take_parameter_gradients()
         ctx.run.join_streams()
         found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
-        return (None, *(_differentiable_once(found) if torch.is_grad_enabled() else found))
+        return (None, *(_refusing(found) if torch.is_grad_enabled() else found))
 
 
-class _Refusal(torch.autograd.Function):
-    """Refuse to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "a gradient that came through a GPipe module cannot be differentiated "
-            "again: its partitions' graphs are not part of the caller's; use the "
-            "plain module for a gradient penalty or a Hessian"
-        )
-
-
-def _differentiable_once(gradients: Gradients) -> Gradients:
-    """Return the gradients as they are to be used with create_graph=True."""
-    tensors = iter(
-        _Refusal.apply(*(g.detach().requires_grad_() for g in gradients if g is not None))
+def _refusing(gradients: Gradients) -> Gradients:
+    """Return gradients, asked for with create_graph=True, that refuse to be differentiated."""
+    message = (
+        "a gradient that came through a GPipe module cannot be differentiated again: its "
+        "partitions' graphs are not part of the caller's; use the plain module for a gradient "
+        "penalty or a Hessian"
     )
-    return tuple(None if gradient is None else next(tensors) for gradient in gradients)
+    refusal: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
+    return refusal(*(None if g is None else g.detach().requires_grad_() for g in gradients))
 
 
-def run_forward(run: PipelineRun, inputs: Sequence[Tensor]) -> Payload:
+def run_forward(run: PipelineRun, inputs: Sequence[Tensor | None]) -> Payload:
     """Run a forward that the caller can go backward through, if anything needs a gradient."""
     if not run.keeps_graph:
         return run.forward().payload
     tensors = _Forward.apply(run, *inputs, *run.parameters)
     return Payload(tensors, run.gives_bare_tensor)
-
-
-def deliver(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Hand (tensor, gradient) pairs to autograd, as a backward that ends at the tensors would."""
-    torch.autograd.backward(
-        [tensor for tensor, _ in gradients], [gradient for _, gradient in gradients]
-    )

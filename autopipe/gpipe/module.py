@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from autopipe.engine import Payload
 from autopipe.gpipe.batch_norm import convert_deferred_batch_norm
 from autopipe.gpipe.micro_batch import Batch, as_batch, as_payload, scatter, split_sizes
-from autopipe.gpipe.mini_batch import Layout, PipelineRun, deliver, run_forward
+from autopipe.gpipe.mini_batch import PipelineRun, run_forward
 from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, trained_tensors
 from autopipe.gpipe.partitions import check_balance, check_module, check_sharing, choose_devices
 from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.gpipe.step_loss import StepLoss
-from autopipe.schedule import SCHEDULES, forward_only
+from autopipe.schedule import SCHEDULES, Schedule, forward_only
 from autopipe.skip import skip_edges, verify_skippables
 from autopipe.trace import Trace
 
@@ -132,21 +132,16 @@ class GPipe(nn.Module):
         payload = as_payload(input, what="the input")
         if not self.partitions:
             return input
-        tensors = self._check_input(payload)
-        sizes = split_sizes(tensors, self.chunks)
-        layout = self._layout()
+        partitions = self._described()
         keeps_graph = torch.is_grad_enabled() and (
-            any(tensor.requires_grad for tensor in tensors) or bool(layout.parameters())
+            any(tensor is not None and tensor.requires_grad for tensor in payload.tensors)
+            or any(partition.parameters for partition in partitions)
         )
-        if keeps_graph:
-            schedule = SCHEDULES["gpipe"](
-                len(self.balance), len(sizes), recomputed=self._checkpointed(len(sizes))
-            )
-        else:
-            schedule = forward_only(len(self.balance), len(sizes))
+        sizes = self._sizes(payload)
         ends = Ends(_leaves(payload, sizes, with_gradients=keeps_graph))
-        run = PipelineRun(layout, schedule, ends, sizes, trace=self._trace)
-        return as_batch(run_forward(run, tensors))
+        schedule = self._schedule_of("gpipe" if keeps_graph else None, len(sizes))
+        run = PipelineRun(partitions, schedule, ends, sizes, trace=self._trace)
+        return as_batch(run_forward(run, payload.tensors))
 
     def step(
         self, input: Batch, target: Any, loss_fn: LossFunction, *, schedule: str | None = None
@@ -173,27 +168,23 @@ class GPipe(nn.Module):
         payload = as_payload(input, what="the input")
         if not self.partitions:
             raise ValueError("a module without layers has nothing to train")
-        tensors = self._check_input(payload)
-        sizes = split_sizes(tensors, self.chunks)
+        sizes = self._sizes(payload)
         loss = StepLoss(loss_fn, target, sizes)
-        program = SCHEDULES[name](
-            len(self.balance), len(sizes), recomputed=self._checkpointed(len(sizes))
-        )
         ends = Ends(_leaves(payload, sizes, with_gradients=True), loss=loss)
-        run = PipelineRun(self._layout(), program, ends, sizes, trace=self._trace)
+        program = self._schedule_of(name, len(sizes))
+        run = PipelineRun(self._described(), program, ends, sizes, trace=self._trace)
         with torch.enable_grad():
             run.step()
         found = [
-            *zip(tensors, run.take_input_gradients(), strict=True),
+            *zip(payload.tensors, run.take_input_gradients(), strict=True),
             *run.take_parameter_gradients().items(),
         ]
-        deliver(
-            [
-                (tensor, loss.scaled(gradient))
-                for tensor, gradient in found
-                if gradient is not None and tensor.requires_grad
-            ]
-        )
+        owed = [
+            (tensor, loss.scaled(gradient))
+            for tensor, gradient in found
+            if tensor is not None and gradient is not None and tensor.requires_grad
+        ]
+        torch.autograd.backward([tensor for tensor, _ in owed], [gradient for _, gradient in owed])
         return loss.mean()
 
     @contextmanager
@@ -234,7 +225,8 @@ class GPipe(nn.Module):
             raise TypeError(_MOVED)
         return super().to(*args, **kwargs)
 
-    def _check_input(self, payload: Payload) -> list[Tensor]:
+    def _sizes(self, payload: Payload) -> tuple[int, ...]:
+        """Check an input; return the samples of every micro-batch."""
         tensors = [tensor for tensor in payload.tensors if tensor is not None]
         wrong = {str(tensor.device) for tensor in tensors if tensor.device != self.devices[0]}
         if wrong:
@@ -242,32 +234,34 @@ class GPipe(nn.Module):
                 f"the input is on {', '.join(sorted(wrong))}, the first partition on "
                 f"{self.devices[0]}; move the input to devices[0]"
             )
-        return tensors
+        return split_sizes(tensors, self.chunks)
 
-    def _checkpointed(self, num_micro_batches: int) -> range:
-        """Return the micro-batches to checkpoint."""
+    def _schedule_of(self, name: str | None, num_micro_batches: int) -> Schedule:
+        """Return a schedule by its name, or that of forwards alone."""
+        if name is None:
+            return forward_only(len(self.balance), num_micro_batches)
+        checkpointed = range(num_micro_batches - (self.checkpoint == "except_last"))
         if not self.training or self.checkpoint == "never":
-            return range(0)
-        return range(num_micro_batches - (self.checkpoint == "except_last"))
+            checkpointed = range(0)
+        return SCHEDULES[name](len(self.balance), num_micro_batches, recomputed=checkpointed)
 
     def _partition_list(self) -> list[nn.Sequential]:
         return [part for part in self.partitions if isinstance(part, nn.Sequential)]
 
-    def _layout(self) -> Layout:
+    def _described(self) -> list[Partition]:
         edges = self._skip_edges
-        partitions = [
+        return [
             Partition(
                 module,
                 device,
                 trained_tensors(module),
-                arriving=tuple(key for edge in edges if edge.target == j for key in edge.keys),
-                leaving=tuple(key for edge in edges if edge.source == j for key in edge.keys),
+                arriving=tuple(edge for edge in edges if edge.target == j),
+                leaving=tuple(edge for edge in edges if edge.source == j),
             )
             for j, (module, device) in enumerate(
                 zip(self._partition_list(), self.devices, strict=True)
             )
         ]
-        return Layout(tuple(partitions), edges)
 
 
 _MOVED = (

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine import Gradients, Payload, StageWork, Starts, current_forward_pass, cut
+from autopipe.engine import (
+    ForwardPass,
+    Gradients,
+    Payload,
+    StageWork,
+    Starts,
+    current_forward_pass,
+    cut,
+)
 from autopipe.gpipe.batch_norm import running_statistics_kept
 from autopipe.gpipe.micro_batch import as_batch, as_payload
-from autopipe.skip import SkipKey, SkipStore, using
+from autopipe.skip import SkipEdge, using
 from autopipe.threads import CallerSettings, Randomness
 
 
@@ -25,15 +33,15 @@ class Partition:
         module: its layers.
         device: where they are.
         parameters: what `trained_tensors` finds in the layers.
-        arriving, leaving: skips that it pops and that were stashed below, and that it stashes and
-            that are popped above, in the order of the links.
+        arriving, leaving: the skips that it pops and that were stashed below, and those that it
+            stashes and that are popped above.
     """
 
     module: nn.Sequential
     device: torch.device
     parameters: tuple[Tensor, ...]
-    arriving: tuple[SkipKey, ...]
-    leaving: tuple[SkipKey, ...]
+    arriving: tuple[SkipEdge, ...]
+    leaving: tuple[SkipEdge, ...]
 
 
 def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
@@ -84,6 +92,8 @@ class PartitionWork(StageWork):
         self.gradients: dict[Tensor, Tensor] = {}
         self._partition, self._ends = partition, ends
         self._settings, self._randomness = settings, randomness
+        self._arriving = [key for edge in partition.arriving for key in edge.keys]
+        self._leaving = [key for edge in partition.leaving for key in edge.keys]
         # A sum of ours may be added to in place; a gradient autograd gave may be shared.
         self._summed: set[Tensor] = set()
 
@@ -91,35 +101,21 @@ class PartitionWork(StageWork):
         return self._ends.inputs[micro_batch]
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
-        partition = self._partition
-        first_skip = len(inputs.tensors) - len(partition.arriving)
-        store = SkipStore(dict(zip(partition.arriving, inputs.tensors[first_skip:], strict=True)))
+        module, task = self._partition.module, _present()
+        first_skip = len(inputs.tensors) - len(self._arriving)
+        store = dict(zip(self._arriving, inputs.tensors[first_skip:], strict=True))
         hidden = as_batch(replace(inputs, tensors=inputs.tensors[:first_skip]))
         # A tensor that only this frame held would live as long as the partition's forward.
         del inputs
-        with using(store), self._settings.autocast(), self._draws(micro_batch):
-            value = partition.module(hidden)
+        statistics = running_statistics_kept(module) if task.recomputing else nullcontext()
+        with using(store), self._settings.autocast(), statistics, self._randomness.of(task):
+            value = module(hidden)
         outputs = as_payload(value, what="a partition's output")
-        skips = tuple(store.pop(key) for key in partition.leaving)
+        skips = tuple(store.pop(key) for key in self._leaving)
         return Payload(outputs.tensors + skips, outputs.is_bare)
 
-    @contextmanager
-    def _draws(self, micro_batch: int) -> Iterator[None]:
-        task = current_forward_pass()
-        assert task is not None
-        if task.recomputing:
-            with (
-                running_statistics_kept(self._partition.module),
-                self._randomness.of_recomputation(micro_batch),
-            ):
-                yield
-        else:
-            with self._randomness.of_forward(micro_batch, repeated=task.checkpointing):
-                yield
-
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
-        task = current_forward_pass()
-        assert task is not None
+        task = _present()
         if self._ends.loss is not None:
             if task.checkpointing and any(
                 t is not None and t.requires_grad for t in outputs.tensors
@@ -174,6 +170,12 @@ class PartitionWork(StageWork):
         gradients, self.gradients = self.gradients, {}
         self._summed.clear()
         return gradients
+
+
+def _present() -> ForwardPass:
+    task = current_forward_pass()
+    assert task is not None
+    return task
 
 
 @contextmanager

@@ -17,16 +17,10 @@ from autopipe.plan.estimate import StepModel
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
-from autopipe.schedule import SCHEDULES, peak_in_flight
+from autopipe.schedule import SCHEDULES, micro_batch_sizes, peak_in_flight
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
-
-
-def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Cut samples into micro-batches that differ by at most one, the larger ones first."""
-    size, num_larger = divmod(num_samples, num_micro_batches)
-    return (size + 1,) * num_larger + (size,) * (num_micro_batches - num_larger)
 
 
 def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:

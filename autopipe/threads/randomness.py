@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,9 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopipe.engine import ForwardPass
+
+_CPU = torch.device("cpu")
+
 
 @cache
-def _default_generator_lock(device: torch.device) -> Any:
+def _lock(device: torch.device) -> Any:
+    """Return the lock of a device's default generator."""
     return threading.RLock()
 
 
@@ -66,14 +71,12 @@ class _DrawFrom(TorchDispatchMode):
 
     def _lend_default_generator(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run an operation that always draws from the default generator, in our state."""
-        with (
-            _default_generator_lock(torch.device("cpu")),
-            _default_generator_at(self._generator.get_state()),
-        ):
+        default = torch.default_generator
+        with _lock(_CPU), _put_at(default, self._generator.get_state()):
             try:
                 return func(*args, **kwargs)
             finally:
-                self._generator.set_state(torch.get_rng_state())
+                self._generator.set_state(default.get_state())
 
 
 @cache
@@ -94,14 +97,14 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _default_generator_at(state: Tensor) -> Iterator[None]:
-    """Put the CPU's generator in a state, and back."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
+def _put_at(generator: torch.Generator, state: Tensor) -> Iterator[None]:
+    """Put a generator in a state, and back."""
+    before = generator.get_state()
+    generator.set_state(state)
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        generator.set_state(before)
 
 
 class Randomness:
@@ -119,69 +122,47 @@ class Randomness:
     def __init__(
         self, device: torch.device, *, seed: int | None, draws: bool, alone: bool = False
     ) -> None:
-        self._device, self._seed, self._draws, self._alone = device, seed, draws, alone
+        self._devices = [_CPU] if device.type != "cuda" else [_CPU, device]
+        self._seed, self._draws, self._alone = seed, draws, alone
         self._states: dict[int, list[Tensor]] = {}
 
-    def of_forward(self, micro_batch: int, *, repeated: bool) -> AbstractContextManager[None]:
-        """Draw, in the forward inside, what belongs to this micro-batch.
-
-        Args:
-            micro_batch: whose.
-            repeated: whether a recomputation will have to draw the same again.
-        """
+    def of(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        """Draw, inside, what belongs to the forward's micro-batch; repeated, the same again."""
+        micro_batch = forward.micro_batch
         if not self._draws:
             return nullcontext()
         if self._seed is not None:
-            return self._seeded(self._seed + micro_batch)
-        if repeated:
-            self._states[micro_batch] = self._default_states()
+            seed = self._seed + micro_batch
+            generators = [torch.Generator(device).manual_seed(seed) for device in self._devices]
+            return self._drawing_from([generator.get_state() for generator in generators])
+        if forward.recomputing:
+            return self._drawing_from(self._states[micro_batch])
+        if forward.checkpointing:
+            self._states[micro_batch] = [
+                _default_generator(device).get_state() for device in self._devices
+            ]
         return nullcontext()
 
-    def of_recomputation(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Draw, in the forward inside, what its first execution drew."""
-        if not self._draws:
-            return nullcontext()
-        if self._seed is not None:
-            return self._seeded(self._seed + micro_batch)
-        return self._replayed(self._states[micro_batch])
-
-    def _default_states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
-
     @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        generator = torch.Generator().manual_seed(seed)
-        with _DrawFrom(generator), self._cuda_generator_at(None, seed):
+    def _drawing_from(self, states: list[Tensor]) -> Iterator[None]:
+        """Draw from generators in these states, and leave the default ones as they were."""
+        with ExitStack() as stack:
+            if self._alone:
+                stack.enter_context(_put_at(torch.default_generator, states[0]))
+            else:
+                generator = torch.Generator()
+                generator.set_state(states[0])
+                stack.enter_context(_DrawFrom(generator))
+            for device, state in zip(self._devices[1:], states[1:], strict=True):
+                # CUDA's operations do not take a generator as an argument. The lock is for
+                # partitions that share a device; it is held while kernels are launched, not
+                # while they run.
+                stack.enter_context(_lock(device))
+                stack.enter_context(_put_at(_default_generator(device), state))
             yield
 
-    @contextmanager
-    def _replayed(self, states: list[Tensor]) -> Iterator[None]:
-        generator = torch.Generator()
-        generator.set_state(states[0])
-        from_state = _default_generator_at(states[0]) if self._alone else _DrawFrom(generator)
-        with from_state, self._cuda_generator_at(states[-1], None):
-            yield
 
-    @contextmanager
-    def _cuda_generator_at(self, state: Tensor | None, seed: int | None) -> Iterator[None]:
-        """Put the device's generator in a state, and back after the forward.
-
-        Its operations do not take a generator as an argument. The lock is for partitions that
-        share a device; it is held while kernels are launched, not while they run.
-        """
-        if self._device.type != "cuda":
-            yield
-            return
-        with _default_generator_lock(self._device), torch.cuda.device(self._device):
-            before = torch.cuda.get_rng_state(self._device)
-            try:
-                if state is not None:
-                    torch.cuda.set_rng_state(state, self._device)
-                elif seed is not None:
-                    torch.cuda.manual_seed(seed)
-                yield
-            finally:
-                torch.cuda.set_rng_state(before, self._device)
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index]

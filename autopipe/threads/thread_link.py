@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopipe.engine import Gradients, Link, LinkAbove, LinkBelow, Payload, total_bytes
+from autopipe.engine import Gradients, Link, LinkAbove, LinkBelow, Payload, cut, total_bytes
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
 
@@ -77,165 +76,108 @@ def copy_stream(device: torch.device, micro_batch: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Hold tensors under way to a device, and the event after which they are there."""
-
-    tensors: tuple[Tensor | None, ...]
-    arrived: torch.cuda.Event | None = None
-
-
 class Crossing:
-    """Connect two partitions: activations one way, their gradients the other.
+    """Carry tensors one way between two partitions.
 
     Args:
-        source, target: devices of the partition that sends activations and of the one that takes
-            them.
-        recorders: theirs; None where nobody traces.
+        op: the instruction that sends them.
+        source, target: devices of the partition that sends and of the one that takes.
+        num_skips: of a payload's tensors, how many go this way; None for the hidden state's.
+        recorders: of sender and taker; None where nobody traces.
     """
 
     def __init__(
         self,
+        op: Op,
         source: torch.device,
         target: torch.device,
         *,
+        num_skips: int | None = None,
         recorders: tuple[Recorder | None, Recorder | None] = (None, None),
     ) -> None:
-        self.activations = Mailbox()
-        self.gradients = Mailbox()
+        self.op, self.num_skips = op, num_skips
+        self.mailbox = Mailbox()
         self._source, self._target = source, target
         self._recorders = recorders
 
-    def stop(self) -> None:
-        """End all waits."""
-        self.activations.stop()
-        self.gradients.stop()
-
     def send(self, micro_batch: int, payload: Payload) -> None:
-        """Send activations."""
-        cut = tuple(None if t is None else t.detach() for t in payload.tensors)
-        noted = self._noted(Op.SEND_ACTIVATION, micro_batch, cut)
-        copy = _carry(cut, self._source, self._target, micro_batch, noted=noted)
-        needs_gradient = [t is not None and t.requires_grad for t in payload.tensors]
-        self.activations.put(micro_batch, (copy, needs_gradient, payload.is_bare))
+        """Send tensors, copied to the target if they are not there already."""
+        noted = self._noted(micro_batch, payload)
+        if self._source == self._target:
+            with noted:
+                self.mailbox.put(micro_batch, (cut(payload), None))
+        else:
+            self.mailbox.put(micro_batch, self._copied(micro_batch, payload, noted))
 
     def receive(self, micro_batch: int) -> Payload:
-        """Wait for activations; they are leaves."""
-        copy, needs_gradient, is_bare = self.activations.take(micro_batch)
-        leaves = _accept(copy, self._target)
-        for leaf, needed in zip(leaves, needs_gradient, strict=True):
-            if needed:
-                leaf.requires_grad_()
-        return Payload(leaves, is_bare)
+        """Wait for tensors: leaves that need a gradient where those sent did."""
+        payload, arrived = self.mailbox.take(micro_batch)
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self._target)
+            stream.wait_event(arrived)
+            _own(payload, stream)
+        return payload
 
-    def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
-        """Send gradients."""
-        noted = self._noted(Op.SEND_GRADIENT, micro_batch, gradients)
-        copy = _carry(gradients, self._target, self._source, micro_batch, noted=noted)
-        self.gradients.put(micro_batch, copy)
+    def _copied(
+        self, micro_batch: int, payload: Payload, noted: AbstractContextManager[None]
+    ) -> tuple[Payload, torch.cuda.Event | None]:
+        """Start a copy; return it with the event after which it is there."""
+        devices = [device for device in (self._source, self._target) if device.type == "cuda"]
+        streams = [copy_stream(device, micro_batch) for device in devices]
+        with ExitStack() as stack:
+            if self._source.type == "cuda":
+                # Only the computation that makes the tensors is waited for; what the target
+                # computes goes on meanwhile.
+                streams[0].wait_stream(torch.cuda.current_stream(self._source))
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(noted)
+            copies = tuple(t if t is None else _to(self._target, t) for t in payload.tensors)
+            if self._source.type == "cuda":
+                # Else their memory could be given away before the copy has read it.
+                _own(payload, streams[0])
+            arrived = streams[-1].record_event() if self._target.type == "cuda" else None
+        return Payload(copies, payload.is_bare), arrived
 
-    def receive_gradients(self, micro_batch: int) -> Gradients:
-        """Wait for gradients."""
-        return _accept(self.gradients.take(micro_batch), self._source)
-
-    def _noted(
-        self, send: Op, micro_batch: int, tensors: Gradients
-    ) -> AbstractContextManager[None]:
+    def _noted(self, micro_batch: int, payload: Payload) -> AbstractContextManager[None]:
         """Return what notes the transfer while it is open, on the stream that copies."""
         sender, receiver = self._recorders
         if sender is None or receiver is None:
             return nullcontext()
-        copies_from, copies_to = self._source, self._target
-        if send is Op.SEND_GRADIENT:
-            sender, receiver = receiver, sender
-            copies_from, copies_to = copies_to, copies_from
-        copies = copies_from != copies_to
+        num_bytes, copies = total_bytes(payload.tensors), self._source != self._target
+        # A copy between two GPUs runs on the stream of the one that it reads from.
+        device = self._source if self._source.type == "cuda" else self._target
         return sender.transfer(
-            Instruction(send, micro_batch),
+            Instruction(self.op, micro_batch),
             peer=receiver.stage,
-            payload_bytes=total_bytes(tensors),
-            copied_bytes=total_bytes(tensors) if copies else 0,
-            # A copy between two GPUs runs on the stream of the one that it reads from.
-            device=(copies_from if copies_from.type == "cuda" else copies_to) if copies else None,
+            payload_bytes=num_bytes,
+            copied_bytes=num_bytes if copies else 0,
+            device=device if copies else None,
         )
 
 
-def _carry(
-    tensors: Gradients,
-    source: torch.device,
-    target: torch.device,
-    micro_batch: int,
-    *,
-    noted: AbstractContextManager[None],
-) -> _Copy:
-    """Copy tensors to the target, if they are not there already."""
-    if source == target:
-        with noted:
-            return _Copy(tensors)
-    streams = [
-        copy_stream(device, micro_batch) for device in (source, target) if device.type == "cuda"
-    ]
-    with ExitStack() as stack:
-        if source.type == "cuda":
-            # Only the computation that makes the tensors is waited for; what the target computes
-            # goes on meanwhile.
-            streams[0].wait_stream(torch.cuda.current_stream(source))
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(noted)
-        # Copies to the CPU must be complete before anybody reads them.
-        copies = tuple(
-            None if t is None else t.to(target, non_blocking=target.type == "cuda")
-            for t in tensors
-        )
-        if source.type == "cuda":
-            for tensor in tensors:
-                if tensor is not None:
-                    # Else its memory could be given away before the copy has read it.
-                    tensor.record_stream(streams[0])
-        arrived = streams[-1].record_event() if target.type == "cuda" else None
-    return _Copy(copies, arrived)
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    # Copies to the CPU must be complete before anybody reads them.
+    copy = tensor.detach().to(device, non_blocking=device.type == "cuda")
+    return copy.requires_grad_(tensor.requires_grad)
 
 
-def _accept(copy: _Copy, device: torch.device) -> tuple[Any, ...]:
-    """Let the device's present stream wait for a copy, and own its memory."""
-    if copy.arrived is not None:
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(copy.arrived)
-        for tensor in copy.tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
-    return copy.tensors
-
-
-@dataclass(frozen=True)
-class SkipCrossing:
-    """Connect a partition that stashes skips straight to the one that pops them."""
-
-    crossing: Crossing
-    num_skips: int
-
-
-def _parts(tensors: Gradients, skips: Sequence[SkipCrossing]) -> tuple[Gradients, list[Gradients]]:
-    """Part a payload's tensors into the hidden state's and those of each skip crossing."""
-    first = len(tensors) - sum(skip.num_skips for skip in skips)
-    hidden, parts = tensors[:first], []
-    for skip in skips:
-        parts.append(tensors[first : first + skip.num_skips])
-        first += skip.num_skips
-    return hidden, parts
+def _own(payload: Payload, stream: torch.cuda.Stream) -> None:
+    """Keep the tensors' memory until the stream has done what it was asked so far."""
+    for tensor in payload.tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
 
 
 class ThreadLink(Link):
-    """Hold what both directions share.
+    """Give to and take from the partitions on one side.
 
     Args:
-        hidden: to the neighbouring partition.
-        skips: to partitions anywhere on that side.
+        incoming, outgoing: the neighbour's first; then those of skips, in the payload's order.
     """
 
-    def __init__(self, hidden: Crossing, skips: Sequence[SkipCrossing]) -> None:
-        self._hidden, self._skips = hidden, skips
+    def __init__(self, incoming: Sequence[Crossing], outgoing: Sequence[Crossing]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         """Need nothing: a payload says itself what it is."""
@@ -243,22 +185,28 @@ class ThreadLink(Link):
     def flush(self) -> None:
         """Wait for nothing: whatever was sent is in its mailbox."""
 
+    def _take(self, micro_batch: int) -> Payload:
+        payloads = [crossing.receive(micro_batch) for crossing in self._incoming]
+        tensors = tuple(tensor for payload in payloads for tensor in payload.tensors)
+        return Payload(tensors, payloads[0].is_bare)
+
+    def _give(self, micro_batch: int, payload: Payload) -> None:
+        # Skips first: whoever takes the hidden state may look for them next.
+        end = len(payload.tensors)
+        for crossing in reversed(self._outgoing):
+            start = 0 if crossing.num_skips is None else end - crossing.num_skips
+            crossing.send(micro_batch, Payload(payload.tensors[start:end], payload.is_bare))
+            end = start
+
 
 class ThreadLinkBelow(ThreadLink, LinkBelow):
     """Take activations from the partition below, and skips from whichever stashed them."""
 
     def receive(self, micro_batch: int) -> Payload:
-        payload = self._hidden.receive(micro_batch)
-        tensors = payload.tensors
-        for skip in self._skips:
-            tensors += skip.crossing.receive(micro_batch).tensors
-        return Payload(tensors, payload.is_bare)
+        return self._take(micro_batch)
 
     def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
-        hidden, parts = _parts(gradients, self._skips)
-        self._hidden.send_gradients(micro_batch, hidden)
-        for skip, part in zip(self._skips, parts, strict=True):
-            skip.crossing.send_gradients(micro_batch, part)
+        self._give(micro_batch, Payload(gradients))
 
 
 class ThreadLinkAbove(ThreadLink, LinkAbove):
@@ -266,17 +214,10 @@ class ThreadLinkAbove(ThreadLink, LinkAbove):
 
     def reserve(self, micro_batch: int) -> None:
         # One micro-batch may wait for the partition above; more would only take memory.
-        self._hidden.activations.await_empty()
+        self._outgoing[0].mailbox.await_empty()
 
     def send(self, micro_batch: int, payload: Payload) -> None:
-        hidden, parts = _parts(payload.tensors, self._skips)
-        # Skips first: whoever takes the hidden state may look for them next.
-        for skip, part in zip(self._skips, parts, strict=True):
-            skip.crossing.send(micro_batch, Payload(part))
-        self._hidden.send(micro_batch, Payload(hidden, payload.is_bare))
+        self._give(micro_batch, payload)
 
     def receive_gradients(self, micro_batch: int) -> Gradients:
-        gradients = self._hidden.receive_gradients(micro_batch)
-        for skip in self._skips:
-            gradients += skip.crossing.receive_gradients(micro_batch)
-        return gradients
+        return self._take(micro_batch).tensors

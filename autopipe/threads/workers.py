@@ -7,19 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from autopipe.threads.thread_link import Stopped
-
-
-@dataclass(frozen=True)
-class AutocastState:
-    """Hold what autocast does for one type of device."""
-
-    device_type: str
-    dtype: torch.dtype
-    cache_enabled: bool
 
 
 @dataclass(frozen=True)
@@ -28,14 +20,14 @@ class CallerSettings:
 
     Args:
         inference: whether it is in inference mode.
-        autocasts: the device types for which autocast is on.
+        autocasts: what makes its autocast, for each device type for which it is on.
         streams: its current stream on each CUDA device of the pipeline.
         num_threads: intra-op threads of each job.
         default_device: where tensors are made unless told otherwise.
     """
 
     inference: bool
-    autocasts: tuple[AutocastState, ...]
+    autocasts: tuple[Callable[..., torch.autocast], ...]
     streams: tuple[torch.cuda.Stream, ...]
     num_threads: int
     default_device: torch.device
@@ -55,9 +47,14 @@ class CallerSettings:
         return CallerSettings(
             torch.is_inference_mode_enabled(),
             tuple(
-                AutocastState(t, torch.get_autocast_dtype(t), torch.is_autocast_cache_enabled())
-                for t in types
-                if torch.is_autocast_enabled(t)
+                partial(
+                    torch.autocast,
+                    kind,
+                    dtype=torch.get_autocast_dtype(kind),
+                    cache_enabled=torch.is_autocast_cache_enabled(),
+                )
+                for kind in types
+                if torch.is_autocast_enabled(kind)
             ),
             tuple(torch.cuda.current_stream(device) for device in cuda_devices),
             max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
@@ -85,8 +82,8 @@ class CallerSettings:
                 stack.enter_context(torch.cuda.stream(stream))
             # Off, but entered: a weight is cast once for all micro-batches of the portion, not
             # once for each, as leaving the outermost autocast empties the cache.
-            for state in self.autocasts:
-                stack.enter_context(torch.autocast(state.device_type, enabled=False))
+            for autocast in self.autocasts:
+                stack.enter_context(autocast(enabled=False))
             yield
 
     def join_streams(self) -> None:
@@ -106,12 +103,8 @@ class CallerSettings:
         a forward that needs one.
         """
         with ExitStack() as stack:
-            for state in self.autocasts:
-                stack.enter_context(
-                    torch.autocast(
-                        state.device_type, dtype=state.dtype, cache_enabled=state.cache_enabled
-                    )
-                )
+            for autocast in self.autocasts:
+                stack.enter_context(autocast())
             yield
 
 
@@ -171,8 +164,16 @@ def run_together(
     ]
     num_threads_before = torch.get_num_threads()
     try:
-        _run_to_the_end(threads, ended, stop)
+        for thread in threads:
+            thread.start()
+        for event in ended:
+            event.wait()
+    except BaseException:
+        stop()
+        raise
     finally:
+        for thread, event in zip(threads, ended, strict=True):
+            _await_end(thread, event)
         # Set in a thread, the number is also the default of threads to come.
         torch.set_num_threads(num_threads_before)
     if failures:
@@ -183,25 +184,3 @@ def run_together(
             raise first
         finally:
             del first
-
-
-def _run_to_the_end(
-    threads: Sequence[threading.Thread],
-    ended: Sequence[threading.Event],
-    stop: Callable[[], None],
-) -> None:
-    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
-    started: list[threading.Thread] = []
-    try:
-        for thread in threads:
-            started.append(thread)
-            thread.start()
-        for event in ended:
-            event.wait()
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        stop()
-        for thread, event in zip(started, ended, strict=False):
-            _await_end(thread, event)
-        raise

@@ -17,6 +17,7 @@ from autopipe.schedule import (
     draw,
     forward_only,
     gpipe,
+    micro_batch_sizes,
     one_f_one_b,
     split_at_first_backward,
 )
@@ -208,3 +209,8 @@ def test_a_program_parts_into_its_forwards_and_the_rest() -> None:
             assert forwards + rest == program
             assert order(forwards, Op.FORWARD) == list(range(m))
             assert order(rest, Op.FORWARD) == order(rest, Op.SEND_ACTIVATION) == []
+
+
+def test_samples_are_cut_evenly_and_the_larger_micro_batches_come_first() -> None:
+    assert micro_batch_sizes(7, 3) == (3, 2, 2)
+    assert micro_batch_sizes(2, 2) == (1, 1)

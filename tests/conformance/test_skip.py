@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopipe.engine.link import Payload
+from autopipe.schedule import Op
 from autopipe.skip.routes import Namespace
 from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing
@@ -317,17 +319,14 @@ def test_a_skip_is_freed_once_it_was_popped_for_the_last_time() -> None:
 def test_a_skip_and_its_gradient_cross_once_a_micro_batch_past_the_partitions_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sent: list[tuple[str, int]] = []
+    sent: list[tuple[Op, int]] = []
+    original = Crossing.send
 
-    def spy(verb: str) -> None:
-        original = getattr(Crossing, verb)
+    def send(self: Crossing, micro_batch: int, payload: Payload) -> None:
+        sent.extend((self.op, t.shape[1]) for t in payload.tensors if t is not None)
+        original(self, micro_batch, payload)
 
-        def send(self: Crossing, micro_batch: int, payload: Any) -> Any:
-            tensors = payload.tensors if verb == "send" else payload
-            sent.extend((verb, t.shape[1]) for t in tensors if t is not None)
-            return original(self, micro_batch, payload)
-
-        monkeypatch.setattr(Crossing, verb, send)
+    monkeypatch.setattr(Crossing, "send", send)
 
     def give(input: Tensor) -> Commands:
         yield stash("wide", input.repeat(1, 2))
@@ -338,10 +337,8 @@ def test_a_skip_and_its_gradient_cross_once_a_micro_batch_past_the_partitions_be
         assert wide is not None
         return input + wide.view(-1, 2, 3).prod(1)
 
-    spy("send")
-    spy("send_gradients")
     layers = [made(give, stash=["wide"]), Middle(), Middle(), made(take, pop=["wide"])]
     model = on_cpu(nn.Sequential(*layers), [1, 1, 1, 1], chunks=2, checkpoint="never")
     model(ramp(4, 3).requires_grad_()).sum().backward()
-    for verb in ("send", "send_gradients"):
-        assert (sent.count((verb, 6)), sent.count((verb, 3))) == (2, 6)
+    for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+        assert (sent.count((op, 6)), sent.count((op, 3))) == (2, 6)

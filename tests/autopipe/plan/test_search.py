@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopipe.plan.request import PipelinePlan, PlanRequest
-from autopipe.plan.search import candidates, micro_batch_sizes, plan_pipeline, predict
+from autopipe.plan.search import candidates, plan_pipeline, predict
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.costs import FREE, sums
@@ -172,7 +172,6 @@ def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
         schedule="gpipe",
     )
     assert plan.predicted_step_s == 7 * 3.0
-    assert micro_batch_sizes(7, 3) == (3, 2, 2)
 
 
 def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:

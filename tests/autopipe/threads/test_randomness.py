@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.forward_pass import is_recomputing
+from autopipe.engine.forward_pass import ForwardPass, is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.threads.randomness import Randomness, may_draw
 
@@ -141,7 +141,7 @@ def test_layers_that_may_draw_are_known(module: nn.Module, expected: bool) -> No
 def test_an_operation_given_a_generator_keeps_it() -> None:
     own = torch.Generator().manual_seed(7)
     expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
-    with Randomness(CPU, seed=1, draws=True).of_forward(0, repeated=False):
+    with Randomness(CPU, seed=1, draws=True).of(ForwardPass(0, 1)):
         assert torch.equal(torch.rand(3, generator=own), expected)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopipe.engine.link import Payload
 from autopipe.gpipe.module import GPipe
+from autopipe.schedule import Op
 from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing, Mailbox, Stopped
 
@@ -76,7 +77,7 @@ def test_room_is_given_after_a_failure_too_but_not_where_something_still_waits()
 
 
 def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
-    crossing = Crossing(CPU, CPU)
+    crossing = Crossing(Op.SEND_ACTIVATION, CPU, CPU)
     hidden = torch.rand(2, 3, requires_grad=True) * 2
     crossing.send(0, Payload((hidden, None), is_bare=False))
     received = crossing.receive(0)
@@ -137,18 +138,14 @@ def parallel_branches() -> nn.Sequential:
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Count the tensors of every message, up and down."""
     counts: dict[str, list[int]] = {"activations": [], "gradients": []}
-    send, send_gradients = Crossing.send, Crossing.send_gradients
+    send = Crossing.send
 
     def counting_send(self: Crossing, micro_batch: int, payload: Payload) -> None:
-        counts["activations"].append(len(payload.tensors))
+        kind = "activations" if self.op is Op.SEND_ACTIVATION else "gradients"
+        counts[kind].append(sum(tensor is not None for tensor in payload.tensors))
         send(self, micro_batch, payload)
 
-    def counting_gradients(self: Crossing, micro_batch: int, gradients: tuple) -> None:
-        counts["gradients"].append(sum(gradient is not None for gradient in gradients))
-        send_gradients(self, micro_batch, gradients)
-
     monkeypatch.setattr(Crossing, "send", counting_send)
-    monkeypatch.setattr(Crossing, "send_gradients", counting_gradients)
     return counts
 
 

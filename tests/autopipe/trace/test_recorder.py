@@ -28,13 +28,14 @@ from tests.traced import CHUNKS, SAMPLES, WIDTH, batch, model, recomputed
 
 def test_a_copy_is_noted_with_its_bytes_and_where_it_goes() -> None:
     sender, receiver = Recorder(0), Recorder(2)
-    crossing = Crossing(torch.device("cpu"), torch.device("meta"), recorders=(sender, receiver))
-    crossing.send(3, Payload((torch.zeros(5, 2), None)))
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    up = Crossing(Op.SEND_ACTIVATION, cpu, meta, recorders=(sender, receiver))
+    up.send(3, Payload((torch.zeros(5, 2), None)))
     (span,) = sender.spans
     assert (span.stage, span.peer, span.op, span.micro_batch) == (0, 2, Op.SEND_ACTIVATION, 3)
     assert span.num_bytes == span.payload_bytes == 40
-    crossing = Crossing(torch.device("meta"), torch.device("cpu"), recorders=(sender, receiver))
-    crossing.send_gradients(3, (torch.zeros(4), None))
+    down = Crossing(Op.SEND_GRADIENT, cpu, meta, recorders=(receiver, sender))
+    down.send(3, Payload((torch.zeros(4), None)))
     (span,) = receiver.spans
     assert (span.stage, span.peer, span.op, span.num_bytes) == (2, 0, Op.SEND_GRADIENT, 16)
 
