@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,12 @@ from autopipe.engine import ForwardPass, current_forward_pass
 
 @dataclass(frozen=True)
 class Moments:
-    """Describe the values of each channel.
+    """Describe the values of each channel, in float32 or float64.
 
     Args:
         count: values a channel.
-        mean: (C,) their mean, in float32 or float64.
-        squares: (C,) sum of their squared deviations from the mean, in the same dtype.
+        mean: (C,) their mean.
+        squares: (C,) sum of their squared deviations from the mean.
     """
 
     count: int
@@ -72,26 +73,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch (B, C, ...), and gather its statistics unless it is repeated."""
-        task = current_forward_pass()
-        running_mean = self.running_mean
-        if (
-            task is None
-            or running_mean is None
-            or not (self.training and self.track_running_stats)
-        ):
+        task, like = current_forward_pass(), self.running_mean
+        if task is None or like is None or not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
         # With momentum 1 the kernel leaves the micro-batch's own statistics in these.
-        mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
+        mean, variance = torch.zeros_like(like), torch.zeros_like(like)
         output = F.batch_norm(
-            input,
-            mean,
-            variance,
-            self.weight,
-            self.bias,
-            training=True,
-            momentum=1.0,
-            eps=self.eps,
+            input, mean, variance, self.weight, self.bias, training=True, momentum=1, eps=self.eps
         )
         if not task.recomputing:
             with torch.no_grad():
@@ -141,17 +130,19 @@ class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
     """Defer nn.BatchNorm3d; see DeferredBatchNorm."""
 
 
-_PLAIN: dict[type[_BatchNorm], type[_BatchNorm]] = {
+_PLAIN: dict[type[Any], type[_BatchNorm]] = {
     DeferredBatchNorm1d: nn.BatchNorm1d,
     DeferredBatchNorm2d: nn.BatchNorm2d,
     DeferredBatchNorm3d: nn.BatchNorm3d,
 }
-_DEFERRED = {plain: deferred for deferred, plain in _PLAIN.items()}
+_DEFERRED: dict[type[Any], type[_BatchNorm]] = {
+    plain: deferred for deferred, plain in _PLAIN.items()
+}
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """Make every BatchNorm in a module track mini-batches; in place.
+    """Make every BatchNorm in a module, or a BatchNorm itself, track mini-batches; in place.
 
     The objects stay and change class, as torch's lazy modules do: names, parameters, buffers,
     hooks and flags are theirs still, and each remains an nn.BatchNorm1d, 2d or 3d.
@@ -159,28 +150,24 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     Layers without running statistics are left alone. So are nn.SyncBatchNorm and subclasses whose
     forward is unknown here; a warning names them, as they go on tracking micro-batches.
 
-    Args:
-        module: a model, or a BatchNorm itself.
     Returns:
         The module that was given.
     Raises:
         ValueError: a lazy BatchNorm does not know its width yet; nothing is converted.
     """
-    children = list(module.named_modules())
-    for name, child in children:
-        if isinstance(child, _LAZY):
+    norms = [(n or "the module", m) for n, m in module.named_modules() if _is_tracking(m)]
+    for name, norm in norms:
+        if isinstance(norm, _LAZY):
             raise ValueError(
-                f"{name or 'the module'} is a {type(child).__name__} that has not seen an input; "
+                f"{name} is a {type(norm).__name__} that has not seen an input; "
                 f"run a forward before it is converted"
             )
-    for name, child in children:
-        if not isinstance(child, _BatchNorm) or not child.track_running_stats:
-            continue
-        if type(child) in _DEFERRED:
-            child.__class__ = _DEFERRED[type(child)]
-        elif not isinstance(child, DeferredBatchNorm):
+    for name, norm in norms:
+        if type(norm) in _DEFERRED:
+            norm.__class__ = _DEFERRED[type(norm)]
+        elif not isinstance(norm, DeferredBatchNorm):
             warnings.warn(
-                f"{name or 'the module'} is a {type(child).__name__}, which cannot be deferred: "
+                f"{name} is a {type(norm).__name__}, which cannot be deferred: "
                 f"its running statistics follow micro-batches instead of mini-batches",
                 RuntimeWarning,
                 stacklevel=2,
@@ -188,14 +175,17 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     return module
 
 
+def _is_tracking(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, _BatchNorm) and module.track_running_stats
+
+
 def restore_batch_norm(module: nn.Module) -> nn.Module:
     """Make every deferred BatchNorm in a module a plain one again; in place.
 
-    Returns:
-        The module that was given; what it gathered of an unfinished mini-batch is dropped.
+    What it gathered of an unfinished mini-batch is dropped. The module given is returned.
     """
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
+        if type(child) in _PLAIN:
             for name in ("_gathered", "_task", "_num_calls"):
                 vars(child).pop(name, None)
             child.__class__ = _PLAIN[type(child)]
@@ -208,17 +198,11 @@ def running_statistics_kept(module: nn.Module) -> Iterator[None]:
 
     Training-mode BatchNorms normalise by the batch with or without `track_running_stats`, so it is
     switched off inside; the output stays the same to the bit. Deferred ones need no help.
-
-    Args:
-        module: what is repeated; a BatchNorm in evaluation mode is left alone.
     """
     tracking = [
         child
         for child in module.modules()
-        if isinstance(child, _BatchNorm)
-        and not isinstance(child, DeferredBatchNorm)
-        and child.training
-        and child.track_running_stats
+        if _is_tracking(child) and child.training and not isinstance(child, DeferredBatchNorm)
     ]
     for child in tracking:
         child.track_running_stats = False

@@ -38,12 +38,13 @@ def as_batch(payload: Payload) -> Any:
     return payload.tensors[0] if payload.is_bare else payload.tensors
 
 
-def split_sizes(tensors: Sequence[Tensor], chunks: int) -> tuple[int, ...]:
+def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
     """Return the samples of every micro-batch: as many as asked for, unless samples are fewer.
 
     Raises:
         ValueError: there is nothing to split, or tensors of unlike length.
     """
+    tensors = [tensor for tensor in payload.tensors if tensor is not None]
     if not tensors:
         raise ValueError("the input is an empty tuple; give at least one tensor")
     if any(tensor.ndim == 0 for tensor in tensors):
@@ -59,12 +60,13 @@ def split_sizes(tensors: Sequence[Tensor], chunks: int) -> tuple[int, ...]:
     return micro_batch_sizes(lengths[0], max(1, min(chunks, lengths[0])))
 
 
-def scatter(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """Split tensors into micro-batches, which share their memory."""
+def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
+    """Split a batch into micro-batches, which share its memory, without its graph."""
+    tensors = [tensor.detach() for tensor in payload.tensors if tensor is not None]
     if len(sizes) == 1:
-        return [tuple(tensor.detach() for tensor in tensors)]
-    pieces = [tensor.detach().split(list(sizes)) for tensor in tensors]
-    return list(zip(*pieces, strict=True))
+        return [Payload(tuple(tensors), payload.is_bare)]
+    pieces = zip(*(tensor.split(list(sizes)) for tensor in tensors), strict=True)
+    return [Payload(piece, payload.is_bare) for piece in pieces]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ DistributedDataParallel alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -103,29 +102,23 @@ class PipelineRun:
         with hooks_held(self.parameters):
             self._run(list(self._schedule), grad_enabled=True)
 
-    def on_its_streams(self) -> AbstractContextManager[None]:
-        """Work on the streams that the partitions worked on."""
-        return self._settings.applied(self._devices[-1], grad_enabled=False)
+    def take_gradients(self) -> tuple[list[Tensor | None], dict[Tensor, Tensor]]:
+        """Return the last backward's gradients of the mini-batch's tensors and of the parameters.
 
-    def join_streams(self) -> None:
-        """Let whoever uses the gradients on other streams wait for them."""
+        None is for a tensor that is owed none; a parameter of several partitions has one sum.
+        """
+        with self._settings.applied(self._devices[-1], grad_enabled=False):
+            found = self._stages[0].take_input_gradients()
+            leaves = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
+            gradients = zip(*(found[i] for i in range(len(found))), strict=True)
+            of_inputs = [_put_together(*pair) for pair in zip(leaves, gradients, strict=True)]
+            totals: dict[Tensor, Tensor] = {}
+            for work in self._works:
+                for parameter, gradient in work.take_gradients().items():
+                    before = totals.get(parameter)
+                    totals[parameter] = gradient if before is None else before + gradient
         self._settings.join_streams()
-
-    def take_parameter_gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients of the last backward; a parameter of several partitions has one."""
-        totals: dict[Tensor, Tensor] = {}
-        for work in self._works:
-            for parameter, gradient in work.take_gradients().items():
-                before = totals.get(parameter)
-                totals[parameter] = gradient if before is None else before + gradient
-        return totals
-
-    def take_input_gradients(self) -> list[Tensor | None]:
-        """Return the gradient of each tensor of the mini-batch; None where it is owed none."""
-        found = self._stages[0].take_input_gradients()
-        inputs = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
-        gradients = zip(*(found[i] for i in range(len(found))), strict=True)
-        return [_put_together(*columns) for columns in zip(inputs, gradients, strict=True)]
+        return of_inputs, totals
 
     def _run(
         self, programs: Sequence[StageProgram], *, grad_enabled: bool, retain: bool = False
@@ -249,10 +242,7 @@ class _Forward(torch.autograd.Function):
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
             ctx.run.backward(gradients, retain=retain)
-            with ctx.run.on_its_streams():
-                of_inputs = ctx.run.take_input_gradients()
-                of_parameters = ctx.run.take_parameter_gradients()
-        ctx.run.join_streams()
+            of_inputs, of_parameters = ctx.run.take_gradients()
         found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
         return (None, *(_refusing(found) if torch.is_grad_enabled() else found))
 

@@ -175,13 +175,13 @@ class GPipe(nn.Module):
         run = PipelineRun(self._described(), program, ends, sizes, trace=self._trace)
         with torch.enable_grad():
             run.step()
-        found = [
-            *zip(payload.tensors, run.take_input_gradients(), strict=True),
-            *run.take_parameter_gradients().items(),
-        ]
+        of_inputs, of_parameters = run.take_gradients()
         owed = [
             (tensor, loss.scaled(gradient))
-            for tensor, gradient in found
+            for tensor, gradient in (
+                *zip(payload.tensors, of_inputs, strict=True),
+                *of_parameters.items(),
+            )
             if tensor is not None and gradient is not None and tensor.requires_grad
         ]
         torch.autograd.backward([tensor for tensor, _ in owed], [gradient for _, gradient in owed])
@@ -227,14 +227,13 @@ class GPipe(nn.Module):
 
     def _sizes(self, payload: Payload) -> tuple[int, ...]:
         """Check an input; return the samples of every micro-batch."""
-        tensors = [tensor for tensor in payload.tensors if tensor is not None]
-        wrong = {str(tensor.device) for tensor in tensors if tensor.device != self.devices[0]}
-        if wrong:
+        found = {tensor.device for tensor in payload.tensors if tensor is not None}
+        if wrong := {str(device) for device in found if device != self.devices[0]}:
             raise ValueError(
                 f"the input is on {', '.join(sorted(wrong))}, the first partition on "
                 f"{self.devices[0]}; move the input to devices[0]"
             )
-        return split_sizes(tensors, self.chunks)
+        return split_sizes(payload, self.chunks)
 
     def _schedule_of(self, name: str | None, num_micro_batches: int) -> Schedule:
         """Return a schedule by its name, or that of forwards alone."""
@@ -285,11 +284,10 @@ def _split(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]
 
 def _leaves(payload: Payload, sizes: Sequence[int], *, with_gradients: bool) -> list[Payload]:
     """Split the input into leaves that need gradients where the input does."""
-    tensors = [tensor for tensor in payload.tensors if tensor is not None]
-    pieces = [Payload(piece, payload.is_bare) for piece in scatter(tensors, sizes)]
+    pieces = scatter(payload, sizes)
     if with_gradients:
         for piece in pieces:
-            for leaf, tensor in zip(piece.tensors, tensors, strict=True):
-                assert leaf is not None
+            for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
+                assert leaf is not None and tensor is not None
                 leaf.requires_grad_(tensor.requires_grad)
     return pieces

@@ -19,9 +19,8 @@ def check_module(module: nn.Module) -> None:
         )
     if len(list(module.named_children())) != len(module):
         raise ValueError(
-            "module with duplicate children is not supported: a layer can be in one "
-            "place of one partition only; use copies, or one layer that calls it "
-            "twice"
+            "module with duplicate children is not supported: a layer can be in one place of one "
+            "partition only; use copies, or one layer that calls it twice"
         )
 
 
@@ -34,8 +33,8 @@ def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[
         raise ValueError(f"all balance numbers must be positive integers, got {counts}; {_ADVICE}")
     if sum(counts) != len(module):
         raise ValueError(
-            f"module and sum of balance have different lengths (module: "
-            f"{len(module)}, sum of balance: {sum(counts)}); {_ADVICE}"
+            f"module and sum of balance have different lengths (module: {len(module)}, "
+            f"sum of balance: {sum(counts)}); {_ADVICE}"
         )
     return [int(count) for count in counts]
 
@@ -43,31 +42,26 @@ def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[
 def choose_devices(
     devices: Iterable[int | str | torch.device] | None, *, num_partitions: int
 ) -> list[torch.device]:
-    """Return one device a partition.
+    """Return one device a partition: of those the user named, or else of all CUDA devices.
 
-    Args:
-        devices: as the user named them; None for all CUDA devices or, where there are none, one
-            CPU slot a partition.
-        num_partitions: how many are needed.
+    Where there are none of these either, each partition gets a CPU slot.
     """
-    if devices is None:
-        names: list[int | str | torch.device] = (
-            [*range(torch.cuda.device_count())]
-            if torch.cuda.is_available()
-            else ["cpu"] * num_partitions
-        )
-    elif isinstance(devices, (str, torch.device)):
+    names: list[int | str | torch.device]
+    if isinstance(devices, (str, torch.device)):
         raise TypeError(
             f"devices is one device, {devices!r}; name one a partition: "
             f"[{str(devices)!r}] * {num_partitions}"
         )
-    else:
+    if devices is not None:
         names = list(devices)
+    elif torch.cuda.is_available():
+        names = list(range(torch.cuda.device_count()))
+    else:
+        names = ["cpu"] * num_partitions
     if len(names) < num_partitions:
         raise IndexError(
-            "too few devices to hold given partitions (devices: "
-            f"{len(names)}, partitions: {num_partitions}); a device may be named "
-            "several times"
+            f"too few devices to hold given partitions (devices: {len(names)}, partitions: "
+            f"{num_partitions}); a device may be named several times"
         )
     return [_device(name) for name in names[:num_partitions]]
 
@@ -122,7 +116,7 @@ def flatten_sequential(module: nn.Sequential) -> nn.Sequential:
     layers = list(flat(module))
     if len({name for name, _ in layers}) < len(layers):
         raise ValueError(
-            "flattening gives two layers one name; rename a layer so that no name "
-            "is another's parent and child joined by an underscore"
+            "flattening gives two layers one name; rename a layer so that no name is another's "
+            "parent and child joined by an underscore"
         )
     return nn.Sequential(OrderedDict(layers))

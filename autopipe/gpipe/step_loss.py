@@ -31,16 +31,13 @@ class StepLoss:
 
     def __init__(self, loss_fn: LossFunction, target: Any, sizes: Sequence[int]) -> None:
         payload = as_payload(target, what="the target")
-        tensors = [tensor for tensor in payload.tensors if tensor is not None]
-        if any(tensor.ndim == 0 or len(tensor) != sum(sizes) for tensor in tensors):
-            shapes = [tuple(tensor.shape) for tensor in tensors]
+        shapes = [tuple(tensor.shape) for tensor in payload.tensors if tensor is not None]
+        if any(shape[:1] != (sum(sizes),) for shape in shapes):
             raise ValueError(
                 f"the target's tensors have shapes {shapes}; their first dimension "
                 f"must be the input's {sum(sizes)} samples"
             )
-        self._targets = [
-            as_batch(Payload(piece, payload.is_bare)) for piece in scatter(tensors, sizes)
-        ]
+        self._targets = [as_batch(piece) for piece in scatter(payload, sizes)]
         self._loss_fn, self._sizes = loss_fn, sizes
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
         self._counts_given = False
