@@ -158,10 +158,8 @@ def _check_placement(
     placed = (*members(sample), *module.parameters(), *module.buffers())
     devices = {tensor.device for tensor in placed}
     if len(devices) > 1:
-        raise ValueError(
-            f"module and sample must be on one device, got "
-            f"{', '.join(sorted(map(str, devices)))}; move them"
-        )
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"module and sample must be on one device, got {names}; move them")
     found = devices.pop()
     if found.type == "meta":
         raise ValueError("nothing can be measured on the meta device; move module and sample")
@@ -186,10 +184,8 @@ def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
         )
     lengths = {len(tensor) for tensor in members(batch)}
     if len(lengths) > 1:
-        raise ValueError(
-            f"the input's tensors must hold equally many samples, got "
-            f"{', '.join(map(str, sorted(lengths)))}"
-        )
+        found = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(f"the input's tensors must hold equally many samples, got {found}")
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     num_samples = math.ceil(lengths.pop() / chunks)

@@ -17,11 +17,7 @@ Batch = Tensor | tuple[Tensor, ...]
 
 
 def as_payload(value: Any, *, what: str) -> Payload:
-    """Check that something is a tensor or a tuple of tensors, and wrap it.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Wrap a tensor or a tuple of tensors; raise TypeError for anything else."""
     members = value if isinstance(value, tuple) else (value,)
     for position, member in enumerate(members):
         if not isinstance(member, Tensor):
@@ -41,8 +37,7 @@ def as_batch(payload: Payload) -> Any:
 def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
     """Return the samples of every micro-batch: as many as asked for, unless samples are fewer.
 
-    Raises:
-        ValueError: there is nothing to split, or tensors of unlike length.
+    Raises ValueError where there is nothing to split, or tensors of unlike length.
     """
     tensors = [tensor for tensor in payload.tensors if tensor is not None]
     if not tensors:
@@ -71,12 +66,10 @@ def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Hold a mini-batch's outputs.
+    """Hold a mini-batch's outputs, without a graph.
 
-    Args:
-        payload: the outputs, without a graph.
-        lengths: of each tensor, how much of its first dimension each micro-batch gave.
-        need_gradient: of each tensor, whether it depends on anything that needs a gradient.
+    Of each tensor also how much of its first dimension each micro-batch gave, and whether it
+    depends on anything that needs a gradient.
     """
 
     payload: Payload
@@ -85,15 +78,10 @@ class Gathered:
 
 
 def gather(outputs: Sequence[Payload]) -> Gathered:
-    """Concatenate the micro-batches' outputs.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Concatenate the micro-batches' outputs; raise ValueError where they do not fit together."""
     if len({(payload.is_bare, len(payload.tensors)) for payload in outputs}) > 1:
         raise ValueError(
-            "the last layer returned another number of tensors for some micro-batches than for "
-            "others"
+            "the last layer returned more tensors for some micro-batches than for others"
         )
     columns = [
         [t for t in column if t is not None]

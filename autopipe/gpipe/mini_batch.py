@@ -35,12 +35,7 @@ from autopipe.trace import Recorder, Trace
 class PipelineRun:
     """Hold one mini-batch's way: its forward, and the backwards that may follow.
 
-    Args:
-        partitions: one a stage.
-        schedule: one program a partition.
-        ends: the micro-batches that go in, and what comes out.
-        sizes: samples of every micro-batch.
-        trace: takes down when what ran; None for nothing.
+    The schedule has one program a partition; `sizes` are the samples of every micro-batch.
     """
 
     def __init__(
@@ -73,10 +68,8 @@ class PipelineRun:
             for partition, draws in zip(partitions, randomness, strict=True)
         ]
         self._stages = [
-            StageRun(program, work, link, sizes, recorder=recorder)
-            for program, work, link, recorder in zip(
-                schedule, self._works, links, recorders, strict=True
-            )
+            StageRun(schedule[j], work, links[j], sizes, recorder=recorders[j])
+            for j, work in enumerate(self._works)
         ]
 
     def forward(self) -> Gathered:

@@ -24,7 +24,7 @@ from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, trained
 from autopipe.gpipe.partitions import check_balance, check_module, check_sharing, choose_devices
 from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.gpipe.step_loss import StepLoss
-from autopipe.schedule import SCHEDULES, Schedule, forward_only
+from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.skip import skip_edges, verify_skippables
 from autopipe.trace import Trace
 
@@ -137,10 +137,8 @@ class GPipe(nn.Module):
             any(tensor is not None and tensor.requires_grad for tensor in payload.tensors)
             or any(partition.parameters for partition in partitions)
         )
-        sizes = self._sizes(payload)
-        ends = Ends(_leaves(payload, sizes, with_gradients=keeps_graph))
-        schedule = self._schedule_of("gpipe" if keeps_graph else None, len(sizes))
-        run = PipelineRun(partitions, schedule, ends, sizes, trace=self._trace)
+        schedule = "gpipe" if keeps_graph else None
+        run = self._run(partitions, payload, self._sizes(payload), schedule=schedule)
         return as_batch(run_forward(run, payload.tensors))
 
     def step(
@@ -170,9 +168,7 @@ class GPipe(nn.Module):
             raise ValueError("a module without layers has nothing to train")
         sizes = self._sizes(payload)
         loss = StepLoss(loss_fn, target, sizes)
-        ends = Ends(_leaves(payload, sizes, with_gradients=True), loss=loss)
-        program = self._schedule_of(name, len(sizes))
-        run = PipelineRun(self._described(), program, ends, sizes, trace=self._trace)
+        run = self._run(self._described(), payload, sizes, schedule=name, loss=loss)
         with torch.enable_grad():
             run.step()
         of_inputs, of_parameters = run.take_gradients()
@@ -235,14 +231,28 @@ class GPipe(nn.Module):
             )
         return split_sizes(payload, self.chunks)
 
-    def _schedule_of(self, name: str | None, num_micro_batches: int) -> Schedule:
-        """Return a schedule by its name, or that of forwards alone."""
-        if name is None:
-            return forward_only(len(self.balance), num_micro_batches)
-        checkpointed = range(num_micro_batches - (self.checkpoint == "except_last"))
-        if not self.training or self.checkpoint == "never":
-            checkpointed = range(0)
-        return SCHEDULES[name](len(self.balance), num_micro_batches, recomputed=checkpointed)
+    def _run(
+        self,
+        partitions: Sequence[Partition],
+        payload: Payload,
+        sizes: Sequence[int],
+        *,
+        schedule: str | None,
+        loss: StepLoss | None = None,
+    ) -> PipelineRun:
+        """Prepare a mini-batch's run; one without a schedule's name is of forwards alone."""
+        inputs = scatter(payload, sizes)
+        program = forward_only(len(partitions), len(sizes))
+        if schedule is not None:
+            checkpointed = range(len(sizes) - (self.checkpoint == "except_last"))
+            if not self.training or self.checkpoint == "never":
+                checkpointed = range(0)
+            program = SCHEDULES[schedule](len(partitions), len(sizes), recomputed=checkpointed)
+            for piece in inputs:
+                for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
+                    assert leaf is not None and tensor is not None
+                    leaf.requires_grad_(tensor.requires_grad)
+        return PipelineRun(partitions, program, Ends(inputs, loss=loss), sizes, trace=self._trace)
 
     def _partition_list(self) -> list[nn.Sequential]:
         return [part for part in self.partitions if isinstance(part, nn.Sequential)]
@@ -280,14 +290,3 @@ def _split(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]
     return [
         nn.Sequential(OrderedDict(next(children) for _ in range(length))) for length in balance
     ]
-
-
-def _leaves(payload: Payload, sizes: Sequence[int], *, with_gradients: bool) -> list[Payload]:
-    """Split the input into leaves that need gradients where the input does."""
-    pieces = scatter(payload, sizes)
-    if with_gradients:
-        for piece in pieces:
-            for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
-                assert leaf is not None and tensor is not None
-                leaf.requires_grad_(tensor.requires_grad)
-    return pieces

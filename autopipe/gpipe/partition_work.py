@@ -27,15 +27,7 @@ from autopipe.threads import CallerSettings, Randomness
 
 @dataclass(frozen=True)
 class Partition:
-    """Describe one partition.
-
-    Args:
-        module: its layers.
-        device: where they are.
-        parameters: what `trained_tensors` finds in the layers.
-        arriving, leaving: the skips that it pops and that were stashed below, and those that it
-            stashes and that are popped above.
-    """
+    """Describe one partition: layers, place, what they train, skips from below and to above."""
 
     module: nn.Sequential
     device: torch.device
@@ -61,13 +53,10 @@ LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 @dataclass
 class Ends:
-    """Hold what enters the first partition and leaves the last one, by micro-batch.
+    """Hold, by micro-batch, what enters the first partition and leaves the last one.
 
-    Args:
-        inputs: leaves.
-        outputs: without their graphs.
-        output_gradients: what the outputs are owed, once that is known.
-        loss: computes the value to back-propagate in the pipeline; None where the caller does.
+    Outputs are without their graphs. A loss gives the value to back-propagate in the pipeline;
+    without one the caller's backward says what the outputs are owed.
     """
 
     inputs: list[Payload]
@@ -77,14 +66,7 @@ class Ends:
 
 
 class PartitionWork(StageWork):
-    """Run a partition's layers on the micro-batches of one mini-batch.
-
-    Args:
-        partition: what to run.
-        ends: of the whole pipeline.
-        settings: of the caller.
-        randomness: of this partition and mini-batch.
-    """
+    """Run a partition's layers on the micro-batches of one mini-batch."""
 
     def __init__(
         self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
@@ -116,16 +98,14 @@ class PartitionWork(StageWork):
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
         task = _present()
-        if self._ends.loss is not None:
-            if task.checkpointing and any(
-                t is not None and t.requires_grad for t in outputs.tensors
-            ):
-                return None  # The repetition computes it.
-            with self._settings.autocast():
-                return self._ends.loss(micro_batch, outputs)
-        if not task.recomputing:
-            self._ends.outputs[micro_batch] = cut(outputs)
-        return None
+        if self._ends.loss is None:
+            if not task.recomputing:
+                self._ends.outputs[micro_batch] = cut(outputs)
+            return None
+        if task.checkpointing and any(t is not None and t.requires_grad for t in outputs.tensors):
+            return None  # The repetition computes it.
+        with self._settings.autocast():
+            return self._ends.loss(micro_batch, outputs)
 
     def output_gradients(self, micro_batch: int) -> Gradients:
         return self._ends.output_gradients[micro_batch]
@@ -139,17 +119,13 @@ class PartitionWork(StageWork):
         retain: bool,
     ) -> Gradients:
         """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
+        parameters = self._partition.parameters
         leaves = [anchor for anchor in anchors if anchor is not None]
+        targets = [*leaves, *parameters]
         found = torch.autograd.grad(
-            starts,
-            [*leaves, *self._partition.parameters],
-            gradients,
-            retain_graph=retain,
-            allow_unused=True,
+            starts, targets, gradients, retain_graph=retain, allow_unused=True
         )
-        for parameter, gradient in zip(
-            self._partition.parameters, found[len(leaves) :], strict=True
-        ):
+        for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True):
             if gradient is not None:
                 self._add(parameter, gradient)
         of_leaves = iter(found)
@@ -180,10 +156,7 @@ def _present() -> ForwardPass:
 
 @contextmanager
 def hooks_held(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the parameters' hooks from seeing the parts of a gradient.
-
-    They fire once, when autograd receives the whole.
-    """
+    """Keep hooks from seeing parts of a gradient; they fire once, when autograd gets the whole."""
     # torch calls whatever this dictionary holds, and has no other way to leave a hook out.
     held = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for hooks, _ in held:

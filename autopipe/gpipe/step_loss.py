@@ -20,12 +20,8 @@ class StepLoss:
     back-propagated; as the counts of later micro-batches are not known then, the gradients are
     divided by the total at the end.
 
-    Args:
-        loss_fn: (output, target) -> 0-dim mean, or (sum, count).
-        target: a tensor or a tuple of tensors.
-        sizes: samples of every micro-batch.
     Raises:
-        TypeError: the target is neither.
+        TypeError: the target is neither a tensor nor a tuple of tensors.
         ValueError: its tensors have another number of samples than the micro-batches.
     """
 
@@ -73,7 +69,7 @@ class StepLoss:
         # Once a device, not once a parameter; a count may be a tensor of the last device.
         if device not in self._totals:
             total = sum(count for _, count in self._sums.values())
-            self._totals[device] = (
-                total.to(device, non_blocking=True) if isinstance(total, Tensor) else total
-            )
+            if isinstance(total, Tensor):
+                total = total.to(device, non_blocking=True)
+            self._totals[device] = total
         return self._totals[device]

@@ -115,8 +115,7 @@ class Randomness:
         seed: of this partition and step, for partitions that run at the same time; None where
             one runs after another, which then draw as the model alone would.
         draws: whether there is anything to manage.
-        alone: whether there is no other partition, so that torch's own generator can be put back
-            for a repetition.
+        alone: no other partition needs torch's own generator while a forward is repeated.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.engine import Gradients, Link, LinkAbove, LinkBelow, Payload, cut, total_bytes
+from autopipe.engine import Gradients, Link, LinkAbove, LinkBelow, Payload, total_bytes
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
 
@@ -98,16 +98,29 @@ class Crossing:
         self.op, self.num_skips = op, num_skips
         self.mailbox = Mailbox()
         self._source, self._target = source, target
+        self._copies = source != target
         self._recorders = recorders
 
     def send(self, micro_batch: int, payload: Payload) -> None:
         """Send tensors, copied to the target if they are not there already."""
-        noted = self._noted(micro_batch, payload)
-        if self._source == self._target:
-            with noted:
-                self.mailbox.put(micro_batch, (cut(payload), None))
-        else:
-            self.mailbox.put(micro_batch, self._copied(micro_batch, payload, noted))
+        from_cuda = self._copies and self._source.type == "cuda"
+        to_cuda = self._copies and self._target.type == "cuda"
+        devices = [self._source] * from_cuda + [self._target] * to_cuda
+        streams = [copy_stream(device, micro_batch) for device in devices]
+        with ExitStack() as stack:
+            if from_cuda:
+                # Only the computation that makes the tensors is waited for; what the target
+                # computes goes on meanwhile.
+                streams[0].wait_stream(torch.cuda.current_stream(self._source))
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(self._noted(micro_batch, payload))
+            sent = tuple(t if t is None else _to(self._target, t) for t in payload.tensors)
+            if from_cuda:
+                # Else their memory could be given away before the copy has read it.
+                _own(payload, streams[0])
+            arrived = streams[-1].record_event() if to_cuda else None
+        self.mailbox.put(micro_batch, (Payload(sent, payload.is_bare), arrived))
 
     def receive(self, micro_batch: int) -> Payload:
         """Wait for tensors: leaves that need a gradient where those sent did."""
@@ -118,41 +131,20 @@ class Crossing:
             _own(payload, stream)
         return payload
 
-    def _copied(
-        self, micro_batch: int, payload: Payload, noted: AbstractContextManager[None]
-    ) -> tuple[Payload, torch.cuda.Event | None]:
-        """Start a copy; return it with the event after which it is there."""
-        devices = [device for device in (self._source, self._target) if device.type == "cuda"]
-        streams = [copy_stream(device, micro_batch) for device in devices]
-        with ExitStack() as stack:
-            if self._source.type == "cuda":
-                # Only the computation that makes the tensors is waited for; what the target
-                # computes goes on meanwhile.
-                streams[0].wait_stream(torch.cuda.current_stream(self._source))
-            for stream in streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(noted)
-            copies = tuple(t if t is None else _to(self._target, t) for t in payload.tensors)
-            if self._source.type == "cuda":
-                # Else their memory could be given away before the copy has read it.
-                _own(payload, streams[0])
-            arrived = streams[-1].record_event() if self._target.type == "cuda" else None
-        return Payload(copies, payload.is_bare), arrived
-
     def _noted(self, micro_batch: int, payload: Payload) -> AbstractContextManager[None]:
         """Return what notes the transfer while it is open, on the stream that copies."""
         sender, receiver = self._recorders
         if sender is None or receiver is None:
             return nullcontext()
-        num_bytes, copies = total_bytes(payload.tensors), self._source != self._target
+        num_bytes = total_bytes(payload.tensors)
         # A copy between two GPUs runs on the stream of the one that it reads from.
         device = self._source if self._source.type == "cuda" else self._target
         return sender.transfer(
             Instruction(self.op, micro_batch),
             peer=receiver.stage,
             payload_bytes=num_bytes,
-            copied_bytes=num_bytes if copies else 0,
-            device=device if copies else None,
+            copied_bytes=num_bytes * self._copies,
+            device=device if self._copies else None,
         )
 
 

@@ -34,28 +34,23 @@ class CallerSettings:
 
     @staticmethod
     def capture(devices: Sequence[torch.device], *, at_once: int) -> CallerSettings:
-        """Read the present settings.
+        """Read the present settings, for partitions on these devices.
 
-        Args:
-            devices: of the partitions.
-            at_once: how many of them can work at the same time; those on the CPU share the
-                caller's intra-op threads.
+        Of them `at_once` can work at the same time; those on the CPU share the caller's threads.
         """
-        types = sorted({device.type for device in devices} & {"cpu", "cuda"})
         cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
         num_on_cpu = sum(device.type == "cpu" for device in devices)
+        cached = torch.is_autocast_cache_enabled()
+        autocasts = [
+            partial(
+                torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cached
+            )
+            for kind in sorted({device.type for device in devices} & {"cpu", "cuda"})
+            if torch.is_autocast_enabled(kind)
+        ]
         return CallerSettings(
             torch.is_inference_mode_enabled(),
-            tuple(
-                partial(
-                    torch.autocast,
-                    kind,
-                    dtype=torch.get_autocast_dtype(kind),
-                    cache_enabled=torch.is_autocast_cache_enabled(),
-                )
-                for kind in types
-                if torch.is_autocast_enabled(kind)
-            ),
+            tuple(autocasts),
             tuple(torch.cuda.current_stream(device) for device in cuda_devices),
             max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
             torch.get_default_device(),
@@ -131,8 +126,7 @@ def run_together(
     A failure stops the others; it is raised when all have ended, with its own traceback.
 
     Args:
-        jobs: one a partition.
-        num_threads: intra-op threads of each.
+        jobs: one a partition, each with `num_threads` intra-op threads.
         stop: ends every wait of a job for another.
         order: tells for a failed job how early in the schedule it failed; the earliest failure
             is raised, of several as early the lowest job's.
