@@ -50,13 +50,6 @@ def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -
 
     Whole passes repeat until the timeout is over; seconds are summed over them. Where there are
     several, the first one only warms up: it alone initialises libraries and chooses algorithms.
-
-    Args:
-        module: layers, on one device; left as it was.
-        sample: input on that device; its gradient is computed if it requires one.
-        timeout_s: no pass begins later; the first one always runs.
-    Raises:
-        TypeError: a layer returns something else than a tensor or a tuple of tensors.
     """
     device = members(sample)[0].device
     start_s = time.perf_counter()
@@ -90,13 +83,7 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
     input. CUDA tells how much a forward allocated. Elsewhere storages are counted, which misses
     tensors that an autograd.Function keeps without `save_for_backward`.
 
-    Args:
-        module: layers, on one device; left as it was.
-        sample: one micro-batch on that device.
-        param_scale: bytes in training per parameter byte. A parameter that several layers share
-            counts in the first.
-    Raises:
-        TypeError: a layer returns something else than a tensor or a tuple of tensors.
+    A parameter counts `param_scale` times, and in the first of the layers that share it.
     """
     device = members(sample)[0].device
     held = [*module.parameters(), *module.buffers()]

@@ -26,13 +26,7 @@ from autopipe.engine import ForwardPass, current_forward_pass
 
 @dataclass(frozen=True)
 class Moments:
-    """Describe the values of each channel, in float32 or float64.
-
-    Args:
-        count: values a channel.
-        mean: (C,) their mean.
-        squares: (C,) sum of their squared deviations from the mean.
-    """
+    """Describe C channels: values a channel, (C,) means, (C,) sums of squared deviations."""
 
     count: int
     mean: Tensor
@@ -41,8 +35,7 @@ class Moments:
     def merged(self, other: Moments) -> Moments:
         """Return the moments of both sets of values together.
 
-        Source: Chan, Golub and LeVeque, 1979. It subtracts means, never sums of squares, and so
-        stays exact where the mean is large beside the deviation.
+        Source: Chan, Golub and LeVeque, 1979: stays exact where the mean is large.
         """
         count = self.count + other.count
         delta = other.mean - self.mean

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -106,14 +107,14 @@ class GPipe(nn.Module):
         ):
             # Each would wait for the device's random generator, which the other holds.
             raise ValueError("a GPipe inside a GPipe runs on CPU partitions only")
-        check_sharing(module, self.balance, self.devices)
+        children = iter(module.named_children())
+        parts = [nn.Sequential(OrderedDict(islice(children, n))) for n in self.balance]
+        check_sharing(parts, self.devices)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module)
-        self.partitions = nn.ModuleList(
-            partition.to(device)
-            for partition, device in zip(_split(module, self.balance), self.devices, strict=True)
-        )
-        self._skip_edges = skip_edges(self._partition_list())
+        pairs = zip(parts, self.devices, strict=True)
+        self.partitions = nn.ModuleList(part.to(device) for part, device in pairs)
+        self._skip_edges = skip_edges(parts)
         self._trace: Trace | None = None
         self.register_state_dict_post_hook(name_as_wrapped)
         self.register_load_state_dict_pre_hook(name_as_partitioned)
@@ -199,8 +200,8 @@ class GPipe(nn.Module):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self._partition_list():
-            yield from partition
+        for partition in self.partitions:
+            yield from partition.children()
 
     def cuda(self, device: Any = None) -> NoReturn:
         """Refuse: each partition has its device."""
@@ -254,22 +255,16 @@ class GPipe(nn.Module):
                     leaf.requires_grad_(tensor.requires_grad)
         return PipelineRun(partitions, program, Ends(inputs, loss=loss), sizes, trace=self._trace)
 
-    def _partition_list(self) -> list[nn.Sequential]:
-        return [part for part in self.partitions if isinstance(part, nn.Sequential)]
-
     def _described(self) -> list[Partition]:
-        edges = self._skip_edges
         return [
             Partition(
                 module,
-                device,
+                self.devices[j],
                 trained_tensors(module),
-                arriving=tuple(edge for edge in edges if edge.target == j),
-                leaving=tuple(edge for edge in edges if edge.source == j),
+                arriving=tuple(edge for edge in self._skip_edges if edge.target == j),
+                leaving=tuple(edge for edge in self._skip_edges if edge.source == j),
             )
-            for j, (module, device) in enumerate(
-                zip(self._partition_list(), self.devices, strict=True)
-            )
+            for j, module in enumerate(self.partitions)
         ]
 
 
@@ -283,10 +278,3 @@ def _checked_schedule(name: str) -> str:
     if name not in SCHEDULES:
         raise ValueError(f"schedule is not one of {', '.join(map(repr, SCHEDULES))}: {name!r}")
     return name
-
-
-def _split(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    children = iter(module.named_children())
-    return [
-        nn.Sequential(OrderedDict(next(children) for _ in range(length))) for length in balance
-    ]

@@ -29,7 +29,7 @@ from autopipe.threads import CallerSettings, Randomness
 class Partition:
     """Describe one partition: layers, place, what they train, skips from below and to above."""
 
-    module: nn.Sequential
+    module: nn.Module
     device: torch.device
     parameters: tuple[Tensor, ...]
     arriving: tuple[SkipEdge, ...]

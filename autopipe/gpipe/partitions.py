@@ -81,15 +81,11 @@ def _device(name: int | str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def check_sharing(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-) -> None:
+def check_sharing(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
     """Raise if a parameter would have to be on two devices."""
-    layers = iter(module.named_children())
     owner: dict[nn.Parameter, tuple[str, torch.device]] = {}
-    for length, device in zip(balance, devices, strict=True):
-        for _ in range(length):
-            name, layer = next(layers)
+    for partition, device in zip(partitions, devices, strict=True):
+        for name, layer in partition.named_children():
             for parameter in layer.parameters():
                 first, place = owner.setdefault(parameter, (name, device))
                 if place != device:

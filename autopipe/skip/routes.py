@@ -42,8 +42,8 @@ class SkipKey:
 class Skippable(nn.Module):
     """Give a layer its declared skips; the base of every class that `skippable` makes."""
 
-    stash_names: ClassVar[tuple[str, ...]] = ()
-    pop_names: ClassVar[tuple[str, ...]] = ()
+    # What each forward does, as ("stash" or "pop", name), in the order it was declared.
+    declared_skips: ClassVar[tuple[tuple[str, str], ...]] = ()
     _skip_namespaces: Mapping[str, Namespace] = types.MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class Skippable(nn.Module):
         """
         if not isinstance(ns, Namespace):
             raise TypeError(f"isolate takes a Namespace, not {ns!r}; pass Namespace()")
-        declared = (*self.stash_names, *self.pop_names)
+        declared = [name for _, name in self.declared_skips]
         names = declared if only is None else names_of(only, what="only")
         if unknown := [name for name in names if name not in declared]:
             who = self.describe_skips()
@@ -78,11 +78,11 @@ class Skippable(nn.Module):
 
     def stashable(self) -> tuple[SkipKey, ...]:
         """Return the skips that each forward stashes, in the order they were declared."""
-        return tuple(self.skip_key(name) for name in self.stash_names)
+        return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "stash")
 
     def poppable(self) -> tuple[SkipKey, ...]:
         """Return the skips that each forward pops, in the order they were declared."""
-        return tuple(self.skip_key(name) for name in self.pop_names)
+        return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "pop")
 
     def skip_key(self, name: str) -> SkipKey:
         """Return the key that a declared name stands for in this layer's namespaces."""
@@ -90,8 +90,10 @@ class Skippable(nn.Module):
 
     def describe_skips(self) -> str:
         """Return the layer's class and what it declared, for messages."""
-        declared = f"stash={list(self.stash_names)}, pop={list(self.pop_names)}"
-        return f"{type(self).__name__} (declared {declared})"
+        stashed, popped = (
+            [key.name for key in keys] for keys in (self.stashable(), self.poppable())
+        )
+        return f"{type(self).__name__} (declared stash={stashed}, pop={popped})"
 
     def __repr__(self) -> str:
         return f"@skippable({super().__repr__()})"
@@ -112,13 +114,7 @@ def names_of(names: Iterable[str], *, what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SkipEdge:
-    """Name the skips that one partition stashes for another.
-
-    Args:
-        source: partition that stashes them.
-        target: later partition that pops them.
-        keys: in the order the source's layers come and declare them.
-    """
+    """Name the skips that one partition stashes for another, in the order they are declared."""
 
     source: int
     target: int

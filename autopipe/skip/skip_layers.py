@@ -90,9 +90,9 @@ def _complete(layer: Skippable, result: Any) -> Any:
     try:
         if isinstance(result, types.GeneratorType):
             result = _drive(layer, result, done)
-        declared = [("stash", name) for name in layer.stash_names]
-        declared += [("pop", name) for name in layer.pop_names]
-        if missing := [f"{verb} {name!r}" for verb, name in declared if (verb, name) not in done]:
+        if missing := [
+            f"{skip[0]} {skip[1]!r}" for skip in layer.declared_skips if skip not in done
+        ]:
             message = f"{layer.describe_skips()} did not {' nor '.join(missing)} in its forward; "
             raise RuntimeError(message + "do it on every path, with None where there is no skip")
     except BaseException:
@@ -120,7 +120,7 @@ def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor
         given = type(command).__name__
         raise TypeError(f"{who} yielded a {given}; yield stash(name, tensor) or pop(name) only")
     verb, name = command.verb, command.name
-    if name not in (layer.stash_names if verb == "stash" else layer.pop_names):
+    if (verb, name) not in layer.declared_skips:
         raise RuntimeError(f"{who} tried to {verb} {name!r}; add it to skippable({verb}=[...])")
     if (verb, name) in done:
         raise RuntimeError(f"{who} tried to {verb} {name!r} twice in one forward; {verb} it once")
@@ -209,15 +209,17 @@ def skippable(
             raise TypeError(f"skippable decorates classes of nn.Module, not {layer!r}")
         if issubclass(layer, Skippable):
             raise TypeError(f"{layer.__name__} is skippable already; declare all names at once")
-        made = _made.get((layer, *declared))
-        if made is None:
-            made = _made[(layer, *declared)] = _derive(layer, *declared)
-        return made
+        return _derive(layer, *declared)
 
     return decorate
 
 
-def _derive(layer: type[nn.Module], *declared: tuple[str, ...]) -> type[Skippable]:
+def _derive(
+    layer: type[nn.Module], stashed: tuple[str, ...], popped: tuple[str, ...]
+) -> type[Skippable]:
+    if known := _made.get((layer, stashed, popped)):
+        return known
+
     # Wrapped, so that a signature asked of the decorated forward is the layer's own.
     @functools.wraps(layer.forward)
     def forward(self: Skippable, *args: Any, **kwargs: Any) -> Any:
@@ -228,15 +230,15 @@ def _derive(layer: type[nn.Module], *declared: tuple[str, ...]) -> type[Skippabl
         # `S = skippable(...)(Layer)` makes a class that no module knows as Layer: pickle would
         # not find it by name, so its instances name what it was made from.
         if type(self) is made and reduced[0] is _new_object and _importable(layer):
-            return _rebuild, (layer, *declared), *reduced[2:]
+            return _rebuild, (layer, stashed, popped), *reduced[2:]
         return reduced
 
-    body: dict[str, Any] = {name: getattr(layer, name) for name in ("__doc__", "__module__")}
-    body |= {"__qualname__": layer.__qualname__, "__reduce_ex__": reduce, "forward": forward}
-    body |= zip(("stash_names", "pop_names"), declared, strict=True)
-    made: type[Skippable] = types.new_class(
-        layer.__name__, (Skippable, layer), None, lambda ns: ns.update(body)
-    )
+    declared = (*(("stash", name) for name in stashed), *(("pop", name) for name in popped))
+    names = {name: getattr(layer, name) for name in ("__doc__", "__module__", "__qualname__")}
+    body = {**names, "__reduce_ex__": reduce, "forward": forward, "declared_skips": declared}
+    metaclass: Any = type(layer)
+    made: type[Skippable] = metaclass(layer.__name__, (Skippable, layer), body)
+    _made[layer, stashed, popped] = made
     return made
 
 
@@ -249,5 +251,5 @@ def _importable(cls: type) -> bool:
 
 def _rebuild(layer: type[nn.Module], *declared: tuple[str, ...]) -> Skippable:
     """Make an instance without state, for `copy` and `pickle`."""
-    made = skippable(*declared)(layer)
+    made = _derive(layer, *declared)
     return made.__new__(made)
