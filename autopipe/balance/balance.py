@@ -58,8 +58,7 @@ def balance_by_time(  # noqa: PLR0913
             tuple of tensors.
         ValueError: module, sample and device do not agree; an argument is out of its range; no
             split fits the limits; or "greedy" leaves a partition empty.
-    Source: torchgpipe's documentation, section 2.3.4. Its default device is CUDA; its algorithm is
-    "block".
+    Source: torchgpipe's documentation, 2.3.4. Its default device is CUDA, its algorithm "block".
     """
     limits = _check_choice(partitions, module, algorithm, memory_limit_bytes)
     _check_placement(module, sample, device)
@@ -201,11 +200,11 @@ def _split(
     limits: Sequence[int],
 ) -> list[int]:
     """Split layers by their costs; `limits` are empty where memory is not limited."""
+    total = [0.0, *accumulate(sizes)]
 
     def fits(part: int, first: int, last: int) -> bool:
         return total[last] - total[first] <= limits[part]
 
-    total = [0.0, *accumulate(sizes)]
     boundaries: tuple[int, ...] | None
     if algorithm == "block":
         boundaries = block_partition(costs, partitions)

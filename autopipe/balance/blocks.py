@@ -1,7 +1,7 @@
 """Split a chain into contiguous parts whose sums differ by at most its largest element.
 
-Such a split always exists; the argument below is also the algorithm. Legend: k parts over the
-costs a[0..n), M = max(a), c = the largest smallest sum that any split into k parts has.
+Such a split always exists; the argument below is also the algorithm. Legend: M is the largest
+cost, c the largest smallest sum that any split into so many parts has.
 
 1. From the right, start every part as late as its sum still reaches c: `latest`. No such part has
    a sum above c + M, as one unit less would not reach c.
@@ -45,10 +45,8 @@ def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
     if not all(0 <= cost < math.inf for cost in costs):
         raise ValueError(f"costs must be finite numbers of at least 0, got {list(costs)}")
     if not 1 <= num_parts <= len(costs):
-        raise ValueError(
-            f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
-            f"{len(costs)} parts"
-        )
+        n = len(costs)
+        raise ValueError(f"{n} units cannot fill {num_parts} parts; choose from 1 to {n} parts")
     # Sums of floats depend on their order; a guarantee about their difference needs exact ones.
     exact = [Fraction(cost) for cost in costs]
     total = [Fraction(0), *accumulate(exact)]

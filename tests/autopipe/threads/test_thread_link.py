@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,91 +83,6 @@ def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
     leaf, nothing = received.tensors
     assert nothing is None and not received.is_bare and leaf is not None
     assert leaf.data_ptr() == hidden.data_ptr() and leaf.is_leaf and leaf.requires_grad
-
-
-class Root(nn.Module):
-    """The first of parallel branches: its output goes to every one of them."""
-
-    def __init__(self, num_branches: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4).double()
-        self.num_branches = num_branches
-
-
-@skippable(stash=["x1", "x2"])
-class Trunk(Root):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        hidden = self.layer(x)
-        yield stash("x1", hidden)
-        yield stash("x2", hidden)
-        return hidden
-
-
-@skippable(pop=["x1"], stash=["branch1"])
-class FirstBranch(Root):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        root = yield pop("x1")
-        yield stash("branch1", self.layer(root).tanh())
-        return x
-
-
-@skippable(pop=["x2"], stash=["branch2"])
-class SecondBranch(Root):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        root = yield pop("x2")
-        yield stash("branch2", self.layer(root).sin())
-        return x
-
-
-@skippable(pop=["branch1", "branch2"])
-class Join(Root):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        first = yield pop("branch1")
-        second = yield pop("branch2")
-        return self.layer(first + second) + x
-
-
-def parallel_branches() -> nn.Sequential:
-    """Build the model of parallel branches of torchgpipe's paper, section 3.3."""
-    torch.manual_seed(0)
-    return nn.Sequential(Trunk(2), FirstBranch(2), SecondBranch(2), Join(2))
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Count the tensors of every message, up and down."""
-    counts: dict[str, list[int]] = {"activations": [], "gradients": []}
-    send = Crossing.send
-
-    def counting_send(self: Crossing, micro_batch: int, payload: Payload) -> None:
-        kind = "activations" if self.op is Op.SEND_ACTIVATION else "gradients"
-        counts[kind].append(sum(tensor is not None for tensor in payload.tensors))
-        send(self, micro_batch, payload)
-
-    monkeypatch.setattr(Crossing, "send", counting_send)
-    return counts
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_skips_cross_once_from_where_they_are_stashed_to_where_they_are_popped(
-    sent: dict[str, list[int]], checkpoint: str
-) -> None:
-    plain, chunks = parallel_branches(), 3
-    ours = GPipe(copy.deepcopy(plain), [1, 1, 1, 1], chunks=chunks, checkpoint=checkpoint)
-    x = torch.rand(6, 4, dtype=torch.float64)
-    ours(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
-    # A micro-batch crosses three boundaries, and its four skips one edge each.
-    assert sum(sent["activations"]) == chunks * (3 + 4)
-    assert sum(sent["gradients"]) == chunks * (3 + 4)
-
-
-def test_a_skip_within_a_partition_never_crosses(sent: dict[str, list[int]]) -> None:
-    ours = GPipe(parallel_branches(), [4], chunks=3)
-    ours(torch.rand(6, 4, dtype=torch.float64)).sum().backward()
-    assert sent == {"activations": [], "gradients": []}
 
 
 @skippable(stash=["skip"])
