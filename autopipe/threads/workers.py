@@ -103,15 +103,28 @@ class CallerSettings:
             yield
 
 
-def _await_end(thread: threading.Thread, ended: threading.Event) -> None:
-    """Wait for a thread to end, if it has begun at all.
-
-    Not by `join` alone: interrupted once, that takes the thread for ended (in Python 3.11).
-    """
-    while not ended.wait(0.1):
-        if thread.ident is None:
-            return  # The caller was interrupted before the thread began.
-    thread.join()
+def _run_to_the_end(
+    threads: Sequence[threading.Thread],
+    ended: Sequence[threading.Event],
+    stop: Callable[[], None],
+) -> None:
+    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
+    try:
+        for thread in threads:
+            thread.start()
+        for event in ended:
+            event.wait()
+    except BaseException:
+        stop()
+        raise
+    finally:
+        for thread, event in zip(threads, ended, strict=True):
+            # One without an ident never began: the caller was interrupted before.
+            while not event.wait(0.1) and thread.ident is not None:
+                pass
+            # Not by `join` alone: interrupted once, it takes the thread for ended (Python 3.11).
+            if thread.ident is not None:
+                thread.join()
 
 
 def run_together(
@@ -158,16 +171,8 @@ def run_together(
     ]
     num_threads_before = torch.get_num_threads()
     try:
-        for thread in threads:
-            thread.start()
-        for event in ended:
-            event.wait()
-    except BaseException:
-        stop()
-        raise
+        _run_to_the_end(threads, ended, stop)
     finally:
-        for thread, event in zip(threads, ended, strict=True):
-            _await_end(thread, event)
         # Set in a thread, the number is also the default of threads to come.
         torch.set_num_threads(num_threads_before)
     if failures:
