@@ -14,7 +14,7 @@ import json
 import logging
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,14 @@ from pipetransformer.config import cosine_with_warmup, make_config, polynomial_w
 from pipetransformer.optimizer import adamw
 from pipetransformer.processes import launch
 from pipetransformer.report import (
+    LABELS,
     RECORDS_FILE,
     Record,
     breakdown_table,
     draw_report,
     read_records,
-    summary_table,
 )
+from pipetransformer.tables import text_table
 from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2
@@ -269,6 +270,31 @@ def summarize(settings: DemoSettings) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": f"{NUM_SLOTS} x {measured['device']} ({platform.machine()})",
     }
+
+
+def summary_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write the runs' figures of `summarize` beside each other as text."""
+
+    def row(title: str, key: str, style: str, unit: str = "") -> list[str]:
+        cells = [format(run[key], style) + unit if key in run else "" for run in figures.values()]
+        return [title, *cells]
+
+    shares = [
+        f"{run['speedup'] / run['ideal_speedup']:.0%}" if "speedup" in run else ""
+        for run in figures.values()
+    ]
+    return text_table(
+        [
+            ["", *(LABELS[name] for name in figures)],
+            row("time (s)", "seconds", ".1f"),
+            row("samples/s", "samples_per_s", ".1f"),
+            row("test accuracy", "accuracy", ".2%"),
+            row("cache hits", "cache_hit_rate", ".1%"),
+            row("speed-up", "speedup", ".2f", " x"),
+            row("ideal speed-up", "ideal_speedup", ".2f", " x"),
+            ["share of the ideal", *shares],
+        ]
+    )
 
 
 def _records(settings: DemoSettings, run: str) -> list[Record]:

@@ -1,19 +1,14 @@
 """Record a run, show its progress, and draw it.
 
-run_log ─► records, progress          fit_report      pictures
+run_log ─► records          fit_report      pictures
 """
 
 from pipetransformer.report.fit_report import FitReport
-from pipetransformer.report.pictures import (
-    breakdown_table,
-    draw_folder,
-    draw_report,
-    summary_table,
-)
+from pipetransformer.report.pictures import LABELS, breakdown_table, draw_folder, draw_report
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.report.run_log import RunLog
 
 __all__ = [
-    "FitReport", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
-    "draw_report", "read_records", "summary_table",
+    "FitReport", "LABELS", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
+    "draw_report", "read_records",
 ]  # fmt: skip

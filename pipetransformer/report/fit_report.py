@@ -29,18 +29,13 @@ class FitReport:
         self.cache_hits += stats.hits
         self.cache_misses += stats.misses + stats.upgrades
 
-    def add_change(self, change: Change, transition: Mapping[str, Any] | None) -> None:
-        """Count in what happened between two steps.
-
-        Args:
-            change: its seconds count; those of the start do not.
-            transition: its entry, where it is one.
-        """
+    def add_change(self, change: Change, transition: dict[str, Any] | None) -> None:
+        """Count in what happened between two steps, with its entry if it is a transition."""
         if change.before is None:
             return
         self.seconds += change.seconds
         if transition is not None:
-            self.transitions.append(dict(transition))
+            self.transitions.append(transition)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far, as plain values."""
@@ -48,5 +43,4 @@ class FitReport:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)

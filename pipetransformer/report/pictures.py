@@ -22,6 +22,7 @@ from pipetransformer.report.records import (
     Record,
     read_records,
 )
+from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
     from matplotlib.axes import Axes
@@ -86,36 +87,6 @@ def total_breakdown(records: list[Record]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in BREAKDOWN_CATEGORIES}
 
 
-def summary_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write the outcomes of runs beside each other as plain text.
-
-    Args:
-        figures: by the runs' names in LABELS: seconds, samples_per_s and accuracy, and of other
-            runs than the baseline cache_hit_rate, speedup and ideal_speedup over it.
-    """
-
-    def row(title: str, key: str, style: str, unit: str = "") -> list[str]:
-        cells = [format(run[key], style) + unit if key in run else "" for run in figures.values()]
-        return [title, *cells]
-
-    shares = [
-        f"{run['speedup'] / run['ideal_speedup']:.0%}" if "speedup" in run else ""
-        for run in figures.values()
-    ]
-    return _table(
-        [
-            ["", *(LABELS[name] for name in figures)],
-            row("time (s)", "seconds", ".1f"),
-            row("samples/s", "samples_per_s", ".1f"),
-            row("test accuracy", "accuracy", ".2%"),
-            row("cache hits", "cache_hit_rate", ".1%"),
-            row("speed-up", "speedup", ".2f", " x"),
-            row("ideal speed-up", "ideal_speedup", ".2f", " x"),
-            ["share of the ideal", *shares],
-        ]
-    )
-
-
 def breakdown_table(runs: Runs) -> str:
     """Write the seconds of runs by category as plain text, with their sums."""
     columns = [total_breakdown(records) for records in runs.values()]
@@ -123,7 +94,21 @@ def breakdown_table(runs: Runs) -> str:
     for name in BREAKDOWN_CATEGORIES:
         rows.append([_spoken(name), *(f"{column[name]:.1f}" for column in columns)])
     rows.append(["sum", *(f"{sum(column.values()):.1f}" for column in columns)])
-    return _table(rows)
+    return text_table(rows)
+
+
+def draw_folder(folder: Path) -> str:
+    """Draw a run's records as `report.png` into its folder; return a table of where its time went.
+
+    Raises:
+        ValueError: the folder holds no records, or no epoch of them.
+    """
+    path = folder / RECORDS_FILE
+    if not path.exists():
+        raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
+    runs = {ELASTIC: read_records(path)}
+    draw_report(runs, folder / "report.png")
+    return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 
 
 def _draw_learning(loss: Axes, accuracy: Axes, runs: Runs) -> None:
@@ -251,28 +236,3 @@ def _title(axes: Axes, text: str) -> None:
 def _spoken(name: str) -> str:
     """Write a category as a reader would say it."""
     return name.replace("all_reduce", "all-reduce")
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Align rows of cells: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
-
-
-def draw_folder(folder: Path) -> str:
-    """Draw a run's records as `report.png` into its folder; return a table of where its time went.
-
-    Raises:
-        ValueError: the folder holds no records, or no epoch of them.
-    """
-    path = folder / RECORDS_FILE
-    if not path.exists():
-        raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
-    runs = {ELASTIC: read_records(path)}
-    draw_report(runs, folder / "report.png")
-    return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"

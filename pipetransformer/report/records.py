@@ -15,7 +15,7 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
 
 Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the
 number of stages of a pipeline. What steps took before a transition, and its outcome, are without
-fetching samples. Other kinds may be recorded too; the report leaves them out.
+fetching samples. A number that is not finite is null, because JSON has none.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pipetransformer.durable import LineFile
@@ -58,46 +58,25 @@ class Records:
     A resumed run appends to what is there; its `elapsed_s` goes on from the last record, so time
     spent dead is not counted. Steps repeated since the last checkpoint are recorded again. Where
     the disk is full, records are lost, which is warned of once, and training goes on.
+
+    Args:
+        folder: gets records.jsonl and tensorboard; created if missing.
+    Raises:
+        ValueError: an earlier line of the file is not a record.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        """Open `folder`/records.jsonl and `folder`/tensorboard for appending.
-
-        Args:
-            folder: created if missing; None records nothing (ranks other than 0).
-        Raises:
-            ValueError: an earlier line of the file is not a record.
-        """
-        self._lines: LineFile | None = None
-        self._loses = False
-        self._board: SummaryWriter | None = None
-        self._started_s = time.monotonic()
-        if folder is None:
-            return
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / RECORDS_FILE
-        self._started_s -= _recover(path)
+        self._started_s = time.monotonic() - _recover(path)
         self._lines = LineFile(path)
         self._board = _open_board(folder / "tensorboard")
+        self._loses = False
 
-    def log(self, kind: str, step: int, **fields: object) -> None:
-        """Write one record.
-
-        Args:
-            kind: what happened, see the table above.
-            step: number of optimizer steps done.
-            fields: numbers, strings, None, and lists or dicts of these. A number that is not
-                finite becomes null, because JSON has none.
-        Raises:
-            ValueError: a field is named `elapsed_s`.
-            TypeError: a field is of another type.
-        """
-        if self._lines is None:
-            return
-        if "elapsed_s" in fields:
-            raise ValueError("field 'elapsed_s' is set by Records itself; give it another name")
+    def log(self, kind: str, step: int, **fields: Any) -> None:
+        """Write one record: what happened (see the table above) after so many steps."""
         elapsed_s = round(time.monotonic() - self._started_s, 6)
-        values = {name: _plain(value, name) for name, value in fields.items()}
+        values = _finite(fields)
         record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
         line = json.dumps(record, allow_nan=False) + "\n"
         try:
@@ -107,7 +86,7 @@ class Records:
             self._warn_once(error)
         if self._board is not None:
             try:
-                for tag, number in _scalars(values, prefix=kind).items():
+                for tag, number in _scalars(values, kind):
                     self._board.add_scalar(tag, number, step)
             except OSError as error:
                 self._warn_once(error)
@@ -115,9 +94,7 @@ class Records:
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
-        if self._lines is not None:
-            self._lines.close()
-        self._lines = None
+        self._lines.close()
         self._close_board()
 
     def _close_board(self) -> None:
@@ -130,19 +107,6 @@ class Records:
         if not self._loses:
             _LOGGER.warning("records are lost: %s; training goes on", error)
         self._loses = True
-
-    def __enter__(self) -> Records:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close both files, also after an error."""
-        self.close()
 
 
 def _open_board(folder: Path) -> SummaryWriter | None:
@@ -166,18 +130,17 @@ def read_records(path: Path) -> list[Record]:
         ValueError: another line is not a record.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parse(line, path=path, number=number) for number, line in enumerate(lines, start=1)]
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: bytes, *, path: Path, number: int) -> Record:
-    """Parse one line; name the file and the line if that fails."""
+def _parse(line: bytes, place: str) -> Record:
     try:
         record = json.loads(line)
     except ValueError:
         record = None
     if not isinstance(record, dict) or not {"kind", "step", "elapsed_s"} <= record.keys():
         raise ValueError(
-            f"{path}, line {number}: {line[:60]!r} is not a record, a JSON object with kind, step "
+            f"{place}: {line[:60]!r} is not a record, a JSON object with kind, step "
             "and elapsed_s; remove the line or choose another folder"
         )
     return record
@@ -194,29 +157,21 @@ def _recover(path: Path) -> float:
     return float(records[-1]["elapsed_s"]) if records else 0.0
 
 
-def _plain(value: object, name: str) -> object:
-    """Turn a field into what JSON can hold, with None for a number that is not finite."""
+def _finite(value: Any) -> Any:
+    """Return a value with None for every number in it that is not finite."""
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
+        return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
-        return [_plain(item, name) for item in value]
+        return [_finite(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item, f"{name}/{key}") for key, item in value.items()}
-    raise TypeError(
-        f"field {name!r} is a {type(value).__name__}; a record holds numbers, strings, None, "
-        "lists and dicts; call .item() on a tensor or array of one element, .tolist() on others"
-    )
+        return {key: _finite(item) for key, item in value.items()}
+    return value
 
 
-def _scalars(values: dict[str, object], *, prefix: str) -> dict[str, float]:
+def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     """Name every number as TensorBoard shows it: prefix/field, prefix/field/key inside a dict."""
-    found: dict[str, float] = {}
     for name, value in values.items():
-        tag = f"{prefix}/{name}"
         if isinstance(value, dict):
-            found.update(_scalars(value, prefix=tag))
+            yield from _scalars(value, f"{prefix}/{name}")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[tag] = value
-    return found
+            yield f"{prefix}/{name}", value

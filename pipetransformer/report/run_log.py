@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from autocache import CacheStats
 from autodp import Topology, gather_json
@@ -15,7 +18,6 @@ from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.position import Clock
 from pipetransformer.processes import World
-from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import Records
 from pipetransformer.stage import StepResult
 from pipetransformer.transition import Change, Decision
@@ -32,16 +34,13 @@ class RunLog:
     """
 
     def __init__(self, world: World, config: TrainConfig) -> None:
-        self._world = world
-        self._folder = config.folder if world.is_main else None
-        self._records = Records(None)
-        self._shown = config.progress and world.is_main
-        self._label = config.label
-        self._bar: Progress | None = None
+        self._world, self._config = world, config
+        self._records: Records | None = None
+        self._bar: Any = None
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
         self._epoch_loss = 0.0
-        self._accuracy = ""
+        self._accuracy = "-"
         self._changed_step = 0
 
     def open(self) -> None:
@@ -50,7 +49,8 @@ class RunLog:
         Raises:
             ValueError: see `Records`.
         """
-        self._records = Records(None if self._folder is None else Path(self._folder))
+        if self._config.folder is not None and self._world.is_main:
+            self._records = Records(Path(self._config.folder))
 
     def start(self, clock: Clock, profile: Profile) -> None:
         """Begin to show progress.
@@ -60,13 +60,24 @@ class RunLog:
             profile: tells messages from bubbles in the time waited.
         """
         self._profile = profile
-        self._bar = Progress(clock.max_steps, shown=self._shown, label=self._label)
+        if self._config.progress and self._world.is_main:
+            # A log file gets a line every half minute instead of a bar redrawn in place.
+            interval_s = 0.2 if sys.stderr.isatty() else 30.0
+            self._bar = tqdm(
+                total=clock.max_steps,
+                desc=self._config.label,
+                dynamic_ncols=True,
+                mininterval=interval_s,
+                maxinterval=interval_s,
+            )
 
     def close(self) -> None:
-        """Close the records and the bar."""
+        """Close the records, and leave the finished bar on the terminal."""
         if self._bar is not None:
             self._bar.close()
-        self._records.close()
+        if self._records is not None:
+            self._records.close()
+        self._records = None
 
     def step(
         self,
@@ -78,22 +89,16 @@ class RunLog:
         num_samples: int,
     ) -> None:
         """Note a training step over so many samples; the clock is of that step."""
-        cache_s = stats.read_s + stats.run_s + stats.write_s
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
+        self._reassign("data", "cache", stats.read_s + stats.run_s + stats.write_s)
         transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
-        for source, category, moved_s in (
-            ("data", "cache", cache_s),
-            ("bubble", "transfer", transfer_s),
-        ):
-            self._spent[source] -= moved_s
-            self._spent[category] += moved_s
+        self._reassign("bubble", "transfer", transfer_s)
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         misses = stats.misses + stats.upgrades
-        plan = decision.plan
-        replicas = self._world.topology(plan.length).replicas
-        self._records.log(
+        plan, replicas = decision.plan, self._topology(decision).replicas
+        self._record(
             "step",
             clock.step,
             epoch=clock.epoch,
@@ -109,22 +114,20 @@ class RunLog:
             cache_misses=misses,
             gradient_norm=result.gradient_norm,
         )
-        if self._bar is not None and self._shown:
-            hit_rate = stats.hits / max(stats.hits + misses, 1)
-            self._bar.step(
-                clock.step + 1,
-                clock.max_steps,
-                {
-                    "epoch": str(clock.epoch),
-                    "loss": f"{result.loss:.3f}",
-                    "acc": self._accuracy or "-",
-                    "frozen": str(decision.num_frozen),
-                    "KxR": f"{plan.length}x{replicas}",
-                    "M": str(plan.num_micro_batches),
-                    "samples/s": f"{num_samples / result.seconds:.0f}",
-                    "hits": f"{hit_rate:.0%}",
-                },
-            )
+        if self._bar is not None:
+            fields = {
+                "epoch": str(clock.epoch),
+                "loss": f"{result.loss:.3f}",
+                "acc": self._accuracy,
+                "frozen": str(decision.num_frozen),
+                "KxR": f"{plan.length}x{replicas}",
+                "M": str(plan.num_micro_batches),
+                "samples/s": f"{num_samples / result.seconds:.0f}",
+                "hits": f"{stats.hits / max(stats.hits + misses, 1):.0%}",
+            }
+            self._bar.total = clock.max_steps
+            self._bar.set_postfix(fields, refresh=False)
+            self._bar.update(clock.step + 1 - self._bar.n)
 
     def change(self, change: Change) -> dict[str, Any] | None:
         """Note what happened between two steps.
@@ -135,8 +138,7 @@ class RunLog:
         decision, before = change.decision, change.before
         if not change.is_transition:
             return None
-        plan = decision.plan
-        topology = self._world.topology(plan.length)
+        plan, topology = decision.plan, self._topology(decision)
         if topology.spares and (before is None or before.plan.length != plan.length):
             self._warn_of_spares(topology)
         entry: dict[str, Any] = {
@@ -147,13 +149,12 @@ class RunLog:
             "micro_batches": plan.num_micro_batches,
             "seconds": change.seconds,
         }
-        was = before.num_frozen if before else 0
         self._changed_step = decision.step
         self._spent["transition"] += change.seconds if before else 0.0
-        self._records.log(
+        self._record(
             "transition",
             **entry,
-            frozen_before=was,
+            frozen_before=before.num_frozen if before else 0,
             boundaries=list(plan.boundaries),
             bytes_moved=change.bytes_moved,
             predicted_seconds=change.predicted_s,
@@ -164,55 +165,21 @@ class RunLog:
         )
         if self._bar is not None:
             cached = ", prefix cached" if decision.use_cache else ""
-            old = "start" if before is None else f"frozen {was}, {self._shape(before)}"
-            self._bar.say(
-                f"step {decision.step}: {old} -> frozen {decision.num_frozen}, "
+            self._bar.write(
+                f"step {decision.step}: {self._shape(before) if before else 'start'} -> "
                 f"{self._shape(decision)}{cached} in {change.seconds * 1e3:.0f} ms"
             )
         return entry
 
-    def _warn_of_spares(self, topology: Topology) -> None:
-        if self._world.is_main:
-            _LOGGER.warning(
-                "no pipeline that uses all %d processes is feasible: K x R = %d x %d train, and "
-                "ranks %s stay idle; a higher memory_limit_bytes or another number of processes "
-                "may change that",
-                topology.num_ranks,
-                topology.length,
-                topology.replicas,
-                ", ".join(map(str, topology.spares)),
-            )
-
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
         """Note what steps take without fetching samples, beside what was predicted."""
-        self._records.log(
+        self._record(
             "outcome",
             step,
             changed_step=self._changed_step,
             predicted_step_s=decision.plan.training_s,
             measured_step_s=measured_step_s,
         )
-
-    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
-        """Model the time on the links of what this rank receives in a step."""
-        plan, link = decision.plan, self._profile.link
-        topology = self._world.topology(plan.length)
-        if topology.is_spare(self._world.rank):
-            return 0.0
-        stage = topology.stage_of(self._world.rank)
-        per_replica = num_samples / topology.replicas
-        total_s = 0.0
-        for boundary, crossed in ((stage, stage > 0), (stage + 1, stage < plan.length - 1)):
-            if crossed:
-                sample_bytes = self._profile.sublayers[plan.boundaries[boundary] - 1].output_bytes
-                total_s += plan.num_micro_batches * link.latency_s
-                total_s += per_replica * sample_bytes / link.bytes_per_s
-        return total_s
-
-    def _shape(self, decision: Decision) -> str:
-        plan = decision.plan
-        replicas = self._world.topology(plan.length).replicas
-        return f"K x R = {plan.length}x{replicas}, M = {plan.num_micro_batches} ({plan.schedule})"
 
     def epoch(self, step: int, epoch: int) -> None:
         """Note that an epoch is over. Collective."""
@@ -222,7 +189,7 @@ class RunLog:
             for key in sorted({key for one in gathered for key in one})
         }
         seconds = sum(breakdown.values())
-        self._records.log(
+        self._record(
             "epoch",
             step,
             epoch=epoch,
@@ -236,13 +203,12 @@ class RunLog:
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         """Note an evaluation."""
-        self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else ""
-        fields: dict[str, Any] = {"epoch": epoch, "seconds": seconds, **metrics}
-        self._records.log("evaluation", step, **fields)
+        self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
+        self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
     def checkpoint(self, saved: Saved) -> None:
         """Note that a checkpoint has been written."""
-        self._records.log(
+        self._record(
             "checkpoint",
             saved.step,
             seconds=saved.stopped_s,
@@ -262,3 +228,48 @@ class RunLog:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
         self._spent = defaultdict(float, state["spent"])
         self._epoch_samples, self._epoch_loss = state["samples"], state["loss"]
+
+    def _record(self, kind: str, step: int, **fields: Any) -> None:
+        if self._records is not None:
+            self._records.log(kind, step, **fields)
+
+    def _reassign(self, source: str, category: str, seconds: float) -> None:
+        """Count seconds that were spent on one thing to another."""
+        self._spent[source] -= seconds
+        self._spent[category] += seconds
+
+    def _topology(self, decision: Decision) -> Topology:
+        return self._world.topology(decision.plan.length)
+
+    def _shape(self, decision: Decision) -> str:
+        plan, replicas = decision.plan, self._topology(decision).replicas
+        return (
+            f"frozen {decision.num_frozen}, K x R = {plan.length}x{replicas}, "
+            f"M = {plan.num_micro_batches} ({plan.schedule})"
+        )
+
+    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
+        """Model the time on the links of what this rank receives in a step."""
+        plan, link, topology = decision.plan, self._profile.link, self._topology(decision)
+        if topology.is_spare(self._world.rank):
+            return 0.0
+        stage = topology.stage_of(self._world.rank)
+        per_replica = num_samples / topology.replicas
+        total_s = 0.0
+        for boundary in plan.boundaries[max(stage, 1) : min(stage + 2, plan.length)]:
+            sample_bytes = self._profile.sublayers[boundary - 1].output_bytes
+            total_s += plan.num_micro_batches * link.latency_s
+            total_s += per_replica * sample_bytes / link.bytes_per_s
+        return total_s
+
+    def _warn_of_spares(self, topology: Topology) -> None:
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no pipeline that uses all %d processes is feasible: K x R = %d x %d train, and "
+                "ranks %s stay idle; a higher memory_limit_bytes or another number of processes "
+                "may change that",
+                topology.num_ranks,
+                topology.length,
+                topology.replicas,
+                ", ".join(map(str, topology.spares)),
+            )

@@ -8,11 +8,29 @@ from pathlib import Path
 import pytest
 
 from experiments import demo
-from experiments.demo import RUNS, DemoSettings, run_folder, run_settings, write_report
+from experiments.demo import (
+    RUNS,
+    DemoSettings,
+    run_folder,
+    run_settings,
+    summary_table,
+    write_report,
+)
 from tests.autopipe.plan.test_paper import vit_base
 from tests.pipetransformer.report.test_pictures import run_of
 
 SECONDS = {"elastic": 50.0, "published": 80.0, "baseline": 100.0}
+FIGURES = {
+    "baseline": {"seconds": 180.0, "samples_per_s": 160.0, "accuracy": 0.981},
+    "published": {
+        "seconds": 120.0, "samples_per_s": 240.0, "accuracy": 0.98, "cache_hit_rate": 0.6,
+        "speedup": 1.5, "ideal_speedup": 2.0,
+    },
+    "elastic": {
+        "seconds": 90.0, "samples_per_s": 320.0, "accuracy": 0.979, "cache_hit_rate": 0.63,
+        "speedup": 2.0, "ideal_speedup": 2.5,
+    },
+}  # fmt: skip
 
 
 def pretend(settings: DemoSettings, run: str) -> None:
@@ -70,3 +88,18 @@ def test_runs_differ_in_nothing_but_how_pipelines_are_planned(run: str) -> None:
     assert {k for k in own if own[k] != elastic[k]} <= differing
     assert own["pipeline_length"] == (demo.NUM_SLOTS if run == "baseline" else None)
     assert own["plan"] == ("published" if run == "published" else "fastest")
+
+
+def test_summary_table_shows_all_runs_and_their_shares_of_the_ideal() -> None:
+    assert summary_table(FIGURES) == "\n".join(
+        [
+            "                    without freezing  published rules  elastic",
+            "time (s)                       180.0            120.0     90.0",
+            "samples/s                      160.0            240.0    320.0",
+            "test accuracy                 98.10%           98.00%   97.90%",
+            "cache hits                                      60.0%    63.0%",
+            "speed-up                                       1.50 x   2.00 x",
+            "ideal speed-up                                 2.00 x   2.50 x",
+            "share of the ideal                                75%      80%",
+        ]
+    )

@@ -7,6 +7,7 @@ import math
 import resource
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def read_board(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_records_are_read_back_as_logged_in_order(tmp_path: Path) -> None:
     breakdown = {"compute": 1.5, "bubble": 0.25}
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 1, loss=0.5, frozen=3)
         records.log("transition", 1, boundaries=(0, 4))
         records.log("epoch", 2, breakdown=breakdown)
@@ -40,13 +41,13 @@ def test_records_are_read_back_as_logged_in_order(tmp_path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_before_the_records_are_closed(tmp_path: Path) -> None:
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 1, loss=0.5)
         assert [record["loss"] for record in read_records(tmp_path / "records.jsonl")] == [0.5]
 
 
 def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path: Path) -> None:
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("epoch", 1, loss=math.nan, parts={"compute": math.inf}, costs=[1.0, -math.inf])
     (line,) = (tmp_path / "records.jsonl").read_text().splitlines()
     assert "NaN" not in line and "Infinity" not in line
@@ -57,7 +58,7 @@ def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path: Path) ->
 
 
 def test_tensorboard_holds_every_finite_number_under_kind_and_field(tmp_path: Path) -> None:
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 1, loss=0.5, frozen=3, reason="text", capped=True)
         records.log("step", 2, loss=math.nan, frozen=3)
         records.log("epoch", 2, breakdown={"compute": 1.5})
@@ -71,7 +72,7 @@ def test_tensorboard_holds_every_finite_number_under_kind_and_field(tmp_path: Pa
 def test_a_resumed_run_appends_and_its_clock_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "step", "step": 7, "elapsed_s": 1000.5}\n')
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 8)
     before, after = read_records(path)
     assert (before["step"], after["step"]) == (7, 8)
@@ -82,7 +83,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_resumed_run(tmp_path: P
     path = tmp_path / "records.jsonl"
     path.write_text('{"kind": "step", "step": 7, "elapsed_s": 1.0}\n{"kind": "step", "st')
     assert [record["step"] for record in read_records(path)] == [7]
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 8)
     assert [record["step"] for record in read_records(path)] == [7, 8]
 
@@ -98,28 +99,10 @@ def test_a_broken_line_before_the_last_is_named(tmp_path: Path, line: str) -> No
         Records(tmp_path)
 
 
-def test_without_a_folder_nothing_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Records(None) as records:
-        records.log("step", 1, loss=0.5)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.close()
     records.close()
-    assert read_records(tmp_path / "records.jsonl") == []
-
-
-def test_a_field_that_json_cannot_hold_is_refused_by_its_name(tmp_path: Path) -> None:
-    with Records(tmp_path) as records:
-        with pytest.raises(TypeError, match="field 'parts/loss' is a complex.*call .item()"):
-            records.log("step", 1, parts={"loss": 1j})
-        with pytest.raises(ValueError, match="'elapsed_s' is set by Records itself"):
-            records.log("step", 1, elapsed_s=3.0)
     assert read_records(tmp_path / "records.jsonl") == []
 
 
@@ -135,7 +118,7 @@ def test_a_full_disk_costs_records_and_one_warning_and_leaves_whole_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler, threads = signal.getsignal(signal.SIGXFSZ), {*threading.enumerate()}
-    with Records(tmp_path) as records:
+    with closing(Records(tmp_path)) as records:
         records.log("step", 1, loss=0.5)
         records.log("step", 2, loss=0.5)
         size = (tmp_path / "records.jsonl").stat().st_size
@@ -155,5 +138,4 @@ def test_a_full_disk_costs_records_and_one_warning_and_leaves_whole_lines(
     assert [record["step"] for record in read_records(tmp_path / "records.jsonl")] == [1, 2, 60]
     lost = [text for text in caplog.messages if "records are lost" in text]
     assert len(lost) == 1 and "training goes on" in lost[0]
-    with Records(tmp_path):
-        pass
+    Records(tmp_path).close()
