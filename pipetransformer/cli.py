@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipetransformer.errors import WorkerFailedError
-from pipetransformer.forecast import add_plan_parser, read_question, run_plan
+from pipetransformer.forecast import add_plan_parser, run_plan
 from pipetransformer.report import draw_folder
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
-            return 0 if run_plan(read_question(options), print) else 1
+            return 0 if run_plan(options, print) else 1
         print(draw_folder(options.folder))
     except (ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)

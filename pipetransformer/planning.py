@@ -1,10 +1,11 @@
-"""Choose the pipeline at a decision: the fastest, unless going there costs more than it saves."""
+"""Ask for a pipeline, and choose it: the fastest, unless going there costs more than it saves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from autodp import ROUND_BYTES
 from autopipe.plan import (
     PipelinePlan,
     PlanRequest,
@@ -50,6 +51,30 @@ class PlanSituation:
 Planner = Callable[[PlanSituation], PipelinePlan]
 
 
+def complete_request(
+    request: PlanRequest, profile: Profile, *, cache_bytes_per_s: float | None
+) -> PlanRequest:
+    """Add to a request what follows from the costs: the prefix's reading, a transition's round.
+
+    Args:
+        request: states the prefix's chunk.
+        cache_bytes_per_s: at which cached activations are read; None where they are not cached.
+            They are read where that is faster than computing them.
+    """
+    cached_s, frozen = None, range(_first_active(profile, request))
+    if cache_bytes_per_s is not None and frozen:
+        chunk = request.prefix_chunk or 1
+        computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
+        read_s = profile.sublayers[frozen[-1]].output_bytes / cache_bytes_per_s
+        cached_s = read_s if read_s < computed_s else None
+    round_bytes = ROUND_BYTES if request.num_ranks > 1 else 0
+    return replace(request, prefix_cached_s=cached_s, round_bytes=round_bytes)
+
+
+def _first_active(profile: Profile, request: PlanRequest) -> int:
+    return sum(cost.layer < request.num_frozen for cost in profile.sublayers)
+
+
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     """Return the plan with which the rest of the run, the way there included, takes least time.
 
@@ -87,7 +112,7 @@ def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
     request = _of_length(situation.request, current.length, situation.scale_batch)
     profile = situation.profile
-    first_active = sum(cost.layer < request.num_frozen for cost in profile.sublayers)
+    first_active = _first_active(profile, request)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
         return None
@@ -171,17 +196,10 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
 def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
     if situation.scale_batch:
-        length = paper_length(profile, _with_ample_batch(request))
-        request = _of_length(request, length, scale_batch=True)
+        # A batch of which every replica has a sample: on more than that, K does not depend.
+        ample = replace(request, global_batch=request.global_batch * request.num_ranks)
+        request = _of_length(request, paper_length(profile, ample), scale_batch=True)
     return paper_plan(profile, request)
-
-
-def _with_ample_batch(request: PlanRequest) -> PlanRequest:
-    """Return the request with a batch of which every replica has a sample, whatever the length.
-
-    On more than that the length does not depend.
-    """
-    return replace(request, global_batch=request.global_batch * request.num_ranks)
 
 
 PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "published": published_plan}
@@ -189,14 +207,5 @@ PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "published": published_
 
 
 def planner_of(plan: str | Planner) -> Planner:
-    """Return the planner that a configuration names, or is.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if not isinstance(plan, str):
-        return plan
-    if plan not in PLANS:
-        names = ", ".join(map(repr, PLANS))
-        raise ValueError(f"plan is {plan!r}; choose one of {names}, or a function")
-    return PLANS[plan]
+    """Return the planner that a configuration names, or is."""
+    return PLANS[plan] if isinstance(plan, str) else plan

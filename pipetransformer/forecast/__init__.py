@@ -3,10 +3,10 @@
 command ─► place (described), machine (measured) ─► answer ─► table
 """
 
-from pipetransformer.forecast.command import add_plan_parser, read_question, run_plan
+from pipetransformer.forecast.command import add_plan_parser, run_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
 from pipetransformer.forecast.place import profiled
 
 __all__ = [
-    "ModelChoice", "add_plan_parser", "build_named", "profiled", "read_question", "run_plan",
+    "ModelChoice", "add_plan_parser", "build_named", "profiled", "run_plan",
 ]  # fmt: skip

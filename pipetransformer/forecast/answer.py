@@ -20,8 +20,6 @@ from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.place import Place
 
-PLANS = ("fastest", "published")
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -36,6 +34,7 @@ class Answer:
     """Hold what was found for a number of frozen layers.
 
     Args:
+        place: costs.
         request: what the planners were asked.
         chosen: the plan of the planner that was asked for.
         others: runners-up, fastest first.
@@ -43,6 +42,7 @@ class Answer:
         paper: the plan by the published rules.
     """
 
+    place: Place
     request: PlanRequest
     chosen: ExplainedPlan | Refusal
     others: tuple[ExplainedPlan, ...]
@@ -51,13 +51,7 @@ class Answer:
 
 
 def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
-    """Ask both planners, and compare.
-
-    Args:
-        place: costs.
-        request: what to plan for.
-        plan: whose plan is chosen, one of PLANS.
-    """
+    """Ask both planners, and compare; `plan` names the one whose plan is chosen."""
     profile = place.profile
     paper = _ask(profile, request, paper_plan)
     fastest = _ask(profile, request, plan_pipeline)
@@ -65,6 +59,7 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     chosen = paper if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
     return Answer(
+        place,
         request,
         chosen,
         tuple(explain(profile, request, other) for other in others),
@@ -90,18 +85,17 @@ def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterat
         if length in found:
             continue
         if length > num_active:
-            yield Refusal(length, f"{num_active} active sublayers cannot fill {length} stages")
+            reason = f"{num_active} active sublayers cannot fill {length} stages"
         elif replicas > request.global_batch:
-            yield Refusal(
-                length,
-                f"{request.global_batch} samples leave some of {replicas} replicas without one",
+            reason = (
+                f"{request.global_batch} samples leave some of {replicas} replicas without one"
             )
         else:
             least = least_memory_plan(profile, replace(request, lengths=(length,)))
             needed = max(least.peak_bytes)
-            yield Refusal(
-                length,
+            reason = (
                 f"does not fit: stage {least.peak_bytes.index(needed)} needs "
                 f"{as_bytes(needed)} of {as_bytes(request.memory_limit_bytes or 0)}, "
-                f"at best (M = {least.num_micro_batches}, {least.schedule})",
+                f"at best (M = {least.num_micro_batches}, {least.schedule})"
             )
+        yield Refusal(length, reason)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pipetransformer.config import TrainConfig
-from pipetransformer.data import Batch
 from pipetransformer.forecast.named_model import ModelChoice, NamedModel, build_named
 from pipetransformer.forecast.place import Place
 from pipetransformer.job import Task
@@ -21,15 +20,8 @@ from pipetransformer.measure import Measurements, measure
 from pipetransformer.optimizer import adamw
 from pipetransformer.processes import connect, launch
 
-_SETUP_TIMEOUT_S = 300.0
 
-
-def place_at_hand(
-    choice: ModelChoice,
-    *,
-    num_slots: int,
-    global_batch: int,
-) -> Place:
+def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:
     """Measure the costs on this machine, in one process per slot.
 
     Args:
@@ -46,11 +38,15 @@ def place_at_hand(
         answer = Path(folder) / "answer.json"
         launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
         values = json.loads(answer.read_text())
-    return _measured_place(
-        Measurements.from_json(values["measurements"]),
-        num_slots=num_slots,
-        device=values["device"],
-        memory_bytes=values["memory_bytes"],
+    measured = Measurements.from_json(values["measurements"])
+    return Place(
+        f"this machine, a {values['device'].upper()} for each slot",
+        # The sample is made up, so that reading it tells nothing of a dataset.
+        replace(measured.profile, read_s=0.0, fetch_s=0.0),
+        num_slots,
+        num_slots,
+        values["memory_bytes"],
+        measured.copy_bytes_per_s,
     )
 
 
@@ -64,16 +60,12 @@ def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
     named = build_named(choice, device="cpu")
     # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
     config = TrainConfig(global_batch_size=global_batch, progress=False, on_nonfinite="skip")
-    world = connect("auto", timeout_s=_SETUP_TIMEOUT_S)
+    world = connect(config.device, timeout_s=config.setup_timeout_s)
     device, memory_bytes = world.device, None
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
-
-    def read(ids: Tensor) -> Batch:
-        return named.batch(len(ids))
-
     try:
-        measured = measure(_task(named, config), world, read)
+        measured = measure(_task(named, config), world, lambda ids: named.batch(len(ids)))
         if world.is_main:
             values = {
                 "measurements": measured.to_json(),
@@ -83,20 +75,6 @@ def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
             Path(answer).write_text(json.dumps(values))
     finally:
         world.close()
-
-
-def _measured_place(
-    measured: Measurements, *, num_slots: int, device: str, memory_bytes: int | None
-) -> Place:
-    return Place(
-        f"this machine, a {device.upper()} for each slot",
-        # The sample is made up, so that reading it tells nothing of a dataset.
-        replace(measured.profile, read_s=0.0, fetch_s=0.0),
-        num_slots,
-        num_slots,
-        memory_bytes,
-        measured.copy_bytes_per_s,
-    )
 
 
 def _task(named: NamedModel, config: TrainConfig) -> Task:

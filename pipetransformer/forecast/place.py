@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from autodp import ROUND_BYTES
 from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
 from pipetransformer.forecast.named_model import ModelChoice, build_named
+from pipetransformer.planning import complete_request
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,17 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
 
 
 def profiled(model: LayeredModel) -> list[ProfiledSublayer]:
-    """Present a model's sublayers to be measured or counted, without its loss."""
+    """Present a model's sublayers to be counted, without its loss."""
     return [
-        ProfiledSublayer(sub.name, sub.layer, sub.module, _Caller(model, index))
+        ProfiledSublayer(sub.name, sub.layer, sub.module, partial(_call, model, index))
         for index, sub in enumerate(model.sublayers)
     ]
 
 
-@dataclass(frozen=True)
-class _Caller:
-    """Run a sublayer as `ProfiledSublayer` asks."""
-
-    model: LayeredModel
-    index: int
-
-    def __call__(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.model.call(self.index, batch if hidden is None else hidden, sides=batch)
+def _call(
+    model: LayeredModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
+) -> Tensor:
+    return model.call(index, batch if hidden is None else hidden, sides=batch)
 
 
 def make_request(
@@ -84,6 +80,9 @@ def make_request(
 ) -> PlanRequest:
     """State what the Trainer would ask of its planner.
 
+    Args:
+        memory_limit_bytes: of a slot; None is what the place has.
+        cached: whether the frozen prefix's activations may come from the cache.
     Raises:
         ValueError: a value is out of range, or the place does not say how fast a cache is.
     """
@@ -93,30 +92,20 @@ def make_request(
             f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
             f"head, which never freezes: give 0 to {most}"
         )
-    limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    return PlanRequest(
-        num_ranks=place.num_slots,
-        slots_per_node=place.slots_per_node,
-        global_batch=global_batch,
-        num_frozen=num_frozen,
-        memory_limit_bytes=limit,
-        prefix_chunk=TrainConfig.prefix_chunk,
-        round_bytes=ROUND_BYTES if place.num_slots > 1 else 0,
-        prefix_cached_s=_cached_s(place, num_frozen) if cached else None,
-    )
-
-
-def _cached_s(place: Place, num_frozen: int) -> float | None:
-    """Return a cached sample's read time, or None where computing the prefix is no slower."""
-    profile, chunk = place.profile, TrainConfig.prefix_chunk
-    if place.cache_bytes_per_s is None:
+    if cached and place.cache_bytes_per_s is None:
         raise ValueError(
             f"{place.name} does not say how fast a cache is read; add "
             "cache_bytes_per_s to its file, or leave --cached out"
         )
-    frozen = [i for i, cost in enumerate(profile.sublayers) if cost.layer < num_frozen]
-    if not frozen:
-        return None
-    computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
-    read_s = profile.sublayers[frozen[-1]].output_bytes / place.cache_bytes_per_s
-    return read_s if read_s < computed_s else None
+    request = PlanRequest(
+        place.num_slots,
+        place.slots_per_node,
+        global_batch,
+        num_frozen,
+        memory_limit_bytes=place.memory_bytes
+        if memory_limit_bytes is None
+        else memory_limit_bytes,
+        prefix_chunk=TrainConfig.prefix_chunk,
+    )
+    rate = place.cache_bytes_per_s if cached else None
+    return complete_request(request, place.profile, cache_bytes_per_s=rate)

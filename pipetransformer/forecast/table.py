@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from textwrap import indent
 from typing import Any
 
 from autopipe.plan import ExplainedPlan
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.answer import Answer, Refusal
-from pipetransformer.forecast.place import Place
+from pipetransformer.tables import text_table
 
 _PART_NAMES = {
     "compute_s": "compute",
@@ -22,31 +22,31 @@ _PART_NAMES = {
     "overhead_s": "overhead",
 }
 _PLAN_COLUMNS = ("K", "R", "M", "schedule", "step ms", "samples/s")
-_NUMBER = re.compile(r"([0-9.]+( ?[A-Za-z%]+)?)?|none")
 _AS_FAST = 1.01
 """The planner counts plans this close as equally fast, and takes the shortest pipeline."""
 
 
-def place_text(model_name: str, place: Place, global_batch: int) -> str:
+def place_text(model_name: str, answer: Answer) -> str:
     """Say what is planned for."""
-    costs = place.profile.sublayers
+    place, costs = answer.place, answer.place.profile.sublayers
+    batch = answer.request.global_batch
     memory = "" if place.memory_bytes is None else f" of {as_bytes(place.memory_bytes)}"
     return (
         f"{model_name}: {len(costs)} sublayers, "
         f"{as_bytes(sum(cost.parameter_bytes for cost in costs))} of parameters\n"
-        f"{place.name}: {place.num_slots} slots{memory}, {global_batch} samples a step"
+        f"{place.name}: {place.num_slots} slots{memory}, {batch} samples a step"
     )
 
 
-def answer_text(answer: Answer, place: Place) -> str:
+def answer_text(answer: Answer) -> str:
     """Write one answer: the choice, its stages, and the others with what they lack."""
     chosen = answer.chosen
     if isinstance(chosen, Refusal):
         head = f"no plan: {chosen.reason}"
     else:
-        stages = _indented(_table(_stage_rows(chosen, answer, place)))
+        stages = indent(text_table(_stage_rows(chosen, answer)), "  ")
         head = f"choice: {title(chosen, answer)}\n  {parts_text(chosen)}\n\n{stages}"
-    text = f"{head}\n\nothers\n{_indented(_table(_other_rows(answer)))}"
+    text = f"{head}\n\nothers\n{indent(text_table(_other_rows(answer)), '  ')}"
     if isinstance(answer.paper, Refusal):
         text += f"\n\npublished rules: {answer.paper.reason}"
     return text
@@ -92,17 +92,17 @@ def frozen_text(answers: Sequence[Answer]) -> str:
         if not isinstance(chosen, Refusal) and not isinstance(paper, Refusal):
             row += [f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"]
         rows.append(row)
-    return _table(rows)
+    return text_table(rows)
 
 
-def answer_json(answer: Answer, place: Place) -> dict[str, Any]:
+def answer_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     chosen = answer.chosen
     return {
         "num_frozen": answer.request.num_frozen,
         "memory_limit_bytes": answer.request.memory_limit_bytes,
         "chosen": _plain(chosen),
-        "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, place),
+        "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, answer),
         "others": [_plain(other) for other in answer.others],
         "refusals": [asdict(refusal) for refusal in answer.refusals],
         "published": _plain(answer.paper),
@@ -113,9 +113,9 @@ def _plain(found: ExplainedPlan | Refusal) -> dict[str, Any]:
     return asdict(found) if isinstance(found, Refusal) else found.to_json()
 
 
-def _stage_names(explained: ExplainedPlan, place: Place) -> list[str]:
+def _stage_names(explained: ExplainedPlan, answer: Answer) -> list[str]:
     """Name the sublayers that each stage trains; the first also holds the frozen ones."""
-    names = [cost.name for cost in place.profile.sublayers]
+    names = [cost.name for cost in answer.place.profile.sublayers]
     cuts = explained.plan.boundaries
     stages = [
         names[first] if last == first + 1 else f"{names[first]} .. {names[last - 1]}"
@@ -126,10 +126,10 @@ def _stage_names(explained: ExplainedPlan, place: Place) -> list[str]:
     return stages
 
 
-def _stage_rows(explained: ExplainedPlan, answer: Answer, place: Place) -> list[list[str]]:
+def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
     limit = answer.request.memory_limit_bytes
     rows = [["stage", "sublayers", "busy ms", "idle ms", "peak", "of the limit"]]
-    for stage, names in enumerate(_stage_names(explained, place)):
+    for stage, names in enumerate(_stage_names(explained, answer)):
         peak = explained.plan.peak_bytes[stage]
         rows.append(
             [
@@ -214,17 +214,3 @@ def _number(value: float) -> str:
 def _share(explained: ExplainedPlan, seconds: float) -> str:
     # Differences of equal sums may be a little below 0.
     return f"{max(0.0, seconds / explained.plan.predicted_step_s):.1%}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns, words to the left and numbers to the right."""
-    columns = [[row[n] if n < len(row) else "" for row in rows] for n in range(len(rows[0]))]
-    for column in columns:
-        width = max(map(len, column))
-        is_number = all(_NUMBER.fullmatch(cell) for cell in column[1:])
-        column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

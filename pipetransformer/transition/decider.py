@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autodp import ROUND_BYTES, broadcast_json, gather_json
+from autodp import broadcast_json, gather_json
 from autopipe.plan import PipelinePlan, PlanRequest
 from freeze import (
     FreezeContext,
@@ -22,7 +22,7 @@ from freeze import (
 )
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
-from pipetransformer.planning import PlanSituation, planner_of, same_stages
+from pipetransformer.planning import PlanSituation, complete_request, planner_of, same_stages
 from pipetransformer.position import Clock
 from pipetransformer.processes import World
 from pipetransformer.transition.cost import TransitionCost
@@ -221,20 +221,20 @@ class Decider:
             self._journal.close()
 
     def _request(self, num_frozen: int) -> PlanRequest:
-        config = self._task.config
-        return PlanRequest(
-            num_ranks=self._world.size,
-            slots_per_node=self._world.slots_per_node,
-            global_batch=config.global_batch_size,
-            num_frozen=num_frozen,
+        config, measured = self._task.config, self.measurements
+        request = PlanRequest(
+            self._world.size,
+            self._world.slots_per_node,
+            config.global_batch_size,
+            num_frozen,
             memory_limit_bytes=self._memory_limit_bytes,
-            prefix_cached_s=self._cached_s(num_frozen),
             prefix_chunk=config.prefix_chunk,
-            round_bytes=ROUND_BYTES if self._world.size > 1 else 0,
             lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
+        rate = measured.copy_bytes_per_s if config.cache else None
+        return complete_request(request, measured.profile, cache_bytes_per_s=rate)
 
     def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
         """Bring all sublayers' mean squared norms to every rank, and start a new interval."""
@@ -331,16 +331,6 @@ class Decider:
             )
             for index in range(model.num_layers)
         )
-
-    def _cached_s(self, num_frozen: int) -> float | None:
-        """Return a cached sample's read time, or None where computing the prefix is no slower."""
-        if not self._task.config.cache or num_frozen == 0:
-            return None
-        profile, chunk = self.measurements.profile, self._task.config.prefix_chunk
-        last = self._task.model.first_active(num_frozen)
-        computed_s = sum(profile.frozen_s(i, chunk) for i in range(last)) / chunk
-        read_s = profile.sublayers[last - 1].output_bytes / self.measurements.copy_bytes_per_s
-        return read_s if read_s < computed_s else None
 
 
 def _name(plan: PipelinePlan) -> str:
