@@ -34,7 +34,6 @@ from pipetransformer.config import cosine_with_warmup, make_config, polynomial_w
 from pipetransformer.optimizer import adamw
 from pipetransformer.processes import launch
 from pipetransformer.report import (
-    LABELS,
     RECORDS_FILE,
     Record,
     breakdown_table,
@@ -53,6 +52,8 @@ DONOR_FILE = "demo-donor.safetensors"
 FROZEN_BY_EPOCH = (0, 0, 0, 0, 0, 0, 0, 4, 8)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
 RUNS = ("elastic", "published", "baseline")
+LABELS = {"baseline": "without freezing", "published": "published rules", "elastic": "elastic"}
+"""What the report calls the runs, in its order."""
 MEMORY_LIMIT_BYTES = 106_000_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
 
@@ -141,7 +142,7 @@ def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, An
 def write_report(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:
     """Compare the finished runs: write and draw it into the folder, say it, and return it."""
     folder, summary = Path(settings.folder), summarize(settings)
-    records = {run: _records(settings, run) for run in reversed(RUNS)}
+    records = {label: _records(settings, run) for run, label in LABELS.items()}
     draw_report(records, folder / "report.png")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     say(

@@ -4,11 +4,11 @@ run_log ─► records          fit_report      pictures
 """
 
 from pipetransformer.report.fit_report import FitReport
-from pipetransformer.report.pictures import LABELS, breakdown_table, draw_folder, draw_report
+from pipetransformer.report.pictures import breakdown_table, draw_folder, draw_report
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.report.run_log import RunLog
 
 __all__ = [
-    "FitReport", "LABELS", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
+    "FitReport", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
     "draw_report", "read_records",
 ]  # fmt: skip

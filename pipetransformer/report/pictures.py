@@ -1,4 +1,4 @@
-"""Report: one picture and two tables of what a run did and where its time went.
+"""Report: one picture and a table of what a run did and where its time went.
 
 +--------------------+---------------------------+
 | loss               | samples per second        |
@@ -12,25 +12,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipetransformer.report.records import (
-    BREAKDOWN_CATEGORIES,
-    RECORDS_FILE,
-    Record,
-    read_records,
-)
+from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
     from matplotlib.axes import Axes
 
-ELASTIC = "elastic"
-"""The run that is reported; the others stand beside it."""
-LABELS = {"baseline": "without freezing", "published": "published rules", ELASTIC: "elastic"}
-COLORS = {"baseline": "#8a8f98", "published": "#59a14f", ELASTIC: "#0b6fb8"}
+OWN_COLOR, OTHER_COLORS = "#0b6fb8", ("#8a8f98", "#59a14f")
 SECOND_COLOR = "#e6842a"
 MARK_COLOR = "#c44e52"
 CATEGORY_COLORS = {
@@ -44,26 +36,26 @@ CATEGORY_COLORS = {
     "other": "#c7cbd1",
 }
 Runs: TypeAlias = Mapping[str, list[Record]]
-"""Records of runs by their names in LABELS, in the order in which they are shown."""
+"""Records of runs by what they are called; the last is reported, up to two stand beside it."""
 
 
 def draw_report(runs: Runs, path: Path) -> None:
     """Draw a run as a PNG: learning, freezing and topology, throughput, time by category.
 
     Args:
-        runs: the elastic run, and those that are drawn beside it.
+        runs: the run that is reported, after those that are drawn beside it.
         path: the picture to write, 1320 x 880 pixels.
     Raises:
-        ValueError: there is no epoch in the elastic run.
+        ValueError: there is no epoch in the run.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    elastic = runs[ELASTIC]
-    if not _of_kind(elastic, "epoch"):
+    *_, own = runs.values()
+    if not _epochs(own):
         raise ValueError(
-            f"the {len(elastic)} records given hold no epoch; train at least one whole epoch "
+            f"the {len(own)} records given hold no epoch; train at least one whole epoch "
             "before drawing the report"
         )
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
@@ -73,9 +65,12 @@ def draw_report(runs: Runs, path: Path) -> None:
         [["loss", "speed"], ["accuracy", "speed"], ["frozen", "parts"], ["shape", "parts"]]
     )
     for axes in panels.values():
-        _tidy(axes)
+        # Only what carries information: two spines and a faint grid.
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e6ea")
+        axes.set_axisbelow(True)
     _draw_learning(panels["loss"], panels["accuracy"], runs)
-    _draw_topology(panels["frozen"], panels["shape"], elastic)
+    _draw_topology(panels["frozen"], panels["shape"], own)
     _draw_throughput(panels["speed"], runs)
     _draw_breakdown(panels["parts"], runs)
     figure.savefig(path)
@@ -84,14 +79,14 @@ def draw_report(runs: Runs, path: Path) -> None:
 def total_breakdown(records: list[Record]) -> dict[str, float]:
     """Sum the seconds of each category over a run; the last record of a repeated epoch counts."""
     parts = [epoch["breakdown"] for epoch in _epochs(records)]
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in BREAKDOWN_CATEGORIES}
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in CATEGORY_COLORS}
 
 
 def breakdown_table(runs: Runs) -> str:
     """Write the seconds of runs by category as plain text, with their sums."""
     columns = [total_breakdown(records) for records in runs.values()]
-    rows = [["seconds", *(LABELS[name] for name in runs)]]
-    for name in BREAKDOWN_CATEGORIES:
+    rows = [["seconds", *runs]]
+    for name in CATEGORY_COLORS:
         rows.append([_spoken(name), *(f"{column[name]:.1f}" for column in columns)])
     rows.append(["sum", *(f"{sum(column.values()):.1f}" for column in columns)])
     return text_table(rows)
@@ -106,7 +101,7 @@ def draw_folder(folder: Path) -> str:
     path = folder / RECORDS_FILE
     if not path.exists():
         raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
-    runs = {ELASTIC: read_records(path)}
+    runs = {"elastic": read_records(path)}
     draw_report(runs, folder / "report.png")
     return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 
@@ -115,14 +110,12 @@ def _draw_learning(loss: Axes, accuracy: Axes, runs: Runs) -> None:
     """Draw training loss above test accuracy."""
     from matplotlib.ticker import PercentFormatter
 
-    for name, records in runs.items():
-        color = COLORS[name]
+    for name, records, color in _colored(runs):
         _line(loss, _of_kind(records, "step"), "loss", color=color, alpha=0.25, linewidth=0.8)
-        _line(loss, _epochs(records), "loss", color=color, label=LABELS[name])
+        _line(loss, _epochs(records), "loss", color=color, label=name)
         _line(accuracy, _of_kind(records, "evaluation"), "accuracy", color=color, marker=".")
-    _title(loss, "Learning")
-    loss.set_ylabel("training loss")
-    loss.set_ylim(bottom=0)
+    loss.set_title("Learning", loc="left", fontweight="bold")
+    loss.set(ylabel="training loss", ylim=(0, None))
     loss.legend(frameon=False)
     accuracy.set_ylabel("test accuracy")
     accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
@@ -135,19 +128,19 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
 
     steps = _of_kind(records, "step")
     steady = {"drawstyle": "steps-post", "linewidth": 2.0}
-    _line(frozen, steps, "frozen", color=COLORS[ELASTIC], **steady)
-    _line(shape, steps, "length", color=COLORS[ELASTIC], label="stages (K)", **steady)
+    _line(frozen, steps, "frozen", color=OWN_COLOR, **steady)
+    _line(shape, steps, "length", color=OWN_COLOR, label="stages (K)", **steady)
     dashed = {"linestyle": "--", **steady}
     _line(shape, steps, "replicas", color=SECOND_COLOR, label="replicas (R)", **dashed)
     for axes in (frozen, shape):
         axes.margins(y=0.15)
         axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-        marks = [event["elapsed_s"] for event in _of_kind(records, "transition")]
-        for index, mark in enumerate(marks):
+        for index, event in enumerate(_of_kind(records, "transition")):
             label = "transition" if index == 0 else None
-            axes.axvline(mark, color=MARK_COLOR, linestyle=":", linewidth=1.2, label=label)
-    _title(frozen, "Freezing and topology")
+            style = {"color": MARK_COLOR, "linestyle": ":", "linewidth": 1.2}
+            axes.axvline(event["elapsed_s"], label=label, **style)
+    frozen.set_title("Freezing and topology", loc="left", fontweight="bold")
     frozen.set_ylabel("frozen layers")
     shape.set_ylabel("K and R")
     shape.legend(ncols=3, loc="lower left", edgecolor="none", framealpha=0.9)
@@ -156,48 +149,50 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
 
 def _draw_throughput(axes: Axes, runs: Runs) -> None:
     """Draw samples per second, each epoch as a point."""
-    for name, records in runs.items():
-        style = {"color": COLORS[name], "label": LABELS[name], "marker": "."}
-        _line(axes, _epochs(records), "samples_per_s", **style)
-    _title(axes, "Throughput")
+    for name, records, color in _colored(runs):
+        _line(axes, _epochs(records), "samples_per_s", color=color, label=name, marker=".")
+    axes.set_title("Throughput", loc="left", fontweight="bold")
     axes.set_ylabel("samples per second, mean of each epoch")
-    axes.set_xlabel("seconds since the start")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="seconds since the start", xlim=(0, None), ylim=(0, None))
     axes.legend(frameon=False)
 
 
 def _draw_breakdown(axes: Axes, runs: Runs) -> None:
     """Stack the seconds of each epoch by category; other runs' mean epochs stand beside."""
-    epochs = _epochs(runs[ELASTIC])
+    *others, (_, own) = runs.items()
+    epochs = _epochs(own)
     places = [float(epoch["epoch"]) for epoch in epochs]
     bars = [epoch["breakdown"] for epoch in epochs]
     width = max(1.0, len(epochs) / 8)  # Wide enough for their names.
-    for name, records in runs.items():
-        if name == ELASTIC or not (num_epochs := len(_epochs(records))):
-            continue
-        mean = {part: total / num_epochs for part, total in total_breakdown(records).items()}
-        places.append(places[-1] + 1.0 + width)
-        bars.append(mean)
-        top = (places[-1], sum(mean.values()))
-        label = f"mean\n{LABELS[name]}".replace(" ", "\n")
-        axes.annotate(label, top, ha="center", va="bottom", fontsize="small")
+    for name, records in others:
+        if num_epochs := len(_epochs(records)):
+            mean = {part: total / num_epochs for part, total in total_breakdown(records).items()}
+            places.append(places[-1] + 1.0 + width)
+            bars.append(mean)
+            top = (places[-1], sum(mean.values()))
+            label = f"mean\n{name}".replace(" ", "\n")
+            axes.annotate(label, top, ha="center", va="bottom", fontsize="small")
     bottoms = [0.0] * len(bars)
-    for name in BREAKDOWN_CATEGORIES:
+    for name, color in CATEGORY_COLORS.items():
         heights = [bar.get(name, 0.0) for bar in bars]
-        axes.bar(places, heights, 0.8, bottoms, color=CATEGORY_COLORS[name], label=_spoken(name))
+        axes.bar(places, heights, 0.8, bottoms, color=color, label=_spoken(name))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    _title(axes, "Where each epoch's time went")
+    axes.set_title("Where each epoch's time went", loc="left", fontweight="bold")
     # Headroom for the notes above the other runs' bars.
     axes.margins(y=0.2)
-    axes.set_ylabel("seconds")
-    axes.set_xlabel("epoch")
+    axes.set(ylabel="seconds", xlabel="epoch")
     axes.set_xticks(places[: len(epochs) : max(1, len(epochs) // 8)])
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
 
 
+def _colored(runs: Runs) -> Iterator[tuple[str, list[Record], str]]:
+    """Yield each run's name, records and color."""
+    colors = (*OTHER_COLORS[: len(runs) - 1], OWN_COLOR)
+    for (name, records), color in zip(runs.items(), colors, strict=True):
+        yield name, records, color
+
+
 def _of_kind(records: list[Record], kind: str) -> list[Record]:
-    """Select the records of one kind."""
     return [record for record in records if record["kind"] == kind]
 
 
@@ -217,22 +212,8 @@ def _share_time(upper: Axes, lower: Axes) -> None:
     """Put two panels on one time axis, labelled below the lower."""
     upper.sharex(lower)
     upper.tick_params(labelbottom=False)
-    lower.set_xlabel("seconds since the start")
-    lower.set_xlim(left=0)
-
-
-def _tidy(axes: Axes) -> None:
-    """Leave only what carries information: two spines and a faint grid."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e6ea")
-    axes.set_axisbelow(True)
-
-
-def _title(axes: Axes, text: str) -> None:
-    """Write a panel's title."""
-    axes.set_title(text, loc="left", fontweight="bold")
+    lower.set(xlabel="seconds since the start", xlim=(0, None))
 
 
 def _spoken(name: str) -> str:
-    """Write a category as a reader would say it."""
     return name.replace("all_reduce", "all-reduce")

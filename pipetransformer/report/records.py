@@ -40,17 +40,6 @@ RECORDS_FILE = "records.jsonl"
 
 _LOGGER = logging.getLogger(__name__)
 
-BREAKDOWN_CATEGORIES = (
-    "compute",
-    "bubble",
-    "transfer",
-    "all_reduce",
-    "data",
-    "cache",
-    "transition",
-    "other",
-)
-
 
 class Records:
     """Append one JSON line per step or event, and every number in it to TensorBoard.
