@@ -202,10 +202,10 @@ def _epochs(records: list[Record]) -> list[Record]:
 
 
 def _line(axes: Axes, records: list[Record], field: str, **style: Any) -> None:
-    """Plot a field over the seconds since the start; a null leaves a gap."""
+    """Plot a field over the seconds since the start; where it is null or lacking is a gap."""
     seconds = [record["elapsed_s"] for record in records]
-    values = [math.nan if record[field] is None else record[field] for record in records]
-    axes.plot(seconds, values, **style)
+    values = [record.get(field) for record in records]
+    axes.plot(seconds, [math.nan if value is None else value for value in values], **style)
 
 
 def _share_time(upper: Axes, lower: Axes) -> None:

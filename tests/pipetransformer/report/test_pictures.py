@@ -74,6 +74,16 @@ def test_report_is_drawn_beside_a_baseline_without_a_whole_epoch(tmp_path: Path)
     assert_drawn(tmp_path / "report.png")
 
 
+@pytest.mark.filterwarnings("error")
+def test_report_is_drawn_of_a_run_whose_metrics_are_not_accuracy(tmp_path: Path) -> None:
+    records = run_of(2)
+    for record in records:
+        if "accuracy" in record:
+            record["error"] = record.pop("accuracy")
+    draw_report({"elastic": records}, tmp_path / "report.png")
+    assert_drawn(tmp_path / "report.png")
+
+
 def test_report_of_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the 3 records given hold no epoch"):
         draw_report({"elastic": run_of(1)[:3]}, tmp_path / "report.png")
