@@ -85,8 +85,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     Raises:
         ValueError: nothing fits the memory limit.
     """
-    plans = fastest_by_length(situation)
-    current = situation.current
+    plans, current = fastest_by_length(situation), situation.current
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
     stay = same_stages(situation, current)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from autopipe.plan import (
     ExplainedPlan,
@@ -27,6 +28,10 @@ class Refusal:
 
     length: int | None
     reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pipetransformer.config import TrainConfig
 from pipetransformer.forecast.named_model import ModelChoice, NamedModel, build_named
@@ -25,7 +24,6 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
     """Measure the costs on this machine, in one process per slot.
 
     Args:
-        choice: the model.
         num_slots: processes to start; see `default_slots`.
         global_batch: samples of a step; micro-batches of it are measured.
     Raises:
@@ -38,7 +36,7 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         answer = Path(folder) / "answer.json"
         launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
         values = json.loads(answer.read_text())
-    measured = Measurements.from_json(values["measurements"])
+    measured = Measurements.from_json(values)
     return Place(
         f"this machine, a {values['device'].upper()} for each slot",
         # The sample is made up, so that reading it tells nothing of a dataset.
@@ -67,12 +65,8 @@ def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
     try:
         measured = measure(_task(named, config), world, lambda ids: named.batch(len(ids)))
         if world.is_main:
-            values = {
-                "measurements": measured.to_json(),
-                "device": device.type,
-                "memory_bytes": memory_bytes,
-            }
-            Path(answer).write_text(json.dumps(values))
+            place = {"device": device.type, "memory_bytes": memory_bytes}
+            Path(answer).write_text(json.dumps({**measured.to_json(), **place}))
     finally:
         world.close()
 
@@ -86,11 +80,7 @@ def _task(named: NamedModel, config: TrainConfig) -> Task:
             f"{', '.join(missing)}; give them too"
         )
     trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
-    stand_in = Loss(_mean_square, is_exact=True)
+    # What it costs hardly counts.
+    stand_in = Loss(lambda output, target: output.square().mean(), is_exact=True)
     loss_fn = choose_loss(None, model.loss_fn or stand_in, model=type(model.model).__name__)
     return Task(model, loss_fn, adamw(), config, trainable)
-
-
-def _mean_square(output: Tensor, target: object) -> Tensor:
-    """Stand for the loss of a model that has none of its own; what it costs hardly counts."""
-    return output.square().mean()

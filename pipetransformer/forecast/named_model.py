@@ -38,7 +38,7 @@ class ModelChoice:
             returns a model (for `adapt`) and a sample batch: its inputs and targets by name.
         image_size: pixels of a side, for timm; None is the model's own.
         seq_length: tokens of a sample, for BERT.
-        dtype: of the parameters and of all that is computed.
+        dtype: of the parameters and of all that is computed; one of DTYPES.
     Raises:
         ValueError: a value is out of range, or does not apply to the model.
     """
@@ -57,8 +57,6 @@ class ModelChoice:
                 raise ValueError(f"{option} does not apply to {self.name}; leave it out")
             if value is not None and value < 1:
                 raise ValueError(f"{option} is {value}; give at least 1")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
 
     @property
     def is_own(self) -> bool:
@@ -90,12 +88,12 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
     """Build the model, with random weights, and its sample.
 
     Args:
-        choice: which.
         device: "cpu", or "meta" for shapes without memory.
     Raises:
         ValueError: nothing has this name, or what has it gives no sample, or a model that no
             adapter knows.
     """
+    dtype = DTYPES[choice.dtype]
     with torch.device(device):
         if choice.is_own:
             model, batch = _build_own(choice.name, device)
@@ -103,19 +101,16 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
             model, batch = _build_bert(choice)
         else:
             model, batch = _build_timm(choice)
-        dtype = DTYPES[choice.dtype]
-        if isinstance(model, LayeredModel):
-            model.model.to(dtype)
-        else:
-            model.to(dtype)
-        sample = {
-            name: tensor[:1].to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in batch.items()
-        }
         try:
-            return NamedModel(adapt(model), sample)
+            layered = adapt(model)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        layered.convert(dtype)
+    sample = {
+        name: tensor[:1].to(device, dtype if tensor.is_floating_point() else None)
+        for name, tensor in batch.items()
+    }
+    return NamedModel(layered, sample)
 
 
 def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
@@ -128,15 +123,13 @@ def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
             f"no model is called {choice.name!r}; give {', '.join(BERTS)}, a VisionTransformer of "
             f'timm (such as {", ".join(near)}), or "module:function" for your own'
         )
-    size: dict[str, Any] = {}
-    if choice.image_size is not None:
-        size["img_size"] = choice.image_size
+    size: dict[str, Any] = {} if choice.image_size is None else {"img_size": choice.image_size}
     model: Any = timm.create_model(choice.name, **size)
-    channels, height, width = model.default_cfg["input_size"]
+    channels, *sides = model.default_cfg["input_size"]
     if choice.image_size is not None:
-        height = width = choice.image_size
+        sides = [choice.image_size] * 2
     return model, {
-        "x": torch.zeros(1, channels, height, width),
+        "x": torch.zeros(1, channels, *sides),
         "y": torch.zeros(1, dtype=torch.int64),
     }
 
@@ -146,13 +139,9 @@ def _build_bert(choice: ModelChoice) -> tuple[nn.Module, Batch]:
     from transformers import BertConfig, BertForQuestionAnswering
 
     config = BertConfig(**BERTS[choice.name])
-    length = min(384, config.max_position_embeddings)
-    if choice.seq_length is not None:
-        length = choice.seq_length
-    if length > config.max_position_embeddings:
-        raise ValueError(
-            f"seq_length is {length}; {choice.name} takes up to {config.max_position_embeddings}"
-        )
+    length, most = choice.seq_length or 384, config.max_position_embeddings
+    if length > most:
+        raise ValueError(f"seq_length is {length}; {choice.name} takes up to {most}")
     tokens = torch.ones(1, length, dtype=torch.int64)
     position = torch.zeros(1, dtype=torch.int64)
     return BertForQuestionAnswering(config), {
@@ -186,16 +175,12 @@ def _build_own(name: str, device: str) -> tuple[nn.Module | LayeredModel, Mappin
             f"{name} failed: {error}; for a cluster that is only described it is called under "
             "torch.device('meta'), where tensors have no values: build the model without any"
         ) from error
-    if (
-        not isinstance(built, tuple)
-        or len(built) != 2
-        or not isinstance(built[0], (nn.Module, LayeredModel))
-        or not isinstance(built[1], Mapping)
-        or not built[1]
-        or not all(isinstance(tensor, Tensor) and len(tensor) for tensor in built[1].values())
-    ):
-        raise ValueError(
-            f"{name} returned {type(built).__name__}; it must return (model, batch): a model that "
-            "adapt knows, and a batch of at least one sample, tensors by name"
-        )
-    return built
+    match built:
+        case (nn.Module() | LayeredModel(), Mapping() as batch) if batch and all(
+            isinstance(tensor, Tensor) and tensor.ndim and len(tensor) for tensor in batch.values()
+        ):
+            return built
+    raise ValueError(
+        f"{name} returned {type(built).__name__}; it must return (model, batch): a model that "
+        "adapt knows, and a batch of at least one sample, tensors by name"
+    )

@@ -77,21 +77,21 @@ def frozen_text(answers: Sequence[Answer]) -> str:
     """Write the choice at each number of frozen layers, beside that of the published rules."""
     rows = [
         ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
-        + ["paper's K", "R", "M", "schedule", "step ms", "samples/s", "takes"]
+        + ["paper's K", *_PLAN_COLUMNS[1:], "takes"]
     ]
     for answer in answers:
         chosen, paper = answer.chosen, answer.paper
-        row = [str(answer.request.num_frozen), *_plan_cells(chosen, answer)]
-        if isinstance(chosen, Refusal):
-            row += [""] * 3
-        else:
+        largest = ["", "", ""]
+        if not isinstance(chosen, Refusal):
             shares = (chosen.parts.bubble_s, chosen.parts.all_reduce_s)
-            row += [_share(chosen, part) for part in shares]
-            row += [as_bytes(max(chosen.plan.peak_bytes))]
-        row += _plan_cells(paper, answer)
+            largest = [_share(chosen, part) for part in shares]
+            largest.append(as_bytes(max(chosen.plan.peak_bytes)))
+        takes = ""
         if not isinstance(chosen, Refusal) and not isinstance(paper, Refusal):
-            row += [f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"]
-        rows.append(row)
+            takes = f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"
+        frozen = str(answer.request.num_frozen)
+        plans = _plan_cells(chosen, answer), _plan_cells(paper, answer)
+        rows.append([frozen, *plans[0], *largest, *plans[1], takes])
     return text_table(rows)
 
 
@@ -101,16 +101,12 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     return {
         "num_frozen": answer.request.num_frozen,
         "memory_limit_bytes": answer.request.memory_limit_bytes,
-        "chosen": _plain(chosen),
+        "chosen": chosen.to_json(),
         "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, answer),
-        "others": [_plain(other) for other in answer.others],
-        "refusals": [asdict(refusal) for refusal in answer.refusals],
-        "published": _plain(answer.paper),
+        "others": [other.to_json() for other in answer.others],
+        "refusals": [refusal.to_json() for refusal in answer.refusals],
+        "published": answer.paper.to_json(),
     }
-
-
-def _plain(found: ExplainedPlan | Refusal) -> dict[str, Any]:
-    return asdict(found) if isinstance(found, Refusal) else found.to_json()
 
 
 def _stage_names(explained: ExplainedPlan, answer: Answer) -> list[str]:
@@ -146,19 +142,15 @@ def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
 
 def _other_rows(answer: Answer) -> list[list[str]]:
     rows = [["", *_PLAN_COLUMNS, "why not"]]
-    for other in answer.others:
-        rows.append(["", *_plan_cells(other, answer), _why_not(other, answer)])
-    for refusal in answer.refusals:
-        rows.append(["", str(refusal.length), *[""] * 5, refusal.reason])
-    paper = answer.paper
-    reason = "see below" if isinstance(paper, Refusal) else _why_not(paper, answer)
-    rows.append(["published rules", *_plan_cells(paper, answer), reason])
+    for found in (*answer.others, *answer.refusals, answer.paper):
+        name = "published rules" if found is answer.paper else ""
+        rows.append([name, *_plan_cells(found, answer), _why_not(found, answer)])
     return rows
 
 
 def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
     if isinstance(found, Refusal):
-        return ["none", *[""] * 5]
+        return [str(found.length or "none"), *[""] * 5]
     plan, request = found.plan, answer.request
     return [
         str(plan.length),
@@ -170,9 +162,11 @@ def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
     ]
 
 
-def _why_not(other: ExplainedPlan, answer: Answer) -> str:
+def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
     """Say what a plan has against it, beside the chosen one."""
     chosen = answer.chosen
+    if isinstance(other, Refusal):
+        return "see below" if other.length is None else other.reason
     if isinstance(chosen, Refusal):
         return ""
     if other.plan == chosen.plan:

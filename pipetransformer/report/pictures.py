@@ -138,7 +138,7 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         for index, event in enumerate(_of_kind(records, "transition")):
             label = "transition" if index == 0 else None
-            style = {"color": MARK_COLOR, "linestyle": ":", "linewidth": 1.2}
+            style: Any = {"color": MARK_COLOR, "linestyle": ":", "linewidth": 1.2}
             axes.axvline(event["elapsed_s"], label=label, **style)
     frozen.set_title("Freezing and topology", loc="left", fontweight="bold")
     frozen.set_ylabel("frozen layers")

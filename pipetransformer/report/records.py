@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -139,9 +140,7 @@ def _recover(path: Path) -> float:
     """Cut off a torn last line, so that nothing is appended to it; return the seconds recorded."""
     if not path.exists():
         return 0.0
-    written = path.read_bytes()
-    with path.open("r+b") as file:
-        file.truncate(written.rfind(b"\n") + 1)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     records = read_records(path)
     return float(records[-1]["elapsed_s"]) if records else 0.0
 

@@ -97,7 +97,7 @@ class RunLog:
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         misses = stats.misses + stats.upgrades
-        plan, replicas = decision.plan, self._topology(decision).replicas
+        shape = self._shape(decision)
         self._record(
             "step",
             clock.step,
@@ -106,10 +106,7 @@ class RunLog:
             learning_rate=clock.learning_rate,
             loss=result.loss,
             seconds=result.seconds,
-            frozen=decision.num_frozen,
-            length=plan.length,
-            replicas=replicas,
-            micro_batches=plan.num_micro_batches,
+            **shape,
             cache_hits=stats.hits,
             cache_misses=misses,
             gradient_norm=result.gradient_norm,
@@ -119,9 +116,9 @@ class RunLog:
                 "epoch": str(clock.epoch),
                 "loss": f"{result.loss:.3f}",
                 "acc": self._accuracy,
-                "frozen": str(decision.num_frozen),
-                "KxR": f"{plan.length}x{replicas}",
-                "M": str(plan.num_micro_batches),
+                "frozen": str(shape["frozen"]),
+                "KxR": f"{shape['length']}x{shape['replicas']}",
+                "M": str(shape["micro_batches"]),
                 "samples/s": f"{num_samples / result.seconds:.0f}",
                 "hits": f"{stats.hits / max(stats.hits + misses, 1):.0%}",
             }
@@ -141,16 +138,10 @@ class RunLog:
         plan, topology = decision.plan, self._topology(decision)
         if topology.spares and (before is None or before.plan.length != plan.length):
             self._warn_of_spares(topology)
-        entry: dict[str, Any] = {
-            "step": decision.step,
-            "frozen": decision.num_frozen,
-            "length": plan.length,
-            "replicas": topology.replicas,
-            "micro_batches": plan.num_micro_batches,
-            "seconds": change.seconds,
-        }
+        shape, seconds = self._shape(decision), change.seconds
+        entry: dict[str, Any] = {"step": decision.step, **shape, "seconds": seconds}
         self._changed_step = decision.step
-        self._spent["transition"] += change.seconds if before else 0.0
+        self._spent["transition"] += seconds if before else 0.0
         self._record(
             "transition",
             **entry,
@@ -164,11 +155,10 @@ class RunLog:
             reason=decision.reason,
         )
         if self._bar is not None:
+            was = self._shape_text(before) if before else "start"
             cached = ", prefix cached" if decision.use_cache else ""
-            self._bar.write(
-                f"step {decision.step}: {self._shape(before) if before else 'start'} -> "
-                f"{self._shape(decision)}{cached} in {change.seconds * 1e3:.0f} ms"
-            )
+            now = f"{self._shape_text(decision)}{cached} in {seconds * 1e3:.0f} ms"
+            self._bar.write(f"step {decision.step}: {was} -> {now}")
         return entry
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
@@ -241,12 +231,18 @@ class RunLog:
     def _topology(self, decision: Decision) -> Topology:
         return self._world.topology(decision.plan.length)
 
-    def _shape(self, decision: Decision) -> str:
-        plan, replicas = decision.plan, self._topology(decision).replicas
-        return (
-            f"frozen {decision.num_frozen}, K x R = {plan.length}x{replicas}, "
-            f"M = {plan.num_micro_batches} ({plan.schedule})"
-        )
+    def _shape(self, decision: Decision) -> dict[str, int]:
+        """Return what records say of a decision."""
+        return {
+            "frozen": decision.num_frozen,
+            "length": decision.plan.length,
+            "replicas": self._topology(decision).replicas,
+            "micro_batches": decision.plan.num_micro_batches,
+        }
+
+    def _shape_text(self, decision: Decision) -> str:
+        text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"
+        return f"{text.format(**self._shape(decision))} ({decision.plan.schedule})"
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Model the time on the links of what this rank receives in a step."""
