@@ -89,13 +89,10 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
     stay = same_stages(situation, current)
-    replicas_of = situation.request.replicas_of
 
     def remaining_s(plan: PipelinePlan) -> float:
         # Steps are counted at the current batch, which with scale_batch is not the other plan's.
-        share = 1.0
-        if situation.scale_batch:
-            share = replicas_of(current.length) / replicas_of(plan.length)
+        share = _growth(situation, current.length) / _growth(situation, plan.length)
         stays = stay is not None and plan.boundaries == stay.boundaries
         going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
@@ -109,8 +106,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
 
 def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
-    request = _of_length(situation.request, current.length, situation.scale_batch)
-    profile = situation.profile
+    request, profile = _of_length(situation, current.length), situation.profile
     first_active = _first_active(profile, request)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
@@ -139,11 +135,9 @@ def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
     """
     if not situation.scale_batch:
         return plan_pipeline(situation.profile, situation.request)
-    plans = fastest_by_length(situation)
-    replicas_of = situation.request.replicas_of
     return min(
-        plans.values(),
-        key=lambda plan: (plan.predicted_step_s / replicas_of(plan.length), plan.length),
+        fastest_by_length(situation).values(),
+        key=lambda plan: (plan.predicted_step_s / _growth(situation, plan.length), plan.length),
     )
 
 
@@ -159,8 +153,7 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
         plans = {}
         for length in lengths:
             try:
-                request = _of_length(situation.request, length, situation.scale_batch)
-                plan = plan_pipeline(situation.profile, request)
+                plan = plan_pipeline(situation.profile, _of_length(situation, length))
                 plans[length] = plan.lengthened(situation.correction(plan))
             except ValueError as error:
                 refusals.append(error)
@@ -170,10 +163,15 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
     raise refusals[len(choices[0]) - 1]
 
 
-def _of_length(request: PlanRequest, length: int, scale_batch: bool) -> PlanRequest:
+def _of_length(situation: PlanSituation, length: int) -> PlanRequest:
     """Return the request for one length, with the batch that is trained at it."""
-    grown = request.replicas_of(length) if scale_batch else 1
-    return replace(request, lengths=(length,), global_batch=request.global_batch * grown)
+    request, growth = situation.request, _growth(situation, length)
+    return replace(request, lengths=(length,), global_batch=request.global_batch * growth)
+
+
+def _growth(situation: PlanSituation, length: int) -> int:
+    """Return how many times the request's batch is trained at a length."""
+    return situation.request.replicas_of(length) if situation.scale_batch else 1
 
 
 def published_plan(situation: PlanSituation) -> PipelinePlan:
@@ -197,7 +195,7 @@ def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     if situation.scale_batch:
         # A batch of which every replica has a sample: on more than that, K does not depend.
         ample = replace(request, global_batch=request.global_batch * request.num_ranks)
-        request = _of_length(request, paper_length(profile, ample), scale_batch=True)
+        request = _of_length(situation, paper_length(profile, ample))
     return paper_plan(profile, request)
 
 
