@@ -249,7 +249,7 @@ def read_state(folder: Path) -> dict[str, Tensor]:
         raise RuntimeError(f"{folder} ended with a checkpoint of step {checkpoint.step}")
     return {
         f"{shard}: {name}": tensor
-        for shard in checkpoint.shard_names
+        for shard in checkpoint.records
         for name, tensor in checkpoint.read(shard).items()
     }
 

@@ -1,8 +1,9 @@
-"""Write what survives a power cut: whole lines, plain values, the names in a folder."""
+"""Write what survives a power cut: whole lines, whole files, plain values."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from contextlib import suppress
@@ -21,8 +22,7 @@ class LineFile:
 
         Args:
             line: with its newline.
-            durable: wait until it is on disk; else it is the operating system's, and a machine
-                that fails may lose it.
+            durable: wait until it is on disk; else a machine that fails may lose it.
         Raises:
             OSError: the disk is full or failed; nothing of the line is left in the file.
         """
@@ -42,11 +42,33 @@ class LineFile:
         self._file.close()
 
 
-def encode_json(value: Any, what: str) -> str:
-    """Encode plain values as one line of JSON that reads back equal.
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that appears under its name in one piece, and wait until it is on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)
 
-    Floats keep every bit; NaN and infinities are written as Python's own json reads them. Only a
-    tuple changes: it comes back as a list.
+
+def fsync(path: Path) -> None:
+    """Wait until a file's bytes are on disk, or the names in a folder; neither does the other."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hash_json(value: Any) -> str:
+    """Return the SHA-256 of a value's JSON text, which reading and encoding again gives back."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def check_plain(value: Any, what: str) -> None:
+    """Refuse a value that does not read back equal from JSON, but for tuples, which become lists.
+
+    Floats keep every bit; NaN and infinities are written as Python's own json reads them.
 
     Args:
         what: name of the value, for messages.
@@ -54,20 +76,6 @@ def encode_json(value: Any, what: str) -> str:
         TypeError: a value that JSON cannot hold (a tensor), or a key that it would turn into a
             string (an int).
     """
-    _check_plain(value, what)
-    return json.dumps(value)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; fsync of a file keeps its bytes, not its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_plain(value: Any, what: str) -> None:
     if isinstance(value, dict):
         for key, member in value.items():
             if not isinstance(key, str):
@@ -75,10 +83,10 @@ def _check_plain(value: Any, what: str) -> None:
                     f"{what} has the key {key!r} of type {type(key).__name__}, which JSON would "
                     "turn into a string; use a str"
                 )
-            _check_plain(member, f"{what}[{key!r}]")
+            check_plain(member, f"{what}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for index, member in enumerate(value):
-            _check_plain(member, f"{what}[{index}]")
+            check_plain(member, f"{what}[{index}]")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise TypeError(
             f"{what} is a {type(value).__name__}; allowed are dict, list, tuple, str, int, float, "

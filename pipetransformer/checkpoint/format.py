@@ -23,8 +23,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from pipetransformer.checkpoint.snapshot import HostShard
-from pipetransformer.durable import encode_json, fsync_folder
+from pipetransformer.checkpoint.snapshot import Shards
+from pipetransformer.durable import fsync, hash_json, replace_file
 from pipetransformer.errors import CorruptCheckpointError
 
 FORMAT_VERSION = 2
@@ -41,7 +41,6 @@ FORMAT_VERSION = 2
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_PIECE_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,46 +62,30 @@ class Checkpoint:
     scalars: dict[str, Any]
     records: dict[str, ShardRecord]
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """List the names under which the shards were written."""
-        return tuple(self.records)
-
     def read(self, name: str) -> dict[str, Tensor]:
         """Read one shard to CPU; the bytes that are decoded are the bytes that were verified.
 
         Raises:
-            ValueError: the checkpoint has no such shard.
             CorruptCheckpointError: the file is missing, or is not the one that was written.
         """
-        if name not in self.records:
-            raise ValueError(
-                f"checkpoint {self.folder} has no shard {name!r}; it has "
-                f"{', '.join(self.records) or 'none'}; resume with the model that was saved"
-            )
-        path = self.folder / self.records[name].file
-        with _reading(path):
-            data = path.read_bytes()
-        _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), self.records[name].sha256)
-        return safetensors.torch.load(data)
+        return safetensors.torch.load(self._read_file(self.records[name]))
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
-        """Compare files' hashes with the manifest, a piece at a time to bound the memory.
+        """Compare the files' hashes with the manifest, or those of a rank's share of the files.
 
-        Args:
-            part, num_parts: which share of the files, for ranks that share the work; all of them
-                by default.
         Raises:
             CorruptCheckpointError: a file is missing, or is not the one that was written.
         """
         by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
         for record in by_size[part::num_parts]:
-            path = self.folder / record.file
-            digest = hashlib.sha256()
-            with _reading(path), open(path, "rb") as file:
-                while piece := file.read(_PIECE_BYTES):
-                    digest.update(piece)
-            _expect(path, "SHA-256", digest.hexdigest(), record.sha256)
+            self._read_file(record)
+
+    def _read_file(self, record: ShardRecord) -> bytes:
+        path = self.folder / record.file
+        with _reading(path):
+            data = path.read_bytes()
+        _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
+        return data
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
@@ -113,22 +96,22 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
         stays as it is: it may be the only good checkpoint until this save is published.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    earlier = _folders(directory, step)
-    suffix = f"-{_order(earlier[0])[1] + 1}" if earlier else ""
+    attempts = [_order(folder)[1] for folder in _folders(directory) if _order(folder)[0] == step]
+    suffix = f"-{max(attempts) + 1}" if attempts else ""
     folder = directory / f"step-{step:08d}{suffix}"
     folder.mkdir()
     return folder
 
 
-def write_shards(folder: Path, shards: Iterable[HostShard]) -> dict[str, ShardRecord]:
+def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
     """Write the shards that this rank owns, and wait until they are on disk.
 
     Args:
-        shards: what `Snapshot.take` returned.
+        shards: tensors in host memory, contiguous and apart from each other.
     Raises:
         FileNotFoundError: the folder is not visible to this rank.
         FileExistsError: another rank has written a shard of that name; a shard has one owner.
-        OSError: the disk is full or gone.
+        OSError, SafetensorError: the disk is full or gone.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -136,29 +119,24 @@ def write_shards(folder: Path, shards: Iterable[HostShard]) -> dict[str, ShardRe
             "checkpoint_folder first, in a directory that all nodes share"
         )
     records = {}
-    for shard in shards:
-        digest = hashlib.sha256(shard.header)
-        file_name = _file_name(shard.name)
-        with open(folder / file_name, "xb") as file:
-            file.write(shard.header)
-            for start in range(0, len(shard.data), _PIECE_BYTES):
-                piece = shard.data[start : start + _PIECE_BYTES]
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        num_bytes = len(shard.header) + len(shard.data)
-        records[shard.name] = ShardRecord(file_name, digest.hexdigest(), num_bytes)
+    for name, tensors in shards.items():
+        path = folder / _file_name(name)
+        path.touch(exist_ok=False)
+        mode = path.stat().st_mode
+        safetensors.torch.save_file(dict(tensors), path)
+        path.chmod(mode)  # safetensors lets nobody but its owner read a file.
+        fsync(path)
+        data = path.read_bytes()
+        records[name] = ShardRecord(path.name, hashlib.sha256(data).hexdigest(), len(data))
     return records
 
 
-def discard(directory: Path, folder: Path) -> None:
-    """Remove the folder of a save that failed, unless the pointer names it already."""
-    try:
-        named = _read_sealed(directory / _POINTER)["checkpoints"]
-    except CorruptCheckpointError:
-        named = []
-    if folder.name not in named and folder.exists():
+def discard(folder: Path) -> None:
+    """Remove the folder of a save that failed, unless a resume may find it already."""
+    with suppress(CorruptCheckpointError):
+        if folder in published(folder.parent):
+            return
+    if folder.exists():
         _delete(folder)
 
 
@@ -174,18 +152,12 @@ def publish(
     Args:
         folder: the one that `checkpoint_folder` created.
         records: what `write_shards` returned, of all ranks together.
-        scalars: plain values by name; see `journal.encode_json`.
+        scalars: plain values by name.
         keep: number of checkpoints to keep, at least 1: this one.
     Raises:
-        ValueError: keep < 1, or the folder has been published before.
-        TypeError: a scalar that JSON cannot hold.
         CorruptCheckpointError: a shard is missing, or has another size than was written.
         OSError: the disk is full or gone.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; pass 1 or more, as this checkpoint itself is kept")
-    if (folder / _MANIFEST).exists():
-        raise ValueError(f"{folder} is a checkpoint already; call checkpoint_folder for another")
     _compare_sizes(folder, records)
     directory, step = folder.parent, _order(folder)[0]
     earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
@@ -193,7 +165,7 @@ def publish(
     shards = {name: asdict(record) for name, record in records.items()}
     _write_sealed(folder / _MANIFEST, {"step": step, "scalars": dict(scalars), "shards": shards})
     # After a power cut, the pointer must not name a folder whose own name was lost.
-    fsync_folder(directory)
+    fsync(directory)
     _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in kept]})
     for other in _folders(directory):
         if other not in kept and (_order(other)[0] <= step or not (other / _MANIFEST).exists()):
@@ -213,10 +185,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     records = {name: ShardRecord(**record) for name, record in content["shards"].items()}
     for record in records.values():
         if Path(record.file).name != record.file or record.file in ("", ".."):
-            raise ValueError(
-                f"{folder / _MANIFEST} names {record.file!r}, which is no file of its folder; it "
-                "was not written by this program: do not use it"
-            )
+            raise _foreign(folder / _MANIFEST, record.file, "file")
     _compare_sizes(folder, records)
     return Checkpoint(folder, content["step"], content["scalars"], records)
 
@@ -238,12 +207,6 @@ def published(directory: Path) -> list[Path]:
     pointer = directory / _POINTER
     try:
         names = _read_sealed(pointer)["checkpoints"]
-        if foreign := [name for name in names if not _FOLDER.fullmatch(name)]:
-            raise ValueError(
-                f"{pointer} names {foreign[0]!r}, which is no checkpoint of its folder; it was "
-                "not written by this program: do not use it"
-            )
-        return [directory / name for name in names]
     except CorruptCheckpointError as error:
         complete = [folder for folder in _folders(directory) if (folder / _MANIFEST).exists()]
         if complete:
@@ -251,14 +214,16 @@ def published(directory: Path) -> list[Path]:
         elif pointer.exists():
             raise
         return complete
+    if foreign := [name for name in names if not _FOLDER.fullmatch(name)]:
+        raise _foreign(pointer, foreign[0], "checkpoint")
+    return [directory / name for name in names]
 
 
-def _folders(directory: Path, step: int | None = None) -> list[Path]:
-    """List the folders, complete or not, the newest step and attempt first; or only a step's."""
+def _folders(directory: Path) -> list[Path]:
+    """List the folders, complete or not, the newest step and attempt first."""
     names = os.listdir(directory) if directory.is_dir() else []
     folders = [directory / name for name in names if _FOLDER.fullmatch(name)]
-    chosen = [folder for folder in folders if step is None or _order(folder)[0] == step]
-    return sorted(chosen, key=_order, reverse=True)
+    return sorted(folders, key=_order, reverse=True)
 
 
 def _order(folder: Path) -> tuple[int, int]:
@@ -290,16 +255,9 @@ def _file_name(shard: str) -> str:
 
 
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file with its own SHA-256; it appears under its name in one piece."""
-    text = encode_json({"format": FORMAT_VERSION, **content}, path.name)
-    seal = hashlib.sha256(text.encode()).hexdigest()
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(f'{{"sha256": "{seal}", "content": {text}}}'.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    """Write a JSON file with its own SHA-256."""
+    content = {"format": FORMAT_VERSION, **content}
+    replace_file(path, json.dumps({"sha256": hash_json(content), "content": content}).encode())
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
@@ -310,8 +268,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
         content, seal = sealed["content"], sealed["sha256"]
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptCheckpointError(f"{path} is not what was written: {error!r}") from error
-    # What json.loads reads, json.dumps turns back into the very text that was hashed.
-    _expect(path, "SHA-256", hashlib.sha256(json.dumps(content).encode()).hexdigest(), seal)
+    _expect(path, "SHA-256", hash_json(content), seal)
     if content["format"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {content['format']}, and only {FORMAT_VERSION} can be read here; "
@@ -339,3 +296,10 @@ def _compare_sizes(folder: Path, records: Mapping[str, ShardRecord]) -> None:
 def _expect(path: Path, what: str, found: object, expected: object) -> None:
     if found != expected:
         raise CorruptCheckpointError(f"{path} has {what} {found}; expected {expected}")
+
+
+def _foreign(path: Path, name: str, kind: str) -> ValueError:
+    return ValueError(
+        f"{path} names {name!r}, which is no {kind} of its folder; it was not written by this "
+        "program: do not use it"
+    )

@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,15 +33,15 @@ from pipetransformer.checkpoint.format import (
     published,
 )
 from pipetransformer.config import TrainConfig
+from pipetransformer.durable import replace_file
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes import World, agree
+from pipetransformer.processes import LAUNCH_VARIABLE, RESTART_VARIABLE, World, agree
 from pipetransformer.transition import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
 
 CHECKPOINTS = "checkpoints"
 
 _JOURNAL = "journal.jsonl"
 _LAUNCHERS = "launchers.json"
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "PIPETRANSFORMER_RESTART_COUNT")
 _LOG = logging.getLogger(__name__)
 
 
@@ -79,10 +80,7 @@ def note_launchers(folder: Path, world: World) -> None:
     """Write down who started this run's processes, so that theirs may continue it. Collective."""
     launchers = sorted(set(gather_json(_launcher(), group=world.group)))
     if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{_LAUNCHERS}.tmp"
-        temporary.write_text(json.dumps(launchers))
-        os.replace(temporary, folder / _LAUNCHERS)
+        replace_file(folder / _LAUNCHERS, json.dumps(launchers).encode())
 
 
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:
@@ -129,10 +127,10 @@ def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
     """
     sublayers = [sublayer.name for sublayer in model.sublayers]
     names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
-    if names != set(checkpoint.shard_names):
-        saved = dict.fromkeys(split_shard_name(name)[0] for name in checkpoint.shard_names)
+    if names != set(checkpoint.records):
+        saved = sorted({split_shard_name(name)[0] for name in checkpoint.records})
         raise ValueError(
-            f"checkpoint {checkpoint.folder} is of a model with the sublayers {sorted(saved)}, "
+            f"checkpoint {checkpoint.folder} is of a model with the sublayers {saved}, "
             f"but this one has {sorted(sublayers)}; resume with the model that was saved"
         )
 
@@ -179,9 +177,8 @@ def is_restarted() -> bool:
     """Tell whether a launcher that restarts processes may have started this one again."""
     # torchrun counts restarts by node, so that a node's count may still be 0: being started by
     # the launcher that began the run tells a restart, as torchrun has one run in its life.
-    return "TORCHELASTIC_RESTART_COUNT" in os.environ or any(
-        os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS
-    )
+    counted = os.environ.get(RESTART_VARIABLE, "0") != "0"
+    return counted or "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 def _launcher() -> str:
@@ -191,13 +188,12 @@ def _launcher() -> str:
     if stat.exists():
         started = stat.read_text().rpartition(")")[2].split()[19]
     # A process may launch one run after the other.
-    launch = os.environ.get("PIPETRANSFORMER_LAUNCH", "")
+    launch = os.environ.get(LAUNCH_VARIABLE, "")
     return f"{socket.gethostname()} {parent} {started} {launch}".strip()
 
 
 def _noted_launchers(folder: Path) -> list[str]:
     """Return who started the folder's run; nobody where that cannot be read."""
-    try:
-        return [str(name) for name in json.loads((folder / _LAUNCHERS).read_text())]
-    except (OSError, ValueError, TypeError):
-        return []
+    with suppress(OSError, ValueError, TypeError):
+        return list(json.loads((folder / _LAUNCHERS).read_text()))
+    return []

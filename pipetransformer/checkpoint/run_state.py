@@ -10,13 +10,14 @@ import logging
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from autodp import broadcast_json, gather_json
-from pipetransformer.checkpoint.folder_lock import FolderLock
+from pipetransformer.checkpoint.folder_lock import lock_folder
 from pipetransformer.checkpoint.format import Checkpoint
 from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
@@ -56,10 +57,7 @@ class RunState:
     """Save and restore the parts of a run that change while it trains.
 
     Args:
-        task, world: what is trained, and where.
-        timeline, deployment: as the trainer has them.
         parts: what else saves and restores itself, by name.
-        optimizer: what it keeps for its parameters.
     """
 
     def __init__(
@@ -78,10 +76,8 @@ class RunState:
         self._deployment = deployment
         self._parts = parts
         self._optimizer = optimizer.to_json()
-        folder = task.config.folder
-        self._folder = None if folder is None else Path(folder)
         self._hardware = _describe_hardware(world.device)
-        self._lock: FolderLock | None = None
+        self._lock: FileIO | None = None
         self._saver: Saver | None = None
         self.resumes = False
         self._keeps = False
@@ -91,24 +87,20 @@ class RunState:
         """Get ready to save, and return the checkpoint to continue from, if any. Collective.
 
         Raises:
-            CorruptCheckpointError, ValueError: see `FolderLock.take`, `resumes`, `open_latest` and
+            CorruptCheckpointError, ValueError: see `lock_folder`, `resumes`, `open_latest` and
                 `_check`; on every rank.
         """
         config, group = self._task.config, self._world.group
-        if self._folder is None:
+        if config.folder is None:
             return None
-        folder = self._folder
+        folder = Path(config.folder)
         claimed = agree(lambda: self._world.is_main and self._claim(folder), group=group)
         self.resumes = broadcast_json(claimed, group=group)
-        note_launchers(self._folder, self._world)
-        directory = self._folder / CHECKPOINTS
+        note_launchers(folder, self._world)
+        directory = folder / CHECKPOINTS
         if config.saves:
-            self._saver = Saver(
-                directory,
-                self._world,
-                keep=config.keep_checkpoints,
-                timeout_s=config.setup_timeout_s,
-            )
+            keep, timeout_s = config.keep_checkpoints, config.setup_timeout_s
+            self._saver = Saver(directory, self._world, keep=keep, timeout_s=timeout_s)
         checkpoint = open_latest(directory, group=group) if self.resumes else None
         if checkpoint is not None:
             self._check(checkpoint)
@@ -117,9 +109,8 @@ class RunState:
     def _claim(self, folder: Path) -> bool:
         """Lock the folder, and tell whether the run in it is continued."""
         config = self._task.config
-        self._lock = FolderLock(folder)
         waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
-        self._lock.take(patience_s=waits)
+        self._lock = lock_folder(folder, patience_s=waits)
         # Asked before, but another run may have come and gone since.
         continues = resumes(config)
         if continues and not config.resume:
@@ -144,13 +135,13 @@ class RunState:
         Raises:
             CorruptCheckpointError, ValueError: see `read_shards`; on every rank.
         """
-        scalars, decider = checkpoint.scalars, transitions.decider
+        scalars = checkpoint.scalars
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
             part.load_state_dict(scalars["parts"][name])
         if scalars["world"] != plan_shape(self._task, self._world):
-            decider.replan(transitions.clock())
-        decision = decider.current
+            transitions.decider.replan(transitions.clock())
+        decision = transitions.decider.current
         assert decision is not None
         needed = self._deployment.needed_shards(decision)
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
@@ -170,11 +161,12 @@ class RunState:
             self._reserved_for = decision
             self._saver.reserve(self._deployment.owned_shards())
         if self._timeline.save_due() and self._may_save(self._saver, decision):
+            signals = self._deployment.active_stage.signals.state()
             self._saver.save(
                 self._timeline.position.step,
                 self._deployment.owned_shards(),
                 scalars=self._shared_json(decider),
-                own=self._own_json(),
+                own={"signals": signals, "hardware": self._hardware},
             )
         return self._saver.take_saved()
 
@@ -182,10 +174,7 @@ class RunState:
         """Wait a step at most for the save before this one; the run's last save waits longer."""
         if self._timeline.is_over:
             return True
-        step_s = decision.plan.predicted_step_s
-        may = saver.catches_up(
-            patience_s=_PATIENCE_STEPS * step_s, limit_s=self._task.config.step_limit_s(step_s)
-        )
+        may = saver.catches_up(patience_s=_PATIENCE_STEPS * decision.plan.predicted_step_s)
         if not may and self._world.is_main:
             _LOGGER.warning(
                 "no checkpoint of step %d: the one before it is still being written; training "
@@ -233,13 +222,6 @@ class RunState:
             "measurements": decider.measurements.to_json(),
         }
 
-    def _own_json(self) -> dict[str, Any]:
-        """Return what this rank alone knows, as plain values."""
-        return {
-            "signals": self._deployment.active_stage.signals.state(),
-            "hardware": self._hardware,
-        }
-
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or after which samples would be lost."""
         check_model(checkpoint, self._task.model)
@@ -250,12 +232,13 @@ class RunState:
                 f"this run has {_spell(self._optimizer)}; resume with the optimizer that was "
                 "saved, or start a new run from its weights"
             )
-        saved = {name: checkpoint.scalars[name] for name in self._identity()}
-        if saved != self._identity():
+        identity = self._identity()
+        saved = {name: checkpoint.scalars[name] for name in identity}
+        if saved != identity:
             raise ValueError(
                 f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has "
-                f"{self._identity()}, which is another order of the samples; resume with the same "
-                "seed and training set"
+                f"{identity}, which is another order of the samples; resume with the same seed "
+                "and training set"
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -275,16 +258,11 @@ def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _describe_hardware(device: torch.device) -> dict[str, Any]:
     """Describe what a measured time depends on."""
+    name, details = platform.machine(), Path("/proc/cpuinfo")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    else:
-        name = _processor()
+    elif details.exists():
+        lines = details.read_text().splitlines()
+        models = (line.partition(":")[2].strip() for line in lines if line[:10] == "model name")
+        name = next(models, name)
     return {"device": name, "cores": torch.get_num_threads(), "torch": torch.__version__}
-
-
-def _processor() -> str:
-    """Return the processor's name, where the system tells more than its architecture."""
-    details = Path("/proc/cpuinfo")
-    lines = details.read_text().splitlines() if details.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

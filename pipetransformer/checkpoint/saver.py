@@ -21,10 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from autodp import broadcast_json, gather_json, waiting_for
+from autodp import broadcast_json, gather_json
 from pipetransformer.checkpoint.format import (
     ShardRecord,
     checkpoint_folder,
@@ -32,8 +32,8 @@ from pipetransformer.checkpoint.format import (
     publish,
     write_shards,
 )
-from pipetransformer.checkpoint.snapshot import HostShard, Shards, Snapshot, num_bytes_of
-from pipetransformer.durable import encode_json
+from pipetransformer.checkpoint.snapshot import Shards, Snapshot, num_bytes_of
+from pipetransformer.durable import check_plain
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World
 
@@ -111,36 +111,23 @@ class Saver:
         """
         start = time.perf_counter()
         self.wait()
-        host_shards = self._snapshot.take(shards)
+        copies = self._snapshot.take(shards)
+        state = {"scalars": scalars, "own": own}
+        check_plain(state, "state")
         # A copy of these, too: training goes on changing them.
-        values = json.loads(encode_json({"scalars": scalars, "own": own}, "state"))
+        state = json.loads(json.dumps(state))
         stopped_s = self._waited_s + time.perf_counter() - start
         self._waited_s = 0.0
-        self._start(
-            f"the checkpoint of step {step}", self._write, step, host_shards, values, stopped_s
-        )
+        name = f"the checkpoint of step {step}"
+        self._start(name, self._write, step, copies, state, stopped_s)
 
-    def catches_up(self, *, patience_s: float, limit_s: float) -> bool:
-        """Wait a little for the save under way; tell whether all ranks' have ended. Collective.
-
-        Args:
-            patience_s: how long to wait for this rank's.
-            limit_s: how long to wait for another rank's answer.
-        Raises:
-            PeerError: a rank is gone, or silent.
-        """
+    def catches_up(self, *, patience_s: float) -> bool:
+        """Wait so long for this rank's save; tell whether all ranks' have ended. Collective."""
         start = time.perf_counter()
         if self._writer is not None:
             self._writer.join(patience_s)
         self._waited_s = time.perf_counter() - start
-        if self._world.group is None:
-            return self.is_idle
-        num_busy = torch.tensor(int(not self.is_idle))
-        with waiting_for("whether their checkpoint is written", self._world.group):
-            work = dist.all_reduce(num_busy, group=self._world.group, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=limit_s))
-        return int(num_busy) == 0
+        return all(gather_json(self.is_idle, group=self._world.group))
 
     def take_saved(self) -> Saved | None:
         """Return the report of a save that has ended since the last call, or None."""
@@ -190,12 +177,10 @@ class Saver:
         self._writer = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._writer.start()
 
-    def _write(
-        self, step: int, shards: tuple[HostShard, ...], values: dict[str, Any], stopped_s: float
-    ) -> None:
+    def _write(self, step: int, shards: Shards, state: dict[str, Any], stopped_s: float) -> None:
         start = time.perf_counter()
         try:
-            num_bytes = self._write_together(step, shards, values)
+            num_bytes = self._write_together(step, shards, state)
         except Exception as error:
             self._error = RuntimeError(
                 f"rank {self._world.rank} could not save a checkpoint of step {step}: {error}; if "
@@ -205,49 +190,41 @@ class Saver:
             return
         self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes)
 
-    def _write_together(
-        self, step: int, shards: tuple[HostShard, ...], values: dict[str, Any]
-    ) -> int:
+    def _write_together(self, step: int, shards: Shards, state: dict[str, Any]) -> int:
         """Write with all ranks; return the bytes of all of them, 0 if one failed."""
-        folder = self._open_folder(step)
-        if folder is None:
-            return 0
-        self._snapshot.finish()
-        records: dict[str, ShardRecord] = {}
-        failure = ""
         # A full disk must not end the run, nor leave the other ranks waiting.
+        path, failure, records = "", "", dict[str, ShardRecord]()
+        if self._world.is_main:
+            try:
+                path = str(checkpoint_folder(self._directory, step))
+            except OSError as error:
+                _warn(step, [f"rank 0: {error}"])
+        path = broadcast_json(path, group=self._group)
+        if not path:
+            return 0
+        folder = Path(path)
+        self._snapshot.finish()
         try:
             records = write_shards(folder, shards)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             failure = str(error)
         plain = {name: asdict(record) for name, record in records.items()}
-        answers = gather_json([failure, plain, values["own"]], group=self._group)
+        answers = gather_json([failure, plain, state["own"]], group=self._group)
         if not self._world.is_main:
             return 0
         causes = [f"rank {r}: {text}" for r, (text, _, _) in enumerate(answers) if text]
         records = {n: ShardRecord(**v) for _, one, _ in answers for n, v in one.items()}
-        scalars = {**values["scalars"], "ranks": [own for _, _, own in answers]}
+        scalars = {**state["scalars"], "ranks": [own for _, _, own in answers]}
         if not causes:
             try:
                 publish(folder, records, scalars, keep=self._keep)
             except (OSError, CorruptCheckpointError) as error:
                 causes = [f"rank 0: {error}"]
         if causes:
-            discard(self._directory, folder)
+            discard(folder)
             _warn(step, causes)
             return 0
         return sum(record.num_bytes for record in records.values())
-
-    def _open_folder(self, step: int) -> Path | None:
-        """Create the folder on rank 0 and tell the others; None where that failed."""
-        folder = ""
-        if self._world.is_main:
-            try:
-                folder = str(checkpoint_folder(self._directory, step))
-            except OSError as error:
-                _warn(step, [f"rank 0: {error}"])
-        folder = broadcast_json(folder, group=self._group)
-        return Path(folder) if folder else None
 
 
 def _warn(step: int, causes: list[str]) -> None:

@@ -5,7 +5,7 @@ launcher ─► world ◄─ meeting          agreement: what one rank finds wro
 
 from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.device_memory import free_bytes, tightest
-from pipetransformer.processes.launcher import launch
+from pipetransformer.processes.launcher import LAUNCH_VARIABLE, RESTART_VARIABLE, launch
 from pipetransformer.processes.world import (
     World,
     connect,
@@ -15,6 +15,6 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "World", "agree", "connect", "free_bytes", "launch", "likely_device", "slots_of_a_node",
-    "tightest", "world_size",
+    "LAUNCH_VARIABLE", "RESTART_VARIABLE", "World", "agree", "connect", "free_bytes", "launch",
+    "likely_device", "slots_of_a_node", "tightest", "world_size",
 ]  # fmt: skip

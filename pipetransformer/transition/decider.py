@@ -84,7 +84,7 @@ class Decider:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
         folder = self._task.config.folder
         if folder is not None and self._world.is_main:
-            self._journal = Journal(Path(folder) / "journal.jsonl", from_step=from_step)
+            self._journal = Journal(Path(folder) / "journal.jsonl", from_step=from_step or 0)
 
     def decide(
         self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]

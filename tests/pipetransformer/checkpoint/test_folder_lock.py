@@ -20,7 +20,7 @@ from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.checkpoint import saver as saving
-from pipetransformer.checkpoint.folder_lock import FolderLock, clear_folder
+from pipetransformer.checkpoint.folder_lock import clear_folder, lock_folder
 from pipetransformer.checkpoint.format import write_shards
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -56,9 +56,7 @@ def train_and_wait(folder: Path, pipe: Connection) -> None:
 
 def assert_free(folder: Path) -> None:
     """Lock a folder, and let go of it."""
-    lock = FolderLock(folder)
-    lock.take()
-    lock.close()
+    lock_folder(folder).close()
 
 
 @contextmanager
@@ -118,7 +116,7 @@ def test_a_second_trainer_of_one_process_is_refused_and_the_first_keeps_the_fold
                     second.step()
         (tmp_path / "lock").read_text()
         with pytest.raises(ValueError, match="is training in folder"):
-            FolderLock(tmp_path).take()
+            lock_folder(tmp_path)
         first.fit()
 
 
@@ -131,13 +129,9 @@ def step_into(folder: Path) -> str:
 
 
 def test_every_rank_hears_that_the_folder_is_refused(two_ranks: Pool, tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    lock.take()
-    try:
+    with lock_folder(tmp_path):
         for message in two_ranks.run(step_into, tmp_path):
             assert message.startswith(f"rank 0: process {os.getpid()} on ")
-    finally:
-        lock.close()
 
 
 def test_damaged_records_are_refused_on_every_rank_and_leave_the_folder_free(
@@ -152,15 +146,13 @@ def test_damaged_records_are_refused_on_every_rank_and_leave_the_folder_free(
 def test_a_restarted_run_waits_for_its_predecessor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    first.take()
+    first = lock_folder(tmp_path)
     with pytest.raises(ValueError, match="is training in folder"):
-        second.take(patience_s=0.3)
+        lock_folder(tmp_path, patience_s=0.3)
     timer = threading.Timer(0.3, first.close)
     timer.start()
-    second.take(patience_s=60.0)
+    lock_folder(tmp_path, patience_s=60.0).close()
     timer.join()
-    second.close()
     assert "waiting up to 60 s for it to end" in caplog.text
 
 
@@ -182,7 +174,7 @@ def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
     writer = trainer._state._saver._writer
     try:
         with pytest.raises(ValueError, match="is training in folder"):
-            FolderLock(tmp_path).take()
+            lock_folder(tmp_path)
     finally:
         opened.set()
         writer.join(60.0)
@@ -193,7 +185,7 @@ def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written to.*Not a directory.*another"):
-        FolderLock(tmp_path / "file" / "run").take()
+        lock_folder(tmp_path / "file" / "run")
 
 
 def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
@@ -205,7 +197,7 @@ def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
     monkeypatch.setattr(fcntl, "flock", refuse)
     descriptors = len(os.listdir("/dev/fd"))
     with caplog.at_level(logging.WARNING):
-        FolderLock(tmp_path).take(patience_s=60.0)
+        lock_folder(tmp_path, patience_s=60.0).close()
     assert f"cannot be locked: [Errno {errno.ENOLCK}] No locks available" in caplog.text
     assert len(os.listdir("/dev/fd")) == descriptors
 

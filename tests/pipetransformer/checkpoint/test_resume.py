@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from pipetransformer.checkpoint.format import (
     write_shards,
 )
 from pipetransformer.checkpoint.resume import open_latest
-from pipetransformer.checkpoint.snapshot import HostShard, Snapshot
+from pipetransformer.checkpoint.snapshot import Shards, Snapshot
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect
@@ -82,13 +81,13 @@ def test_every_file_is_verified_by_just_one_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
 ) -> None:
     checkpoint = open_checkpoint(save(tmp_path, 10))
-    real, opened = open, list[str]()
+    real, opened = Path.read_bytes, list[str]()
 
-    def note_open(path: Path, mode: str) -> Any:
-        opened.append(Path(path).name)
-        return real(path, mode)
+    def note_read(path: Path) -> bytes:
+        opened.append(path.name)
+        return real(path)
 
-    monkeypatch.setattr("builtins.open", note_open)
+    monkeypatch.setattr(Path, "read_bytes", note_read)
     for part in range(num_parts):
         checkpoint.verify(part=part, num_parts=num_parts)
     assert sorted(opened) == sorted(record.file for record in checkpoint.records.values())
@@ -255,11 +254,11 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
     """Train; in its first life rank 1 kills itself in the thread that writes a checkpoint."""
     life, calls = os.environ["PIPETRANSFORMER_RESTART_COUNT"], []
 
-    def dying(target: Path, shards: Iterable[HostShard]) -> dict[str, ShardRecord]:
+    def dying(target: Path, shards: Shards) -> dict[str, ShardRecord]:
         calls.append(target)
         if life == "0" and os.environ["RANK"] == "1" and len(calls) == killed_save:
             (folder / "checkpoints" / "notes.txt").touch()
-            write_shards(target, list(shards)[:1])
+            write_shards(target, dict(list(shards.items())[:1]))
             os.kill(os.getpid(), signal.SIGKILL)
         return write_shards(target, shards)
 

@@ -1,15 +1,16 @@
-"""Prove that a copy of shards holds every bit, is a valid file, and keeps its memory."""
+"""Prove that a copy of shards holds every bit, makes a valid file, and keeps its memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipetransformer.checkpoint.snapshot import HostShard, Snapshot, num_bytes_of
+from pipetransformer.checkpoint.snapshot import Snapshot, num_bytes_of
 
 DTYPES = [
     torch.float64,
@@ -25,9 +26,14 @@ DTYPES = [
 ]
 
 
-def read(shard: HostShard) -> dict[str, Tensor]:
-    """Read a shard as anybody would read its file."""
-    return safetensors.torch.load(shard.header + bytes(shard.data))
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy a shard, and read it as anybody would read its file."""
+    return read(Snapshot().take({"s": tensors})["s"])
+
+
+def read(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read a copy as anybody would read its file."""
+    return safetensors.torch.load(safetensors.torch.save(dict(copy)))
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -53,12 +59,12 @@ def test_every_kind_of_tensor_is_copied_in_full(dtype: torch.dtype) -> None:
         "empty": base[:0],
         "parameter": base.clone().requires_grad_(dtype.is_floating_point),
     }
-    assert_same(read(Snapshot().take({"s": tensors})[0]), tensors)
+    assert_same(copied(tensors), tensors)
 
 
 def test_special_values_keep_their_bits() -> None:
     values = {"w": torch.tensor([math.nan, -0.0, math.inf, 5e-324], dtype=torch.float64)}
-    assert_same(read(Snapshot().take({"s": values})[0]), values)
+    assert_same(copied(values), values)
 
 
 def test_dtypes_of_any_size_lie_side_by_side_in_shards_of_any_size() -> None:
@@ -69,22 +75,17 @@ def test_dtypes_of_any_size_lie_side_by_side_in_shards_of_any_size() -> None:
         for length in (3, 1, 0, 7)
     }
     taken = Snapshot().take(shards | {"nothing": {}})
-    assert [shard.name for shard in taken] == [*shards, "nothing"]
-    for shard in taken[:-1]:
-        assert_same(read(shard), shards[shard.name])
-    assert read(taken[-1]) == {}
+    assert list(taken) == [*shards, "nothing"]
+    for name, tensors in shards.items():
+        assert_same(read(taken[name]), tensors)
+    assert read(taken["nothing"]) == {}
 
 
 def test_a_copy_does_not_follow_its_tensors() -> None:
     tensor = torch.arange(5.0)
-    (shard,) = Snapshot().take({"s": {"w": tensor}})
+    copy = Snapshot().take({"s": {"w": tensor}})["s"]
     tensor.zero_()
-    assert read(shard)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def address(shard: HostShard) -> int:
-    """Return where a shard's data lies."""
-    return torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr()
+    assert copy["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_memory_is_kept_from_save_to_save_and_may_be_reserved_ahead() -> None:
@@ -94,26 +95,17 @@ def test_memory_is_kept_from_save_to_save_and_may_be_reserved_ahead() -> None:
     first = snapshot.take(large)
     second = snapshot.take({"other": {"w": torch.zeros(500)}})
     third = snapshot.take(large)
-    assert address(first[0]) == address(second[0]) == address(third[0])
-    assert address(first[1]) == address(third[1])
-    assert_same(read(third[1]), large["t"])
+    starts = {one.data_ptr() for one in (first["s"]["w"], second["other"]["w"], third["s"]["w"])}
+    assert len(starts) == 1
+    assert first["t"]["n"].data_ptr() == third["t"]["n"].data_ptr()
+    assert_same(read(third["t"]), large["t"])
 
 
 def test_memory_grows_with_what_a_rank_owns() -> None:
     snapshot = Snapshot()
     snapshot.take({"s": {"w": torch.ones(10)}})
     grown = {"s": {"w": torch.arange(10_000.0)}}
-    assert_same(read(snapshot.take(grown)[0]), grown["s"])
-
-
-def test_values_that_are_not_here_are_refused() -> None:
-    with pytest.raises(ValueError, match="norm/weights: w is a meta tensor.*let the owner"):
-        Snapshot().take({"norm/weights": {"w": torch.empty(2, device="meta")}})
-
-
-def test_a_dtype_that_the_format_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"s: w is torch\.complex128, .* torch\.float64,"):
-        Snapshot().take({"s": {"w": torch.zeros(2, dtype=torch.complex128)}})
+    assert_same(read(snapshot.take(grown)["s"]), grown["s"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -121,8 +113,8 @@ def test_a_gpu_s_tensors_are_copied_before_the_work_queued_after_the_save() -> N
     weights, count = torch.randn(2000, 3000, device="cuda"), torch.tensor(3, device="cuda")
     expected = {"w": weights.t().clone(), "n": count.clone()}
     snapshot = Snapshot(pinned=True)
-    (shard,) = snapshot.take({"s": {"w": weights.t(), "n": count}})
+    copy = snapshot.take({"s": {"w": weights.t(), "n": count}})["s"]
     weights.zero_()
     count.zero_()
     snapshot.finish()
-    assert_same(read(shard), expected)
+    assert_same(read(copy), expected)

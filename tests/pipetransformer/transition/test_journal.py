@@ -5,22 +5,31 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from pipetransformer.durable import encode_json
+from pipetransformer.durable import check_plain
 from pipetransformer.transition.journal import Journal, read_journal
 
 FIRST = {"step": 200, "num_frozen": 4, "length": 2}
 SECOND = {"step": 400, "num_frozen": 6, "length": 1}
 
 
+@contextmanager
+def opened(path: Path, **settings: int) -> Iterator[Journal]:
+    """Open a journal, and close it at the end."""
+    with closing(Journal(path, **settings)) as journal:
+        yield journal
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Hold the two decisions of a run that ended in the middle."""
     path = tmp_path / "run" / "journal.jsonl"
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append(FIRST)
         journal.append(SECOND)
     return path
@@ -36,7 +45,7 @@ def test_entry_is_on_disk_and_fsynced_when_append_returns(
     path = tmp_path / "journal.jsonl"
     sizes_at_fsync = []
     monkeypatch.setattr(os, "fsync", lambda fd: sizes_at_fsync.append(os.fstat(fd).st_size))
-    with Journal(path) as journal:
+    with opened(path) as journal:
         for entry in (FIRST, SECOND):
             journal.append(entry)
             assert read_journal(path)[-1] == entry
@@ -46,7 +55,7 @@ def test_entry_is_on_disk_and_fsynced_when_append_returns(
 def test_values_read_back_exactly_with_tuples_as_lists(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     values = [0.1, 1 / 3, 5e-324, -0.0, 1.7976931348623157e308, math.inf, -math.inf, math.nan]
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append({"step": 0, "values": values, "balance": (3, 5)})
     # repr shows every bit of a float, and equal NaNs.
     assert repr(read_journal(path)) == repr([{"step": 0, "values": values, "balance": [3, 5]}])
@@ -57,13 +66,13 @@ def test_kill_at_any_byte_of_the_last_line_drops_only_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_bytes: int
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append({"step": 200})
     line = b'{"step": 400, "num_frozen": 6}\n'
     path.write_bytes(path.read_bytes() + line[:num_bytes])
     assert read_journal(path) == [{"step": 200}]
     assert f"{path} ends in a torn line of {num_bytes} bytes" in caplog.text
-    with Journal(path, from_step=300) as journal:
+    with opened(path, from_step=300) as journal:
         assert journal.recorded(400) is None
         journal.append(SECOND)
     assert read_journal(path) == [{"step": 200}, SECOND]
@@ -72,7 +81,7 @@ def test_kill_at_any_byte_of_the_last_line_drops_only_it(
 def test_torn_only_line_leaves_a_journal_that_a_new_run_can_start(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"step": 2')
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append(FIRST)
     assert read_journal(path) == [FIRST]
 
@@ -102,7 +111,7 @@ def test_damaged_line_is_dropped_with_its_number_and_its_decision_taken_anew(
 ) -> None:
     first, second, _ = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([first, damaged, second, b""]))
-    with Journal(path, from_step=200) as journal:
+    with opened(path, from_step=200) as journal:
         assert journal.recorded(200) == FIRST and journal.recorded(400) == SECOND
         assert journal.recorded(300) is None
         journal.append({"step": 300})
@@ -110,26 +119,13 @@ def test_damaged_line_is_dropped_with_its_number_and_its_decision_taken_anew(
     assert read_journal(path) == [FIRST, SECOND, {"step": 300}]
 
 
-def test_new_run_refuses_a_journal_with_damaged_lines_only(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(b'{"step": 4}\n')
-    with pytest.raises(FileExistsError, match="already holds 0 decisions of a run; continue it"):
-        Journal(path)
-
-
 def test_missing_journal_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="journal.jsonl"):
         read_journal(tmp_path / "journal.jsonl")
 
 
-def test_new_run_refuses_the_journal_of_another(path: Path) -> None:
-    with pytest.raises(FileExistsError, match="already holds 2 decisions of a run; continue it"):
-        Journal(path)
-    assert read_journal(path) == [FIRST, SECOND]
-
-
 def test_resume_offers_decisions_from_its_step_on_and_keeps_the_earlier(path: Path) -> None:
-    with Journal(path, from_step=400) as journal:
+    with opened(path, from_step=400) as journal:
         assert journal.recorded(400) == SECOND
         assert journal.recorded(200) is None
         assert journal.recorded(300) is None
@@ -138,10 +134,10 @@ def test_resume_offers_decisions_from_its_step_on_and_keeps_the_earlier(path: Pa
 
 def test_last_decision_of_a_step_wins(path: Path) -> None:
     changed = {**SECOND, "pipeline_length": 2}
-    with Journal(path, from_step=200) as journal:
+    with opened(path, from_step=200) as journal:
         journal.append(changed)
         assert journal.recorded(400) == changed
-    with Journal(path, from_step=200) as journal:
+    with opened(path, from_step=200) as journal:
         assert journal.recorded(400) == changed
         assert journal.recorded(200) == FIRST
     assert read_journal(path) == [FIRST, SECOND, changed]
@@ -149,18 +145,18 @@ def test_last_decision_of_a_step_wins(path: Path) -> None:
 
 def test_replayed_decision_is_not_written_twice(path: Path) -> None:
     before = path.read_bytes()
-    with Journal(path, from_step=200) as journal:
+    with opened(path, from_step=200) as journal:
         journal.append(FIRST)
-        journal.append(dict(reversed(SECOND.items())))
+        journal.append(dict(SECOND))
     assert path.read_bytes() == before
 
 
 def test_decision_with_nan_or_tuple_counts_as_replayed(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     entry = {"step": 10, "loss": math.nan, "balance": (1, 2)}
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append(entry)
-    with Journal(path, from_step=0) as journal:
+    with opened(path, from_step=0) as journal:
         journal.append(entry)
     assert len(read_journal(path)) == 1
 
@@ -168,26 +164,12 @@ def test_decision_with_nan_or_tuple_counts_as_replayed(tmp_path: Path) -> None:
 def test_missing_journal_is_reported_on_resume_but_not_at_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Journal(tmp_path / "first.jsonl", from_step=0) as journal:
+    with opened(tmp_path / "first.jsonl", from_step=0) as journal:
         assert journal.recorded(0) is None
     assert caplog.text == ""
-    with Journal(tmp_path / "none.jsonl", from_step=40) as journal:
+    with opened(tmp_path / "none.jsonl", from_step=40) as journal:
         assert journal.recorded(40) is None
     assert "none.jsonl is missing: decisions from step 40 on are taken anew" in caplog.text
-
-
-def test_entry_with_a_check_of_its_own_is_refused(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        with pytest.raises(ValueError, match="holds 'check', which is added to it"):
-            journal.append({"step": 1, "check": 2})
-
-
-@pytest.mark.parametrize("entry", [{}, {"step": -1}, {"step": 1.0}, {"step": True}, {"step": "1"}])
-def test_entry_without_a_step_is_refused_and_not_written(tmp_path: Path, entry: dict) -> None:
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        with pytest.raises(ValueError, match="must hold an int 'step' >= 0"):
-            journal.append(entry)
-    assert read_journal(tmp_path / "journal.jsonl") == []
 
 
 @pytest.mark.parametrize(
@@ -200,14 +182,14 @@ def test_entry_without_a_step_is_refused_and_not_written(tmp_path: Path, entry: 
 )
 def test_values_that_json_would_lose_are_refused(value: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        encode_json(value, "entry")
+        check_plain(value, "entry")
 
 
 def test_a_full_disk_costs_the_decision_s_record_and_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.append({"step": 1, "frozen": 0})
         with monkeypatch.context() as context:
             context.setattr(os, "fsync", fail_with_a_full_disk)
