@@ -9,13 +9,7 @@ from pipetransformer.config import TrainConfig
 
 @dataclass
 class Position:
-    """Say how far a run has come.
-
-    Args:
-        step: steps done.
-        epoch: epochs done.
-        sample: samples of the coming epoch that are done.
-    """
+    """Say how far a run has come: steps and epochs done, and samples of the coming epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -41,12 +35,7 @@ class Clock:
 
 
 class Timeline:
-    """Advance a position through the epochs of a data set.
-
-    Args:
-        config: the run's settings.
-        num_samples: of the training set.
-    """
+    """Advance a position through the epochs of a training set of so many samples."""
 
     def __init__(self, config: TrainConfig, num_samples: int) -> None:
         self._config = config
@@ -88,12 +77,10 @@ class Timeline:
     def save_due(self) -> bool:
         """Tell whether the state after the last step is to be saved: at the end it always is."""
         config, position = self._config, self.position
-        if self.is_over:
-            return True
         steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
-        return bool(steps and position.step % steps == 0) or bool(
-            epochs and self.at_epoch_start and position.epoch % epochs == 0
-        )
+        by_steps = steps > 0 and position.step % steps == 0
+        by_epochs = epochs > 0 and self.at_epoch_start and position.epoch % epochs == 0
+        return self.is_over or by_steps or by_epochs
 
     def evaluation_due(self) -> bool:
         """Tell whether an evaluation follows the epoch that ended."""
@@ -104,10 +91,6 @@ class Timeline:
         """Return the samples of a step at a number of replicas."""
         return self._config.global_batch(replicas)
 
-    def steps_per_epoch(self, replicas: int) -> int:
-        """Return the steps of an epoch at the present batch size."""
-        return -(-self.num_samples // self.global_batch(replicas))
-
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""
         position, size = self.position, self.global_batch(replicas)
@@ -115,7 +98,7 @@ class Timeline:
             return position.step
         this_epoch = -(-(self.num_samples - position.sample) // size)
         epochs_after = self._config.epochs - position.epoch - 1
-        return position.step + this_epoch + epochs_after * self.steps_per_epoch(replicas)
+        return position.step + this_epoch + epochs_after * -(-self.num_samples // size)
 
     def learning_rate_factor(self, replicas: int) -> float:
         """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
@@ -131,7 +114,7 @@ class Timeline:
             self.position.step,
             self.position.epoch,
             self.max_steps(replicas),
-            self.steps_per_epoch(replicas),
+            -(-self.num_samples // self.global_batch(replicas)),
             peak_learning_rate * self.learning_rate_factor(replicas),
             peak_learning_rate,
         )

@@ -268,7 +268,7 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     """Gather a trainer's weights and the optimizer state of every rank."""
     deployment = trainer._deployment
     states: dict[str, Tensor] = {}
-    for shard in deployment.parked.values():
+    for shard in deployment._held.states.values():
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
     for index in stage._trained:

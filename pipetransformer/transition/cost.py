@@ -9,7 +9,7 @@ from autodp import largest_incoming_bytes, plan_moves
 from autopipe.plan import PipelinePlan
 from autopipe.profile import Profile
 from pipetransformer.processes import World
-from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, place, shard_name
+from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, Ownership, shard_name
 
 _REGROUP_S = 0.05
 """Building groups, optimizer and buckets, before a change that moved nothing has told."""
@@ -60,9 +60,9 @@ class TransitionCost:
 
     def _incoming_bytes(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> int:
         """Return the bytes of the rank that receives most."""
-        names = [cost.name for cost in profile.sublayers]
+        names = tuple(cost.name for cost in profile.sublayers)
         old, new = (
-            place(names, self._world.topology(plan.length), plan).shards()
+            Ownership(names, self._world.topology(plan.length), plan.boundaries).shards()
             for plan in (before, after)
         )
         sizes: dict[str, int] = {}

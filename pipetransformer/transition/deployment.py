@@ -10,7 +10,7 @@ dropped as they travel: a rank never holds all of what it had and all of what it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,14 +22,7 @@ from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import SampleFeed, Stage
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.held_shards import HeldShards
-from pipetransformer.transition.ownership import (
-    OPTIMIZER,
-    WEIGHTS,
-    Ownership,
-    held_by_rank_0,
-    place,
-    split_shard_name,
-)
+from pipetransformer.transition.ownership import WEIGHTS, Ownership, split_shard_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,32 +51,28 @@ class Deployment:
         assert self.stage is not None
         return self.stage
 
-    @property
-    def parked(self) -> Mapping[str, Shard]:
-        """Return the optimizer state of frozen sublayers that waits here for a thaw."""
-        return self._held.states
-
     def change(self, decision: Decision) -> int:
         """Carry out a decision; every rank of the world calls it at the same step.
 
         Returns:
             bytes of the shards this rank received.
         """
-        before = (
-            held_by_rank_0(self._names) if self._ownership is None else self._ownership.shards()
-        )
         after = self._place(decision)
+        holders = after.shards()
+        # Rank 0's weights win at the start.
+        before = (
+            self._ownership.shards() if self._ownership else dict.fromkeys(holders, frozenset([0]))
+        )
         self._leave_stage()
         self._held.release_others(before)
         self._held.park(after.parked_by(self._world.rank))
-        num_bytes = self._move(before, after.shards())
+        num_bytes = self._move(before, holders)
         self._adopt(decision, after)
         return num_bytes
 
     def needed_shards(self, decision: Decision) -> tuple[str, ...]:
         """Name the shards that this rank holds under a decision."""
-        ranks_of = self._place(decision).shards()
-        return tuple(name for name, ranks in ranks_of.items() if self._world.rank in ranks)
+        return self._place(decision).shards_of(self._world.rank)
 
     def restore(self, decision: Decision, shards: dict[str, Shard]) -> None:
         """Start with the shards that `needed_shards` named; every rank of the world calls it."""
@@ -97,18 +86,8 @@ class Deployment:
     def held_shards(self) -> dict[str, Shard]:
         """Return the shards that this rank holds; tensors are the live ones."""
         assert self._ownership is not None
-        rank, optimizer = self._world.rank, self.active_stage.optimizer
-        trained = {self._names[index] for index in self._ownership.trained_by(rank)}
-        shards = {}
-        for name, ranks in self._ownership.shards().items():
-            sublayer, kind = split_shard_name(name)
-            if rank not in ranks:
-                continue
-            if kind == OPTIMIZER and sublayer in trained:
-                shards[name] = self._held.state_of(optimizer, sublayer)
-            else:
-                shards[name] = self._held.read(name)
-        return shards
+        names = self._ownership.shards_of(self._world.rank)
+        return {name: self._held.read(name) for name in names}
 
     def held_bytes(self) -> int:
         """Return the bytes of weights, gradients and optimizer state on this rank's device."""
@@ -196,14 +175,13 @@ class Deployment:
 
     def close(self) -> None:
         """Let go of the stage, and destroy the groups."""
-        if self.stage is not None:
-            self.stage.close()
-            self.stage = None
+        self._leave_stage()
+        self._held.states.clear()
         self._groups.close()
 
     def _place(self, decision: Decision) -> Ownership:
-        topology = self._world.topology(decision.plan.length)
-        return place(self._names, topology, decision.plan)
+        plan = decision.plan
+        return Ownership(self._names, self._world.topology(plan.length), plan.boundaries)
 
     def _move(self, before: Holders, after: Holders) -> int:
         return move_shards(
@@ -220,12 +198,10 @@ class Deployment:
 
         What comes needs their memory.
         """
-        if self.stage is None:
-            return
-        assert self._ownership is not None
-        self._held.take_from(self.stage.optimizer, self._ownership.trained_by(self._world.rank))
-        self.stage.close()
-        self.stage = None
+        self._held.take_back()
+        if self.stage is not None:
+            self.stage.close()
+            self.stage = None
 
     def _adopt(self, decision: Decision, after: Ownership) -> None:
         """Become what a decision asks for; the shards are there."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from autodp import Holders, Shard, ShardStore
@@ -20,8 +20,8 @@ from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, shard_name,
 class HeldShards(ShardStore):
     """Read, place and drop this rank's shards.
 
-    The state of an optimizer is here from when a stage is left until the next one takes it over,
-    and in host memory for as long as its sublayer is frozen.
+    The state of an optimizer is in `states` from when a stage is left until the next one takes it
+    over, and in host memory for as long as its sublayer is frozen.
 
     Args:
         task: whose model holds the weights.
@@ -36,15 +36,19 @@ class HeldShards(ShardStore):
         self._device = device
         self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
         self._weights_device = device
-        self._parked_indices: Collection[int] = ()
+        self._parked: Collection[int] = ()
+        self._optimizer: Optimizer | None = None
+        self._trained = range(0)
         self.states: dict[str, Shard] = {}
 
     def read(self, shard: str) -> Shard:
         sublayer, kind = split_shard_name(shard)
+        index = self._index_of[sublayer]
         if kind == OPTIMIZER:
+            if index in self._trained:
+                return take_state(self._optimizer, self._parameters(index))
             return dict(self.states.get(sublayer, {}))
-        tensors = self._model.tensors(self._index_of[sublayer])
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        return {name: tensor.detach() for name, tensor in self._model.tensors(index).items()}
 
     def put(self, shard: str, tensors: Shard) -> None:
         sublayer, kind = split_shard_name(shard)
@@ -52,7 +56,7 @@ class HeldShards(ShardStore):
         if kind == WEIGHTS:
             self._model.replace(index, {k: t.to(self._weights_device) for k, t in tensors.items()})
             return
-        if index in self._parked_indices:
+        if index in self._parked:
             tensors = _in_host_memory(tensors)
         self.states.setdefault(sublayer, {}).update(tensors)
 
@@ -71,8 +75,7 @@ class HeldShards(ShardStore):
         """Free the weights that are no shards of this rank: initial or gathered ones."""
         for name, index in self._index_of.items():
             if self._rank not in holders[shard_name(name, WEIGHTS)]:
-                tensors = self._model.tensors(index)
-                if not all(tensor.is_meta for tensor in tensors.values()):
+                if not all(tensor.is_meta for tensor in self._model.tensors(index).values()):
                     self._model.release(index)
 
     @contextmanager
@@ -97,37 +100,28 @@ class HeldShards(ShardStore):
 
     def park(self, indices: Collection[int]) -> None:
         """Keep the optimizer state of these sublayers in host memory from now on."""
-        self._parked_indices = indices
+        self._parked = indices
         for name, state in self.states.items():
             if self._index_of[name] in indices:
                 self.states[name] = _in_host_memory(state)
 
-    def take_from(self, optimizer: Optimizer | None, indices: Collection[int]) -> None:
-        """Keep an optimizer's state of sublayers; the optimizer itself may go."""
-        for name, index in self._index_of.items():
-            if index in indices:
-                self.states[name] = self.state_of(optimizer, name)
-
-    def give_to(self, optimizer: Optimizer | None, indices: Collection[int]) -> None:
+    def give_to(self, optimizer: Optimizer | None, indices: range) -> None:
         """Hand the state of sublayers over to the optimizer that trains them from now on."""
-        for name, index in self._index_of.items():
-            if index in indices:
-                state = self.states.pop(name, {})
-                if optimizer is not None:
-                    placed = {key: self._placed(tensor) for key, tensor in state.items()}
-                    put_state(optimizer, self._parameters(name), placed)
+        for index in indices:
+            state = self.states.pop(self._model.sublayers[index].name, {})
+            if optimizer is not None:
+                put_state(optimizer, self._parameters(index), state)
+        self._optimizer, self._trained = optimizer, indices
 
-    def state_of(self, optimizer: Optimizer | None, sublayer: str) -> Shard:
-        """Return an optimizer's state of a sublayer: its own tensors."""
-        return take_state(optimizer, self._parameters(sublayer))
+    def take_back(self) -> None:
+        """Keep the optimizer's state; the optimizer itself may go."""
+        for index in self._trained:
+            name = self._model.sublayers[index].name
+            self.states[name] = take_state(self._optimizer, self._parameters(index))
+        self._optimizer, self._trained = None, range(0)
 
-    def _parameters(self, sublayer: str) -> dict[str, nn.Parameter]:
-        index = self._index_of[sublayer]
+    def _parameters(self, index: int) -> dict[str, nn.Parameter]:
         return trained_parameters(self._task, range(index, index + 1))
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        """Bring a moment to the device; a step count stays where the optimizer had it."""
-        return tensor.to(self._device) if tensor.ndim else tensor
 
 
 def _in_host_memory(tensors: Shard) -> Shard:

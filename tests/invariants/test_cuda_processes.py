@@ -29,13 +29,10 @@ def train_on(device: str, scenario: Scenario, folder: str) -> None:
             losses.append(trainer.step().loss)
         states = {
             name: tensor.cpu()
-            for shard in trainer._deployment.parked.values()
-            for name, tensor in shard.items()
+            for shard, tensors in trainer._deployment.held_shards().items()
+            for name, tensor in tensors.items()
+            if shard.endswith("/optimizer")
         }
-        stage, held = trainer._deployment.active_stage, trainer._deployment._held
-        for index in stage._trained:
-            name = trainer._task.model.sublayers[index].name
-            states |= {k: t.cpu() for k, t in held.state_of(stage.optimizer, name).items()}
         weights = {name: tensor.cpu() for name, tensor in trainer.state_dict().items()}
         found = (losses, weights, states, str(trainer.world.device), trainer.report.transitions)
         torch.save(found, Path(folder, f"rank{trainer.world.rank}.pt"))

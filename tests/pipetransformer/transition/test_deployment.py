@@ -344,7 +344,7 @@ def freeze_and_look() -> list[tuple[list[str], list[bool]]]:
         deployment = trainer._deployment
         for boundaries in ((6, 8), (0, 4, 8)):
             deployment.change(decision(boundaries))
-            parked = deployment.parked
+            parked = deployment._held.states
             found.append((sorted(parked), [t.is_cpu for s in parked.values() for t in s.values()]))
     return found
 

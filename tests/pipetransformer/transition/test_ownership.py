@@ -8,13 +8,10 @@ import pytest
 
 from autodp.topology import Topology
 from autopipe.plan.lengths import fitting_lengths
-from autopipe.plan.request import PipelinePlan
 from pipetransformer.transition.ownership import (
     OPTIMIZER,
     WEIGHTS,
     Ownership,
-    held_by_rank_0,
-    place,
     shard_name,
     split_shard_name,
 )
@@ -36,8 +33,8 @@ def placements() -> list[Ownership]:
         for length, frozen in itertools.product(fitting_lengths(num_ranks, slots), range(6)):
             inner = range(frozen + 1, len(NAMES))
             for cuts in itertools.combinations(inner, length - 1):
-                plan = PipelinePlan(length, (frozen, *cuts, len(NAMES)), 1, "1f1b", 1.0, ())
-                found.append(place(NAMES, Topology(num_ranks, slots, length), plan))
+                boundaries = (frozen, *cuts, len(NAMES))
+                found.append(Ownership(NAMES, Topology(num_ranks, slots, length), boundaries))
     return found
 
 
@@ -74,17 +71,11 @@ def test_weights_are_held_by_exactly_the_ranks_that_run_them() -> None:
             } == ranks
 
 
-def test_the_owner_is_the_lowest_rank_that_holds_a_sublayer() -> None:
-    for ownership in PLACEMENTS:
-        for index in range(len(NAMES)):
-            assert ownership.owner(index) == min(expected_ranks(ownership, index))
-
-
 def test_optimizer_state_is_at_every_trainer_and_a_frozen_one_s_at_the_owner_alone() -> None:
     for ownership in PLACEMENTS:
         shards = ownership.shards()
         for index, name in enumerate(NAMES):
-            is_frozen = index < ownership.num_frozen_sublayers
+            is_frozen = index < ownership.boundaries[0]
             ranks = expected_ranks(ownership, index)
             assert shards[shard_name(name, OPTIMIZER)] == ({min(ranks)} if is_frozen else ranks)
 
@@ -96,7 +87,7 @@ def test_parked_are_the_frozen_sublayers_whose_only_optimizer_state_a_rank_has()
             expected = [
                 index
                 for index, name in enumerate(NAMES)
-                if index < ownership.num_frozen_sublayers
+                if index < ownership.boundaries[0]
                 and shards[shard_name(name, OPTIMIZER)] == {rank}
             ]
             assert list(ownership.parked_by(rank)) == expected
@@ -110,14 +101,12 @@ def test_each_pipeline_trains_every_active_sublayer_once_and_no_frozen_one() -> 
                 for rank in ownership.topology.pipeline_ranks(replica)
                 for index in ownership.trained_by(rank)
             ]
-            assert trained == list(range(ownership.num_frozen_sublayers, len(NAMES)))
+            assert trained == list(range(ownership.boundaries[0], len(NAMES)))
 
 
 def test_held_sublayers_are_in_order_with_the_frozen_prefix_on_stage_0() -> None:
-    plan = PipelinePlan(2, (2, 4, 6), 1, "1f1b", 1.0, ())
-    ownership = place(NAMES, Topology(4, 4, 2), plan)
+    ownership = Ownership(NAMES, Topology(4, 4, 2), (2, 4, 6))
     assert [ownership.held_by(rank) for rank in range(4)] == [(0, 1, 2, 3), (4, 5)] * 2
-    assert [ownership.owner(index) for index in range(6)] == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +116,8 @@ def test_held_sublayers_are_in_order_with_the_frozen_prefix_on_stage_0() -> None
 def test_a_planner_s_boundaries_that_leave_a_stage_or_a_sublayer_out_are_refused(
     boundaries: tuple[int, ...],
 ) -> None:
-    plan = PipelinePlan(2, boundaries, 1, "1f1b", 1.0, ())
     with pytest.raises(ValueError, match=r"length 2 has boundaries \(.*must give 3 that ascend"):
-        place(NAMES, Topology(2, 2, 2), plan)
-
-
-def test_before_training_rank_0_holds_everything() -> None:
-    holders = held_by_rank_0(NAMES)
-    assert holders.keys() == PLACEMENTS[0].shards().keys()
-    assert set(holders.values()) == {frozenset([0])}
+        Ownership(NAMES, Topology(2, 2, 2), boundaries)
 
 
 @pytest.mark.parametrize("kind", [WEIGHTS, OPTIMIZER])
