@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipetransformer.processes.launcher import _environment, _start_with
+from pipetransformer.processes.launcher import _applied, _environment
 
 PATIENCE_STEPS = 1e5
 """Steps for which training waits for the save before: as long as it takes."""
@@ -83,13 +83,15 @@ class Pool:
         context.set_forkserver_preload(_IMPORTED)
         self._folder = tempfile.TemporaryDirectory(prefix="pipetransformer-test-")
         for rank in range(self.num_ranks):
-            environment = _environment(rank, self.num_ranks, 1, Path(self._folder.name))
+            environment = _environment(self.num_ranks, 1, Path(self._folder.name))
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # What is imported beforehand must be what these tests import.
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
             # The server starts with the first process, and imports with its number of threads.
-            _start_with(environment, process)
+            with _applied(environment):
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
 

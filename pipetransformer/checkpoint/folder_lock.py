@@ -19,16 +19,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
-    """Hold a folder, which is made if it is missing, for this process and those it forks.
+    """Hold a folder, made if it is missing, until the returned file is closed.
 
-    Two runs in one folder would overwrite each other's records and checkpoints. Where the file
-    system has no locks, this warns and holds nothing.
+    The system closes it once this process and those it forked have ended. Where the file system
+    has no locks, this warns and holds nothing.
 
     Args:
-        patience_s: how long to wait for another holder to end. A node that was lost keeps what
-            it locked on a network file system until the server gives it up.
-    Returns:
-        what holds it until it is closed; the system closes it once all those have ended.
+        patience_s: how long to wait for another holder to end.
     Raises:
         ValueError: another run holds the folder, or it cannot be written to.
     """
@@ -73,11 +70,7 @@ def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
 
 
 def clear_folder(folder: Path) -> None:
-    """Delete what a folder holds, if no run trains in it or in a folder just below.
-
-    Raises:
-        ValueError: one does.
-    """
+    """Delete what a folder holds; a ValueError if a run trains in it or in one just below."""
     with ExitStack() as locks:
         for locked in (folder, *(path.parent for path in folder.glob(f"*/{_LOCK}"))):
             locks.enter_context(lock_folder(locked))

@@ -7,9 +7,6 @@
         blocks.3.attention_weights-<id>.safetensors
         blocks.3.attention_optimizer-<id>.safetensors
 
-    rank 0       folder ..................................... manifest, latest, delete the oldest
-    every rank   ...... its own sublayers' weights, optimizer            ^ from here on it counts
-
 A folder is written once, never changed, and holds no pickle. A kill before `latest` is replaced
 leaves the previous checkpoint in force. Both JSON files carry their own SHA-256. A shard belongs
 to one sublayer, so that on any topology a rank reads just what it owns.
@@ -63,19 +60,11 @@ class Checkpoint:
     records: dict[str, ShardRecord]
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """Read one shard to CPU; the bytes that are decoded are the bytes that were verified.
-
-        Raises:
-            CorruptCheckpointError: the file is missing, or is not the one that was written.
-        """
+        """Read one shard to CPU; a CorruptCheckpointError where it is not what was written."""
         return safetensors.torch.load(self._read_file(self.records[name]))
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
-        """Compare the files' hashes with the manifest, or those of a rank's share of the files.
-
-        Raises:
-            CorruptCheckpointError: a file is missing, or is not the one that was written.
-        """
+        """Read all files, or a rank's share of them; a CorruptCheckpointError as in `read`."""
         by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
         for record in by_size[part::num_parts]:
             self._read_file(record)
@@ -91,9 +80,8 @@ class Checkpoint:
 def checkpoint_folder(directory: Path, step: int) -> Path:
     """Create the folder of a new save; rank 0 calls it and tells the other ranks.
 
-    Returns:
-        `step-00001234`; with a suffix `-2`, `-3`, ... after an earlier attempt at that step, which
-        stays as it is: it may be the only good checkpoint until this save is published.
+    Its name has a suffix `-2`, `-3`, ... after an earlier attempt at that step, which stays as it
+    is: it may be the only good checkpoint until this save is published.
     """
     directory.mkdir(parents=True, exist_ok=True)
     attempts = [_order(folder)[1] for folder in _folders(directory) if _order(folder)[0] == step]
@@ -104,14 +92,10 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
 
 
 def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
-    """Write the shards that this rank owns, and wait until they are on disk.
+    """Write the shards that this rank alone owns, and wait until they are on disk.
 
-    Args:
-        shards: tensors in host memory, contiguous and apart from each other.
     Raises:
-        FileNotFoundError: the folder is not visible to this rank.
-        FileExistsError: another rank has written a shard of that name; a shard has one owner.
-        OSError, SafetensorError: the disk is full or gone.
+        OSError, SafetensorError: the folder is not visible here, or the disk is full or gone.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -150,13 +134,9 @@ def publish(
     before them) stay on disk, but no resume falls back to them.
 
     Args:
-        folder: the one that `checkpoint_folder` created.
         records: what `write_shards` returned, of all ranks together.
-        scalars: plain values by name.
-        keep: number of checkpoints to keep, at least 1: this one.
     Raises:
-        CorruptCheckpointError: a shard is missing, or has another size than was written.
-        OSError: the disk is full or gone.
+        OSError, CorruptCheckpointError: the disk is full, or a shard is not what was written.
     """
     _compare_sizes(folder, records)
     directory, step = folder.parent, _order(folder)[0]

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,7 +33,7 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable import replace_file
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes import LAUNCH_VARIABLE, RESTART_VARIABLE, World, agree
+from pipetransformer.processes import World, agree, is_restarted, launcher_name
 from pipetransformer.transition import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
 
 CHECKPOINTS = "checkpoints"
@@ -55,20 +53,15 @@ def resumes(config: TrainConfig) -> bool:
     if config.folder is None:
         return False
     folder = Path(config.folder)
-    if config.resume == "auto":
-        return True
-    if config.resume:
-        if not holds_checkpoint(folder / CHECKPOINTS):
-            raise ValueError(
-                f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
-                "give the folder of the run, or resume='auto', which starts anew where there is "
-                "none"
-            )
-        return True
+    if config.resume is True and not holds_checkpoint(folder / CHECKPOINTS):
+        raise ValueError(
+            f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
+            "give the folder of the run, or resume='auto', which starts anew where there is none"
+        )
     found = [name for name in (CHECKPOINTS, _JOURNAL) if (folder / name).exists()]
-    if not found:
-        return False
-    if is_restarted() and _launcher() in _noted_launchers(folder):
+    if config.resume or not found:
+        return bool(config.resume)
+    if is_restarted() and launcher_name() in _noted_launchers(folder):
         return True
     raise ValueError(
         f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
@@ -78,7 +71,7 @@ def resumes(config: TrainConfig) -> bool:
 
 def note_launchers(folder: Path, world: World) -> None:
     """Write down who started this run's processes, so that theirs may continue it. Collective."""
-    launchers = sorted(set(gather_json(_launcher(), group=world.group)))
+    launchers = sorted(set(gather_json(launcher_name(), group=world.group)))
     if world.is_main:
         replace_file(folder / _LAUNCHERS, json.dumps(launchers).encode())
 
@@ -95,16 +88,14 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
-    def names_found() -> list[str]:
-        return [folder.name for folder in published(directory)] if rank == 0 else []
-
     def verified(folder: Path) -> Checkpoint:
         checkpoint = open_checkpoint(folder)
         checkpoint.verify(part=rank, num_parts=size)
         return checkpoint
 
     # The others take rank 0's list: on a shared disk they might still see an older one.
-    names = broadcast_json(agree(names_found, group=group), group=group)
+    found = agree(lambda: published(directory) if rank == 0 else [], group=group)
+    names = broadcast_json([folder.name for folder in found], group=group)
     for name in names:
         try:
             return agree(partial(verified, directory / name), group=group)
@@ -120,11 +111,7 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
 
 
 def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        ValueError: its sublayers have other names.
-    """
+    """Refuse a checkpoint of another model: its sublayers have other names."""
     sublayers = [sublayer.name for sublayer in model.sublayers]
     names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
     if names != set(checkpoint.records):
@@ -145,9 +132,8 @@ def read_shards(
     """Read the shards that this rank will hold; all ranks get theirs, or none does. Collective.
 
     Raises:
-        CorruptCheckpointError: on every rank: a file of one of them went bad since it was
-            verified.
-        ValueError: on every rank: a tensor of one of them has another shape or dtype.
+        CorruptCheckpointError, ValueError: on every rank: a file of one of them went bad since it
+            was verified, or a tensor has another shape or dtype.
     """
 
     def read() -> dict[str, Shard]:
@@ -163,33 +149,14 @@ def read_shards(
 
 def _check_fit(name: str, saved: Shard, held: Shard) -> None:
     ours, theirs = (
-        {key: f"{tuple(t.shape)} {t.dtype}" for key, t in shard.items()} for shard in (held, saved)
+        {(key, f"{tuple(t.shape)} {t.dtype}") for key, t in shard.items()}
+        for shard in (held, saved)
     )
     if ours != theirs:
-        differing = sorted(k for k in {*ours, *theirs} if ours.get(k) != theirs.get(k))
         raise ValueError(
-            f"{name} was saved with {[(k, theirs.get(k)) for k in differing]}, but this model has "
-            f"{[(k, ours.get(k)) for k in differing]}; resume with the model that was saved"
+            f"{name} was saved with {sorted(theirs - ours)}, but this model has "
+            f"{sorted(ours - theirs)}; resume with the model that was saved"
         )
-
-
-def is_restarted() -> bool:
-    """Tell whether a launcher that restarts processes may have started this one again."""
-    # torchrun counts restarts by node, so that a node's count may still be 0: being started by
-    # the launcher that began the run tells a restart, as torchrun has one run in its life.
-    counted = os.environ.get(RESTART_VARIABLE, "0") != "0"
-    return counted or "TORCHELASTIC_RESTART_COUNT" in os.environ
-
-
-def _launcher() -> str:
-    """Identify what started this process; its restarts have it in common."""
-    parent, started = os.getppid(), ""
-    stat = Path(f"/proc/{parent}/stat")
-    if stat.exists():
-        started = stat.read_text().rpartition(")")[2].split()[19]
-    # A process may launch one run after the other.
-    launch = os.environ.get(LAUNCH_VARIABLE, "")
-    return f"{socket.gethostname()} {parent} {started} {launch}".strip()
 
 
 def _noted_launchers(folder: Path) -> list[str]:

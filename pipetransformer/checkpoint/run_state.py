@@ -22,7 +22,6 @@ from pipetransformer.checkpoint.format import Checkpoint
 from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
     check_model,
-    is_restarted,
     note_launchers,
     open_latest,
     read_shards,
@@ -33,7 +32,7 @@ from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer_probe import OptimizerTraits
 from pipetransformer.position import Position, Timeline
-from pipetransformer.processes import World, agree
+from pipetransformer.processes import World, agree, is_restarted
 from pipetransformer.transition import Decider, Decision, Deployment, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)
@@ -54,11 +53,7 @@ class Part(Protocol):
 
 
 class RunState:
-    """Save and restore the parts of a run that change while it trains.
-
-    Args:
-        parts: what else saves and restores itself, by name.
-    """
+    """Save and restore what changes while a run trains; its parts do so themselves."""
 
     def __init__(
         self,
@@ -87,8 +82,8 @@ class RunState:
         """Get ready to save, and return the checkpoint to continue from, if any. Collective.
 
         Raises:
-            CorruptCheckpointError, ValueError: see `lock_folder`, `resumes`, `open_latest` and
-                `_check`; on every rank.
+            CorruptCheckpointError, ValueError: on every rank: the folder is held by another run,
+                or what it holds cannot be continued.
         """
         config, group = self._task.config, self._world.group
         if config.folder is None:
@@ -119,22 +114,16 @@ class RunState:
 
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
-        saved, shape = checkpoint.scalars["world"], plan_shape(self._task, self._world)
-        same = all(saved[name] == shape[name] for name in ("num_ranks", "slots_per_node"))
-        if same:
-            hardware = checkpoint.scalars["ranks"][self._world.rank]["hardware"]
-            same = hardware == self._hardware
-        self._keeps = all(gather_json(same, group=self._world.group))
-        if not self._keeps:
-            return None
-        return Measurements.from_json(checkpoint.scalars["measurements"])
+        saved, world = checkpoint.scalars, self._world
+        same = (saved["world"]["num_ranks"], saved["world"]["slots_per_node"]) == (
+            world.size,
+            world.slots_per_node,
+        ) and saved["ranks"][world.rank]["hardware"] == self._hardware
+        self._keeps = all(gather_json(same, group=world.group))
+        return Measurements.from_json(saved["measurements"]) if self._keeps else None
 
     def restore(self, checkpoint: Checkpoint, transitions: Transitions) -> None:
-        """Continue from a checkpoint that any number of ranks may have written. Collective.
-
-        Raises:
-            CorruptCheckpointError, ValueError: see `read_shards`; on every rank.
-        """
+        """Continue from a checkpoint that any number of ranks may have written. Collective."""
         scalars = checkpoint.scalars
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
@@ -162,44 +151,41 @@ class RunState:
             self._saver.reserve(self._deployment.owned_shards())
         if self._timeline.save_due() and self._may_save(self._saver, decision):
             signals = self._deployment.active_stage.signals.state()
+            shared = {
+                **self._identity(),
+                "world": plan_shape(self._task, self._world),
+                "position": asdict(self._timeline.position),
+                "parts": {name: part.state_dict() for name, part in self._parts.items()},
+                "measurements": decider.measurements.to_json(),
+            }
             self._saver.save(
                 self._timeline.position.step,
                 self._deployment.owned_shards(),
-                scalars=self._shared_json(decider),
+                scalars=shared,
                 own={"signals": signals, "hardware": self._hardware},
             )
         return self._saver.take_saved()
 
     def _may_save(self, saver: Saver, decision: Decision) -> bool:
         """Wait a step at most for the save before this one; the run's last save waits longer."""
-        if self._timeline.is_over:
-            return True
-        may = saver.catches_up(patience_s=_PATIENCE_STEPS * decision.plan.predicted_step_s)
+        patience_s = _PATIENCE_STEPS * decision.plan.predicted_step_s
+        may = self._timeline.is_over or saver.catches_up(patience_s=patience_s)
         if not may and self._world.is_main:
             _LOGGER.warning(
-                "no checkpoint of step %d: the one before it is still being written; training "
-                "goes on. Save less often, or to a faster disk",
-                self._timeline.position.step,
+                f"no checkpoint of step {self._timeline.position.step}: the one before it is "
+                "still being written; training goes on. Save less often, or to a faster disk"
             )
         return may
 
     def finish(self) -> Saved | None:
-        """Wait until the last checkpoint is written; return it.
-
-        Raises:
-            RuntimeError: see `Saver.wait`.
-        """
+        """Wait until the last checkpoint is written, as `Saver.wait` does; return it."""
         if self._saver is None:
             return None
         self._saver.wait()
         return self._saver.take_saved()
 
     def close(self, *, failed: bool) -> None:
-        """End saving; after a failure of this rank the others are not waited for.
-
-        Raises:
-            RuntimeError: see `Saver.wait`.
-        """
+        """End saving; after a failure of this rank the others are not waited for."""
         try:
             if self._saver is not None:
                 if failed:
@@ -211,42 +197,28 @@ class RunState:
             if self._lock is not None and (self._saver is None or self._saver.is_idle):
                 self._lock.close()
 
-    def _shared_json(self, decider: Decider) -> dict[str, Any]:
-        """Return what all ranks have in common, as plain values."""
-        return {
-            **self._identity(),
-            "optimizer": self._optimizer,
-            "world": plan_shape(self._task, self._world),
-            "position": asdict(self._timeline.position),
-            "parts": {name: part.state_dict() for name, part in self._parts.items()},
-            "measurements": decider.measurements.to_json(),
-        }
-
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or after which samples would be lost."""
         check_model(checkpoint, self._task.model)
-        trained_with = checkpoint.scalars["optimizer"]
-        if trained_with != self._optimizer:
-            raise ValueError(
-                f"checkpoint {checkpoint.folder} was trained with {_spell(trained_with)}, but "
-                f"this run has {_spell(self._optimizer)}; resume with the optimizer that was "
-                "saved, or start a new run from its weights"
-            )
         identity = self._identity()
-        saved = {name: checkpoint.scalars[name] for name in identity}
-        if saved != identity:
+        differing = [name for name in identity if checkpoint.scalars[name] != identity[name]]
+        saved, ours = (
+            {name: values[name] for name in differing} for values in (checkpoint.scalars, identity)
+        )
+        if differing:
             raise ValueError(
-                f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has "
-                f"{identity}, which is another order of the samples; resume with the same seed "
-                "and training set"
+                f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has {ours}; "
+                "resume with the same seed and training set, which give the order of the samples, "
+                "and the same optimizer, or start a new run from its weights"
             )
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._task.config.seed, "num_samples": self._timeline.num_samples}
-
-
-def _spell(optimizer: Mapping[str, Any]) -> str:
-    return f"{optimizer['name']} (which keeps {', '.join(optimizer['entries']) or 'nothing'})"
+        """Return what a checkpoint and the run that continues it must have in common."""
+        return {
+            "seed": self._task.config.seed,
+            "num_samples": self._timeline.num_samples,
+            "optimizer": self._optimizer,
+        }
 
 
 def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class Saver:
 
     Args:
         directory: holds the run's checkpoints; all nodes share it.
-        world: the ranks.
         keep: how many of the newest checkpoints stay.
         timeout_s: longest wait for the slowest rank's files.
     """
@@ -101,13 +100,11 @@ class Saver:
         """Copy this rank's shards, and have them written while training goes on.
 
         Args:
-            step: steps done.
             shards: those this rank owns; they may change as soon as this returns.
             scalars: plain values by name, rank 0's count.
             own: plain values of this rank; `scalars["ranks"]` lists them in the checkpoint.
         Raises:
-            TypeError: a value that JSON cannot hold.
-            RuntimeError: see `wait`.
+            TypeError, RuntimeError: a value that JSON cannot hold; or see `wait`.
         """
         start = time.perf_counter()
         self.wait()
@@ -155,11 +152,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for the save under way, and destroy the group; every rank calls it.
-
-        Raises:
-            RuntimeError: see `wait`.
-        """
+        """Wait as `wait` does, and destroy the group; every rank calls it."""
         try:
             self.wait()
         finally:

@@ -18,11 +18,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class Snapshot:
-    """Keep the host memory that shards are copied into.
-
-    Args:
-        pinned: whether the shards are on a GPU, which copies faster into locked memory.
-    """
+    """Keep the host memory that shards are copied into; pinned, a GPU copies faster into it."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -30,16 +26,15 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that so much memory is there; what was taken before is lost if it was not."""
+        """Make sure that so much memory is there; if it was not, what was taken is lost."""
         if num_bytes > len(self._memory):
             self._memory = torch.empty(0, dtype=torch.uint8)  # Never two of them at once.
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
             self._memory.zero_()  # A page becomes memory when it is first written.
 
     def take(self, shards: Shards) -> Shards:
-        """Return copies of the shards; what an earlier call returned is overwritten.
+        """Return copies of the shards, contiguous and apart; they overwrite an earlier call's.
 
-        Tensors may be on any device, of any strides, and share memory; each is copied in full.
         Copies from a GPU are queued behind the work of its current stream: call `finish` before
         the data is read, and not before training goes on.
         """

@@ -4,17 +4,18 @@ launcher ─► world ◄─ meeting          agreement: what one rank finds wro
 """
 
 from pipetransformer.processes.agreement import agree
-from pipetransformer.processes.device_memory import free_bytes, tightest
-from pipetransformer.processes.launcher import LAUNCH_VARIABLE, RESTART_VARIABLE, launch
+from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
     World,
     connect,
+    free_bytes,
     likely_device,
     slots_of_a_node,
+    tightest,
     world_size,
 )
 
 __all__ = [
-    "LAUNCH_VARIABLE", "RESTART_VARIABLE", "World", "agree", "connect", "free_bytes", "launch",
+    "World", "agree", "connect", "free_bytes", "is_restarted", "launch", "launcher_name",
     "likely_device", "slots_of_a_node", "tightest", "world_size",
 ]  # fmt: skip

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from autodp import gather_json
 from pipetransformer.errors import CorruptCheckpointError
 
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CorruptCheckpointError, ValueError)
-}
 T = TypeVar("T")
 
 
@@ -27,10 +24,10 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     try:
         value = action()
     except (CorruptCheckpointError, ValueError) as error:
-        kind = CorruptCheckpointError if isinstance(error, CorruptCheckpointError) else ValueError
-        failure = [kind.__name__, str(error)]
+        failure = [isinstance(error, CorruptCheckpointError), str(error)]
     for rank, found in enumerate(gather_json(failure, group=group)):
         if found is not None:
-            kind_name, text = found
-            raise _ERRORS[kind_name](text if group is None else f"rank {rank}: {text}")
+            is_corrupt, text = found
+            kind = CorruptCheckpointError if is_corrupt else ValueError
+            raise kind(text if group is None else f"rank {rank}: {text}")
     return value  # type: ignore[return-value]

@@ -16,6 +16,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,8 +39,8 @@ from autopipe.engine import LinkError
 from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.world import STORE_VARIABLE
 
-RESTART_VARIABLE = "PIPETRANSFORMER_RESTART_COUNT"
-LAUNCH_VARIABLE = "PIPETRANSFORMER_LAUNCH"
+_RESTART_VARIABLE = "PIPETRANSFORMER_RESTART_COUNT"
+_LAUNCH_VARIABLE = "PIPETRANSFORMER_LAUNCH"
 """Names one call of `launch`, whose restarts have it in common."""
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,16 +97,14 @@ def launch(
     name = uuid4().hex
     with _cleaning_up_after_sigterm():
         for restarts in range(max_restarts + 1):
-            own = {LAUNCH_VARIABLE: name, RESTART_VARIABLE: str(restarts)}
-            cause = _run(context, (entry, tuple(arguments)), num_slots, cores_per_slot, own)
+            own = {_LAUNCH_VARIABLE: name, _RESTART_VARIABLE: str(restarts)}
+            cause = _run(context, partial(entry, *arguments), num_slots, cores_per_slot, own)
             if cause is None:
                 return
             if restarts < max_restarts:
                 _LOGGER.warning(
-                    "%s; all ranks have been ended and are started again (restart %d of %d)",
-                    cause,
-                    restarts + 1,
-                    max_restarts,
+                    f"{cause}; all ranks have been ended and are started again (restart "
+                    f"{restarts + 1} of {max_restarts})"
                 )
     again = f" after {max_restarts} restart(s)" if max_restarts else ""
     raise WorkerFailedError(
@@ -113,33 +113,45 @@ def launch(
     )
 
 
+def is_restarted() -> bool:
+    """Tell whether a launcher that restarts processes may have started this one again."""
+    # torchrun counts restarts by node, so that a node's count may still be 0: being started by
+    # the launcher that began the run tells a restart, as torchrun has one run in its life.
+    counted = os.environ.get(_RESTART_VARIABLE, "0") != "0"
+    return counted or "TORCHELASTIC_RESTART_COUNT" in os.environ
+
+
+def launcher_name() -> str:
+    """Identify what started this process; its restarts have it in common."""
+    parent = os.getppid()
+    started = "".join(_system_facts(parent)[19:20])
+    # A process may launch one run after the other.
+    launch = os.environ.get(_LAUNCH_VARIABLE, "")
+    return f"{socket.gethostname()} {parent} {started} {launch}".strip()
+
+
 def _run(
-    context: Any,
-    work: tuple[Callable[..., None], tuple[Any, ...]],
-    num_slots: int,
-    cores: int,
-    own: Mapping[str, str],
+    context: Any, work: Callable[[], None], num_slots: int, cores: int, own: Mapping[str, str]
 ) -> str | None:
     """Start all ranks and wait for them; return what ended them early, or None."""
     with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
-        processes: list[BaseProcess] = []
+        environment = {**_environment(num_slots, cores, Path(folder)), **own}
+        processes: list[BaseProcess] = [
+            context.Process(target=_enter, args=(work, rank, environment), name=f"rank{rank}")
+            for rank in range(num_slots)
+        ]
         try:
-            for rank in range(num_slots):
-                environment = {**_environment(rank, num_slots, cores, Path(folder)), **own}
-                processes.append(
-                    context.Process(target=_enter, args=(*work, environment), name=f"rank{rank}")
-                )
-                # The thread count must be in the environment before the child imports torch.
-                _start_with(environment, processes[-1])
+            # The thread count must be in the environment before a child imports torch.
+            with _applied(environment):
+                for process in processes:
+                    process.start()
             return _watch(processes, Path(folder))
         finally:
             _end(processes)
 
 
-def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[str, str]:
+def _environment(num_slots: int, cores: int, folder: Path) -> dict[str, str]:
     environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_slots),
         "LOCAL_WORLD_SIZE": str(num_slots),
         "OMP_NUM_THREADS": str(cores),
@@ -151,34 +163,31 @@ def _environment(rank: int, num_slots: int, cores: int, folder: Path) -> dict[st
     return environment
 
 
-def _start_with(environment: dict[str, str], process: BaseProcess) -> None:
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+@contextmanager
+def _applied(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have variables in this process's environment meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
     try:
-        process.start()
+        yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _enter(
-    entry: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
-) -> None:
-    os.environ.update(environment)
+def _enter(work: Callable[[], None], rank: int, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Forked from a server, this process has torch and its thread count from there.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     _leave_with_parent()
     try:
-        entry(*arguments)
+        work()
     except Exception as error:
-        rank = environment["RANK"]
         name = _CONSEQUENCE if isinstance(error, (LinkError, PeerError)) else _FAILURE
         with suppress(OSError):  # Another rank was first, or the launcher is gone.
             # Making a link is atomic, so the first one stays.
-            os.symlink(rank, Path(environment[STORE_VARIABLE]).parent / name)
+            os.symlink(str(rank), Path(environment[STORE_VARIABLE]).parent / name)
         sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}")
         sys.stderr.flush()
         # Other ranks' waits may never end, and so may this one's clean-up: leave at once.
@@ -207,31 +216,27 @@ def _cleaning_up_after_sigterm() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, leave)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _watch(processes: Sequence[BaseProcess], folder: Path) -> str | None:
     """Wait until all have ended well, or one has not; say which, and how."""
-    running = dict(enumerate(processes))
-    while running:
-        ended = wait([process.sentinel for process in running.values()])
-        for rank, process in list(running.items()):
-            if process.sentinel in ended:
-                process.join()
-                del running[rank]
-                if process.exitcode:
-                    return _describe(_first_cause(processes, rank, folder), processes)
-    return None
+    while True:
+        codes = [process.exitcode for process in processes]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            return _describe(_first_cause(processes, failed[0], folder), processes)
+        if None not in codes:
+            return None
+        running = (p for p, code in zip(processes, codes, strict=True) if code is None)
+        wait([process.sentinel for process in running])
 
 
 def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> int:
@@ -240,12 +245,13 @@ def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> i
     An abort is how gloo and NCCL may end a process whose neighbour is gone: no cause by itself.
     """
     time.sleep(_NEIGHBOURS_S)
-    killed = [
+    codes = [process.exitcode or 0 for process in processes]
+    killed = [r for r, code in enumerate(codes) if code < 0 and code != -signal.SIGABRT]
+    stopped = [
         r
         for r, process in enumerate(processes)
-        if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT
+        if process.exitcode is None and _system_facts(process.pid)[:1] == ["T"]
     ]
-    stopped = [r for r, process in enumerate(processes) if _is_stopped(process)]
     if killed or stopped:
         return (killed or stopped)[0]
     links = [link for name in (_FAILURE, _CONSEQUENCE) if (link := folder / name).is_symlink()]
@@ -254,12 +260,11 @@ def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> i
     return rank if processes[first].exitcode is None else first
 
 
-def _is_stopped(process: BaseProcess) -> bool:
-    """Tell whether a signal has stopped a process; only Linux says."""
+def _system_facts(pid: int | None) -> list[str]:
+    """Return what follows a process's name in /proc/PID/stat: its state first; only Linux says."""
     with suppress(OSError):
-        status = Path(f"/proc/{process.pid}/stat").read_text()
-        return process.exitcode is None and status.rpartition(")")[2].split()[0] == "T"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def _describe(rank: int, processes: Sequence[BaseProcess]) -> str:

@@ -4,8 +4,8 @@ torchrun restarts processes on the store that the dead ones used, and nodes may 
 differently. So what is found in the store may be an earlier attempt's; torch's own start would
 connect to the dead processes. Here every process has a word of its own that the others repeat.
 
-    rank r   hello-r = its word, its place                      ack-r = 7e.1
-    rank 0                          invitation = 7e.1, all hellos            go = 7e.1
+    rank r   hello-r = its word, its place                      ack-r = 7e
+    rank 0                          invitation = 7e, all hellos            go = 7e
 
 A rank answers an invitation that repeats its word. Rank 0 invites anew whenever a hello changes,
 and lets all go when all have answered the same invitation.
@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -31,9 +30,7 @@ class Seat:
 
     Args:
         local_rank, slots: among the processes of its node.
-        host: its node's name.
-        device: type of its device.
-        refusal: why it has none; "" where it has one.
+        refusal: why it has no device; "" where it has one.
         word: names this very process.
     """
 
@@ -45,21 +42,15 @@ class Seat:
     word: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Hold what all ranks agreed on: a name no other attempt has, and all places by rank."""
-
-    name: str
-    places: tuple[Seat, ...]
-
-
-def meet(store: dist.Store, rank: int, size: int, place: Seat, *, timeout_s: float) -> Meeting:
+def meet(
+    store: dist.Store, rank: int, size: int, place: Seat, *, timeout_s: float
+) -> tuple[str, list[Seat]]:
     """Wait until all processes of this attempt are there. Collective.
 
     Args:
         store: shared by all ranks, perhaps with an earlier attempt's keys.
-        rank, size, place: of this process.
-        timeout_s: longest wait.
+    Returns:
+        what all agreed on: a name no other attempt has, and all places by rank.
     Raises:
         TimeoutError: some did not join; the message names them.
     """
@@ -68,18 +59,18 @@ def meet(store: dist.Store, rank: int, size: int, place: Seat, *, timeout_s: flo
     host = _Host(store, size) if rank == 0 else None
     while True:
         if host is not None:
-            host.invite()
-        invitation = _get(store, "invitation")
-        if invitation is not None and place.word == _word(invitation, rank):
-            store.set(f"ack-{rank}", invitation["name"])
-            if host is not None:
-                host.let_go()
-            if store.check(["go"]) and store.get("go").decode() == invitation["name"]:
-                return Meeting(invitation["name"], tuple(Seat(**p) for p in invitation["places"]))
+            host.work()
+        name, *found = json.loads(_said(store, "invitation") or '[""]')
+        places = [Seat(**one) for one in found]
+        # It may be of an earlier world, perhaps a smaller one, which had no such rank.
+        if place in places[rank : rank + 1]:
+            store.set(f"ack-{rank}", name)
+            if _said(store, "go") == name:
+                return name, places
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank {rank} on {place.host} waited {timeout_s:g} s for "
-                f"{_missing(store, size, invitation, rank)}; start the launcher on every node "
+                f"{_missing(store, size, name)}; start the launcher on every node "
                 "with the same number of nodes and processes, and see what those ranks printed"
             )
         time.sleep(_POLL_S)
@@ -92,63 +83,33 @@ class _Host:
         self._store = store
         self._hellos = [f"hello-{rank}" for rank in range(size)]
         self._acks = [f"ack-{rank}" for rank in range(size)]
-        self._word = uuid.uuid4().hex
-        self._number = 0
+        self._name = ""
         self._places: list[bytes] = []
 
-    @property
-    def _name(self) -> str:
-        return f"{self._word}.{self._number}"
-
-    def invite(self) -> None:
-        """Publish all hellos under a new name, if one is new and none is missing."""
-        if not self._store.check(self._hellos):
-            return
-        places = self._store.multi_get(self._hellos)
-        if places != self._places:
-            self._places, self._number = places, self._number + 1
-            content = {"name": self._name, "places": [json.loads(place) for place in places]}
-            self._store.set("invitation", json.dumps(content))
-
-    def let_go(self) -> None:
-        """Let all ranks go, if all have answered the last invitation."""
-        if self._store.check(self._acks) and set(self._store.multi_get(self._acks)) == {
-            self._name.encode()
-        }:
-            self._store.set("go", self._name)
+    def work(self) -> None:
+        """Invite if a hello is new and none is missing; let all go once all have answered."""
+        store = self._store
+        if store.check(self._hellos) and (places := store.multi_get(self._hellos)) != self._places:
+            self._places, self._name = places, uuid.uuid4().hex
+            store.set("invitation", json.dumps([self._name, *map(json.loads, places)]))
+        if store.check(self._acks) and {*store.multi_get(self._acks)} == {self._name.encode()}:
+            store.set("go", self._name)
 
 
-def _get(store: dist.Store, key: str) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = json.loads(store.get(key)) if store.check([key]) else None
-    return found
-
-
-def _word(invitation: dict[str, Any], rank: int) -> str | None:
-    """Return the word by which an invitation, perhaps of another world, knows a rank."""
-    places = invitation["places"]
-    return places[rank]["word"] if rank < len(places) else None
-
-
-def _missing(store: dist.Store, size: int, invitation: dict[str, Any] | None, rank: int) -> str:
+def _missing(store: dist.Store, size: int, name: str) -> str:
     """Name the ranks that did not join, as far as this one can know."""
-    silent = [other for other in range(size) if not store.check([f"hello-{other}"])]
-    if not silent and invitation is not None:
-        silent = [
-            other
-            for other in range(size)
-            if not store.check([f"ack-{other}"])
-            or store.get(f"ack-{other}").decode() != invitation["name"]
-        ]
+    silent = [other for other in range(size) if not _said(store, f"hello-{other}")]
+    if not silent and name:
+        silent = [other for other in range(size) if _said(store, f"ack-{other}") != name]
     return f"rank(s) {', '.join(map(str, silent or [0]))} of {size}, which did not join"
 
 
-def check_seats(places: Sequence[Seat]) -> None:
-    """Refuse a world that cannot train; every rank calls it with the same places, in rank order.
+def _said(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
-    Raises:
-        ValueError: nodes start different numbers of processes, ranks are not numbered node by
-            node, devices differ in type, or a rank found no device.
-    """
+
+def check_seats(places: Sequence[Seat]) -> None:
+    """Refuse a world that cannot train; every rank calls it with the same places, by rank."""
     slots = places[0].slots
     if len({place.slots for place in places}) > 1 or len(places) % slots:
         raise ValueError(

@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -44,7 +45,7 @@ class World:
         slots_per_node: processes of one node.
         device: this rank's device slot.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
-        owned: whether the default process group was initialised here, and is to be destroyed here.
+        owned: whether the default process group is to be destroyed here.
     """
 
     rank: int
@@ -82,22 +83,14 @@ class World:
 
 
 def world_size() -> int:
-    """Return the number of processes this one was started with.
-
-    Raises:
-        ValueError: WORLD_SIZE is no number above 0.
-    """
+    """Return the number of processes this one was started with: WORLD_SIZE, checked."""
     if dist.is_initialized():
         return dist.get_world_size()
     return _number("WORLD_SIZE", range(1, 1 << 31), default=1)
 
 
 def slots_of_a_node() -> int:
-    """Return the processes of this node, as the launcher says.
-
-    Raises:
-        ValueError: LOCAL_WORLD_SIZE is missing, or is not between 1 and the world's size.
-    """
+    """Return the number of processes of this node: LOCAL_WORLD_SIZE, checked."""
     size = world_size()
     return _number("LOCAL_WORLD_SIZE", range(1, size + 1), default=1 if size == 1 else None)
 
@@ -136,41 +129,48 @@ def connect(device: str, *, timeout_s: float) -> World:
 
 def likely_device(device: str) -> torch.device:
     """Return the kind of device that a setting asks for, before the world is joined."""
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if on_gpu else "cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
-    """Choose this slot's device; warn where "auto" leaves GPUs idle.
-
-    Raises:
-        ValueError: "cuda" was asked for and the node has fewer GPUs than slots, or "cuda-shared"
-            and it has none.
-    """
+    """Choose this slot's device; a ValueError if it lacks one, a warning if "auto" leaves some."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == _SHARED:
-        if num_gpus == 0:
-            raise ValueError(
-                "device='cuda-shared' needs a GPU on every node, and this one has "
-                "none; use device='cpu'"
-            )
-        return torch.device("cuda", local_rank % num_gpus)
+    if device == _SHARED and not num_gpus:
+        raise ValueError(
+            "device='cuda-shared' needs a GPU on every node, and this one has none; use "
+            "device='cpu'"
+        )
     if device == "cuda" and num_gpus < slots:
         raise ValueError(
             f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
             f"which has {num_gpus}; start fewer processes or use device='cpu'"
         )
-    if device != "cpu" and num_gpus >= slots:
-        return torch.device("cuda", local_rank)
+    if device == _SHARED or (device != "cpu" and num_gpus >= slots):
+        return torch.device("cuda", local_rank % num_gpus)
     if device == "auto" and num_gpus and local_rank == 0:
         _LOGGER.warning(
-            "this node has %d GPU(s) for %d slots, so training runs on the CPU; start "
-            "%d process(es) to use the GPU(s)",
-            num_gpus,
-            slots,
-            num_gpus,
+            f"this node has {num_gpus} GPU(s) for {slots} slots, so training runs on the CPU; "
+            f"start {num_gpus} process(es) to use the GPU(s)"
         )
     return torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate on a GPU; None on other devices.
+
+    Slots that share a GPU have equal parts of what is free there.
+    """
+    if device.type != "cuda":
+        return None
+    # Slots take the GPUs in turn.
+    sharing = range(device.index or 0, slots_of_a_node(), torch.cuda.device_count())
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] // max(1, len(sharing)) + cached
+
+
+def tightest(limits: Iterable[int | None]) -> int | None:
+    """Return the smallest of the limits that there are; None where all are None, for no limit."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _initialise(rank: int, size: int, place: Seat, timeout: timedelta) -> None:
@@ -184,14 +184,14 @@ def _initialise(rank: int, size: int, place: Seat, timeout: timedelta) -> None:
         meeting_store = dist.FileStore(f"{path}-{number}", size)
     else:
         if not os.environ.get("MASTER_ADDR"):
-            raise ValueError(_complaint("MASTER_ADDR", "the name or address of the head node"))
+            raise _complaint("MASTER_ADDR", "the name or address of the head node")
         _number("MASTER_PORT", range(1, 1 << 16))
         meeting_store = next(rendezvous("env://", timeout=timeout))[0]
-    agreed = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
-    check_seats(agreed.places)
+    name, places = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
+    check_seats(places)
     backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
     # Keys of a world that was left stay in the store; its addresses must not be found again.
-    store = dist.PrefixStore(agreed.name, meeting_store)
+    store = dist.PrefixStore(name, meeting_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -203,19 +203,19 @@ def _take(device: torch.device) -> torch.device:
 
 
 def _number(name: str, allowed: range, default: int | None = None) -> int:
-    """Read a number that a launcher sets; without a default it must be there."""
+    """Read a number that a launcher sets; a ValueError if it is wrong, or missing and needed."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal() or int(text) not in allowed:
-        raise ValueError(_complaint(name, f"a whole number, {allowed[0]} to {allowed[-1]}"))
+        raise _complaint(name, f"a whole number, {allowed[0]} to {allowed[-1]}")
     return int(text)
 
 
-def _complaint(name: str, allowed: str) -> str:
+def _complaint(name: str, allowed: str) -> ValueError:
     text = os.environ.get(name)
     state = "is not set" if text is None else f"is {text!r}"
-    return (
+    return ValueError(
         f"the environment variable {name} {state}; it must be {allowed}. Start with torchrun, "
         "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
         "MASTER_PORT"

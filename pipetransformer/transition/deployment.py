@@ -60,9 +60,8 @@ class Deployment:
         after = self._place(decision)
         holders = after.shards()
         # Rank 0's weights win at the start.
-        before = (
-            self._ownership.shards() if self._ownership else dict.fromkeys(holders, frozenset([0]))
-        )
+        at_first = dict.fromkeys(holders, frozenset([0]))
+        before = self._ownership.shards() if self._ownership else at_first
         self._leave_stage()
         self._held.release_others(before)
         self._held.park(after.parked_by(self._world.rank))
@@ -100,27 +99,22 @@ class Deployment:
     def owned_shards(self) -> dict[str, Shard]:
         """Return the shards that this rank owns, to be saved; tensors are the live ones."""
         assert self._ownership is not None
-        ranks_of = self._ownership.shards()
-        return {
-            name: shard
-            for name, shard in self.held_shards().items()
-            if min(ranks_of[name]) == self._world.rank
-        }
+        rank, ranks_of = self._world.rank, self._ownership.shards()
+        return {name: self._held.read(name) for name in ranks_of if min(ranks_of[name]) == rank}
 
     def gather_weights(self, device: torch.device) -> None:
-        """Bring every sublayer's weights to rank 0's model. Collective.
-
-        Args:
-            device: where rank 0 takes those that it does not hold.
-        """
+        """Bring all weights to rank 0's model, on a device if it lacks them. Collective."""
         assert self._ownership is not None
         before = {
             shard: ranks
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
-        with self._held.receiving_on(device):
+        self._held.weights_device = device
+        try:
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+        finally:
+            self._held.weights_device = self._world.device
 
     def copy_weights(self) -> dict[str, Tensor]:
         """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
@@ -165,11 +159,8 @@ class Deployment:
             return device
         if self._world.is_main:
             _LOG.warning(
-                "the model does not fit on %s, which has %d bytes left for layers of %d bytes: "
-                "they are in host memory; model.cpu() brings the others there",
-                device,
-                free,
-                lacking,
+                f"the model does not fit on {device}, which has {free} bytes left for layers of "
+                f"{lacking} bytes: they are in host memory; model.cpu() brings the others there"
             )
         return torch.device("cpu")
 
@@ -207,7 +198,6 @@ class Deployment:
         """Become what a decision asks for; the shards are there."""
         model, rank = self._task.model, self._world.rank
         held = after.held_by(rank)
-        self._held.release_others(after.shards())
         self._held.settle(held)
         set_frozen(self._task, decision.num_frozen)
         set_training(model, held, num_frozen=decision.num_frozen)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import final
 
 import torch
@@ -21,12 +20,8 @@ class HeldShards(ShardStore):
     """Read, place and drop this rank's shards.
 
     The state of an optimizer is in `states` from when a stage is left until the next one takes it
-    over, and in host memory for as long as its sublayer is frozen.
-
-    Args:
-        task: whose model holds the weights.
-        rank: this one.
-        device: this rank's slot.
+    over, and in host memory for as long as its sublayer is frozen. Weights that arrive go to
+    `weights_device`.
     """
 
     def __init__(self, task: Task, rank: int, device: torch.device) -> None:
@@ -35,7 +30,7 @@ class HeldShards(ShardStore):
         self._rank = rank
         self._device = device
         self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
-        self._weights_device = device
+        self.weights_device = device
         self._parked: Collection[int] = ()
         self._optimizer: Optimizer | None = None
         self._trained = range(0)
@@ -54,7 +49,7 @@ class HeldShards(ShardStore):
         sublayer, kind = split_shard_name(shard)
         index = self._index_of[sublayer]
         if kind == WEIGHTS:
-            self._model.replace(index, {k: t.to(self._weights_device) for k, t in tensors.items()})
+            self._model.replace(index, {k: t.to(self.weights_device) for k, t in tensors.items()})
             return
         if index in self._parked:
             tensors = _in_host_memory(tensors)
@@ -77,15 +72,6 @@ class HeldShards(ShardStore):
             if self._rank not in holders[shard_name(name, WEIGHTS)]:
                 if not all(tensor.is_meta for tensor in self._model.tensors(index).values()):
                     self._model.release(index)
-
-    @contextmanager
-    def receiving_on(self, device: torch.device) -> Iterator[None]:
-        """Put the weights that arrive meanwhile on a device."""
-        self._weights_device = device
-        try:
-            yield
-        finally:
-            self._weights_device = self._device
 
     def settle(self, indices: Collection[int]) -> None:
         """Bring the weights of sublayers that this rank held from the start to its device."""

@@ -35,8 +35,7 @@ from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
 from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
-from pipetransformer.processes.device_memory import free_bytes
-from pipetransformer.processes.world import World
+from pipetransformer.processes.world import World, free_bytes
 from pipetransformer.stage import wiring as stage_wiring
 from pipetransformer.stage.side_inputs import SideSender
 from pipetransformer.stage.wiring import StageWiring

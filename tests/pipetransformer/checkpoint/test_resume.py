@@ -204,7 +204,11 @@ def resume_wrongly(folder: Path, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seed": 3}, "saved with {'seed': 0, .* this run has {'seed': 3"),
+        (
+            {"seed": 3},
+            "saved with {'seed': 0}, but this run has {'seed': 3}; resume with the same",
+        ),
+        ({"optimizer": torch.optim.SGD}, "AdamW'.*, but this run has .*SGD'.* the same optimizer"),
         ({"num_samples": 20}, "'num_samples': 26}, .* resume with the same seed and training set"),
         ({"num_blocks": 3}, r"sublayers \['0', '1', '2', '3', '4', '5'\], but this one has"),
         ({"num_blocks": 5}, "resume with the model that was saved"),
