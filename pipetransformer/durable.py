@@ -18,11 +18,8 @@ class LineFile:
         self._file = open(path, "ab", buffering=0)
 
     def append(self, line: bytes, *, durable: bool = False) -> None:
-        """Append one line.
+        """Append one line with its newline; if durable, wait until it is on disk.
 
-        Args:
-            line: with its newline.
-            durable: wait until it is on disk; else a machine that fails may lose it.
         Raises:
             OSError: the disk is full or failed; nothing of the line is left in the file.
         """
@@ -66,15 +63,10 @@ def hash_json(value: Any) -> str:
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse a value that does not read back equal from JSON, but for tuples, which become lists.
+    """Refuse a value, named `what`, that does not read back from JSON but for tuples as lists.
 
-    Floats keep every bit; NaN and infinities are written as Python's own json reads them.
-
-    Args:
-        what: name of the value, for messages.
     Raises:
-        TypeError: a value that JSON cannot hold (a tensor), or a key that it would turn into a
-            string (an int).
+        TypeError: it holds what JSON cannot (a tensor), or would turn into a string (an int key).
     """
     if isinstance(value, dict):
         for key, member in value.items():

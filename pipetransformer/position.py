@@ -55,9 +55,7 @@ class Timeline:
     def decision_due(self, last_decision_step: int) -> bool:
         """Tell whether a decision precedes the coming step; a function of the step number alone.
 
-        Args:
-            last_decision_step: step of the last decision; a checkpoint may have been written after
-                it, and a resumed run must not take it twice.
+        A checkpoint may have been written after the last one, which is not taken twice.
         """
         if last_decision_step == self.position.step:
             return False

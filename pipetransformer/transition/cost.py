@@ -20,11 +20,7 @@ transition has told."""
 
 
 class TransitionCost:
-    """Predict transitions; each one that happened corrects the coming predictions.
-
-    Args:
-        world: the ranks.
-    """
+    """Predict transitions; each one that happened corrects the coming predictions."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -53,13 +49,7 @@ class TransitionCost:
         self._regroup_s, self._slowness = state["regroup_s"], state["slowness"]
 
     def _way_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
-        """Return the seconds of the bytes' way, at the rate of a repeated probe."""
-        return self._incoming_bytes(profile, before, after) * max(
-            1 / profile.link.bytes_per_s, 1 / profile.node_link.bytes_per_s
-        )
-
-    def _incoming_bytes(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> int:
-        """Return the bytes of the rank that receives most."""
+        """Return the seconds for the bytes of the rank that receives most, at a probe's rate."""
         names = tuple(cost.name for cost in profile.sublayers)
         old, new = (
             Ownership(names, self._world.topology(plan.length), plan.boundaries).shards()
@@ -70,4 +60,5 @@ class TransitionCost:
             sizes[shard_name(cost.name, WEIGHTS)] = cost.parameter_bytes + cost.buffer_bytes
             sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
         moves = plan_moves(old, new, sizes, slots_per_node=self._world.slots_per_node)
-        return largest_incoming_bytes(moves, sizes)
+        slowest = min(profile.link.bytes_per_s, profile.node_link.bytes_per_s)
+        return largest_incoming_bytes(moves, sizes) * (1 / slowest)

@@ -28,7 +28,7 @@ class Decision:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return plain values."""
         return {**asdict(self), "plan": self.plan.to_json()}
 
     @staticmethod

@@ -28,18 +28,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read the entries in the order of their writing; warn of each line that is not as written.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-    """
+    """Read the entries in the order of their writing; warn of each line that is not as written."""
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
         _LOG.warning(
-            "journal %s ends in a torn line of %d bytes: that decision was never executed, "
-            "and is dropped",
-            path,
-            len(torn),
+            f"journal {path} ends in a torn line of {len(torn)} bytes: that decision was never "
+            "executed, and is dropped"
         )
     entries = []
     for number, line in enumerate(lines, start=1):
@@ -51,11 +45,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             entries.append(entry)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _LOG.warning(
-                "journal %s, line %d is damaged (%r): its decision is taken anew if its step is "
-                "trained again",
-                path,
-                number,
-                error,
+                f"journal {path}, line {number} is damaged ({error!r}): its decision is taken "
+                "anew if its step is trained again"
             )
     return entries
 
@@ -78,10 +69,8 @@ class Journal:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         elif from_step:
             _LOG.warning(
-                "journal %s is missing: decisions from step %d on are taken anew, and may differ "
-                "from those of the interrupted run",
-                path,
-                from_step,
+                f"journal {path} is missing: decisions from step {from_step} on are taken anew, "
+                "and may differ from those of the interrupted run"
             )
         self._file = LineFile(path)
         fsync(path.parent)
@@ -91,11 +80,6 @@ class Journal:
 
         A replayed decision, equal to the one recorded for its step, is not written again. Where
         the disk is full the decision is not recorded, which is warned of.
-
-        Args:
-            entry: plain values, with an int "step" and no "check".
-        Raises:
-            TypeError: it holds a value that JSON cannot hold.
         """
         step, line = entry["step"], json.dumps(entry)
         # As text, NaN equals itself, and 1, 1.0 and True differ.
@@ -106,10 +90,8 @@ class Journal:
             self._file.append(f"{sealed}\n".encode(), durable=True)
         except OSError as error:
             _LOG.warning(
-                "the decision of step %d is not in the journal: %s; a run that is interrupted "
-                "before the next checkpoint may decide otherwise",
-                step,
-                error,
+                f"the decision of step {step} is not in the journal: {error}; a run that is "
+                "interrupted before the next checkpoint may decide otherwise"
             )
         self._recorded[step] = json.loads(line)
 
