@@ -38,6 +38,7 @@ FORMAT_VERSION = 2
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_PIECE_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
@@ -61,20 +62,21 @@ class Checkpoint:
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Read one shard to CPU; a CorruptCheckpointError where it is not what was written."""
-        return safetensors.torch.load(self._read_file(self.records[name]))
+        path = self.folder / self.records[name].file
+        with _reading(path):
+            data = path.read_bytes()
+        found = hashlib.sha256(data).hexdigest()
+        _expect(path, "SHA-256", found, self.records[name].sha256)
+        return safetensors.torch.load(data)
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
         """Read all files, or a rank's share of them; a CorruptCheckpointError as in `read`."""
         by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
         for record in by_size[part::num_parts]:
-            self._read_file(record)
-
-    def _read_file(self, record: ShardRecord) -> bytes:
-        path = self.folder / record.file
-        with _reading(path):
-            data = path.read_bytes()
-        _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
-        return data
+            path = self.folder / record.file
+            with _reading(path):
+                found = _hash_file(path)
+            _expect(path, "SHA-256", found, record.sha256)
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
@@ -110,8 +112,7 @@ def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
         safetensors.torch.save_file(dict(tensors), path)
         path.chmod(mode)  # safetensors lets nobody but its owner read a file.
         fsync(path)
-        data = path.read_bytes()
-        records[name] = ShardRecord(path.name, hashlib.sha256(data).hexdigest(), len(data))
+        records[name] = ShardRecord(path.name, _hash_file(path), path.stat().st_size)
     return records
 
 
@@ -232,6 +233,15 @@ def _file_name(shard: str) -> str:
     # The readable part alone may be equal for two names, or on a file system that ignores case.
     readable = re.sub(r"[^A-Za-z0-9._]", "_", shard)[:100]
     return f"{readable}-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.safetensors"
+
+
+def _hash_file(path: Path) -> str:
+    """Hash a file a piece at a time, to bound the memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:

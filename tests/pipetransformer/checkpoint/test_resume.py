@@ -81,13 +81,13 @@ def test_every_file_is_verified_by_just_one_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int
 ) -> None:
     checkpoint = open_checkpoint(save(tmp_path, 10))
-    real, opened = Path.read_bytes, list[str]()
+    real, opened = open, list[str]()
 
-    def note_read(path: Path) -> bytes:
-        opened.append(path.name)
-        return real(path)
+    def note_open(path: Path, mode: str) -> Any:
+        opened.append(Path(path).name)
+        return real(path, mode)
 
-    monkeypatch.setattr(Path, "read_bytes", note_read)
+    monkeypatch.setattr("builtins.open", note_open)
     for part in range(num_parts):
         checkpoint.verify(part=part, num_parts=num_parts)
     assert sorted(opened) == sorted(record.file for record in checkpoint.records.values())
