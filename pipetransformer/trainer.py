@@ -26,8 +26,7 @@ from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer import OptimizerFactory, adamw
-from pipetransformer.optimizer_probe import try_optimizer
+from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
 from pipetransformer.position import Timeline
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
 from pipetransformer.report import FitReport, RunLog

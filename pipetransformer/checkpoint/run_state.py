@@ -30,7 +30,7 @@ from pipetransformer.checkpoint.resume import (
 from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer_probe import OptimizerTraits
+from pipetransformer.optimizer import OptimizerTraits
 from pipetransformer.position import Position, Timeline
 from pipetransformer.processes import World, agree, is_restarted
 from pipetransformer.transition import Decider, Decision, Deployment, Transitions, plan_shape

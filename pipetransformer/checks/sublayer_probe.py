@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from autopipe.profile import left_as_found
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, set_training
+from pipetransformer.loss import SplitProbe
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
-from pipetransformer.stage import SplitProbe, written_text
+from pipetransformer.stage import written_text
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""

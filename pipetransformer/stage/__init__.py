@@ -2,16 +2,15 @@
 
 frozen_prefix ─► sample_feed ─► work ─► stage: forwards, backwards, sums, update
      node_store ─►┘               ▲
-       wiring: links and side_inputs     watch, loss_probe, nonfinite: what is refused
+       wiring: links and side_inputs     watch, nonfinite: what is refused
 """
 
 from pipetransformer.stage.frozen_prefix import FrozenPrefix
-from pipetransformer.stage.loss_probe import SplitProbe
 from pipetransformer.stage.sample_feed import SampleFeed
 from pipetransformer.stage.stage import Stage, StepResult
 from pipetransformer.stage.watch import written_text
 from pipetransformer.stage.work import LossSums
 
 __all__ = [
-    "FrozenPrefix", "LossSums", "SampleFeed", "SplitProbe", "Stage", "StepResult", "written_text",
+    "FrozenPrefix", "LossSums", "SampleFeed", "Stage", "StepResult", "written_text",
 ]  # fmt: skip

@@ -22,9 +22,8 @@ from autopipe.trace import Recorder
 from freeze import GradientSignals
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.job import Task, set_training, trained_parameters
-from pipetransformer.loss import mean_of
+from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
-from pipetransformer.stage.loss_probe import SplitProbe
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
 from pipetransformer.stage.watch import StageWatch
 from pipetransformer.stage.wiring import StageWiring

@@ -17,8 +17,7 @@ from autopipe.engine import Payload, StageWork
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
-from pipetransformer.loss import Loss, mean_of
-from pipetransformer.stage.loss_probe import SplitProbe
+from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
 from pipetransformer.stage.sample_feed import Rows
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
@@ -283,10 +282,7 @@ class EvaluationWork(LayerWork):
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = self._loss_fn(output, target)
-        if isinstance(loss, tuple):
-            self._sums.add("loss", float(loss[0]), float(loss[1]))
-        else:
-            self._sums.add("loss", float(loss) * len(output), len(output))
+        self._sums.add("loss", *as_sum_and_count(loss, len(output)))
 
 
 def _precise(value: Tensor | int) -> Tensor | float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipetransformer.data import own_random_numbers
-from pipetransformer.optimizer import OptimizerFactory, put_state, take_state
+from pipetransformer.optimizer.named import OptimizerFactory, put_state, take_state
 
 _STEPS = 3
 _LOUD = 100.0

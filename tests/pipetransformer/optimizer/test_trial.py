@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipetransformer import adamw
-from pipetransformer.optimizer import NamedParameters, OptimizerFactory
-from pipetransformer.optimizer_probe import OptimizerTraits, try_optimizer
+from pipetransformer.optimizer import (
+    NamedParameters,
+    OptimizerFactory,
+    OptimizerTraits,
+    try_optimizer,
+)
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")

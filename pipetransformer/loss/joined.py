@@ -6,7 +6,7 @@ A step's batch is cut over replicas and micro-batches, and each part has a loss 
     (sum, count)                sum(sum) / sum(count)      right for weighted and ignored targets
 
 torch's own losses are known here, and become the second kind where they are not the first. The
-value of another function is believed, and compared in parts now and then (`loss_probe`).
+value of another function is believed, and compared in parts now and then (`split_probe`).
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     """
     options: Callable[[], dict[str, Any]]
     if isinstance(loss_fn, nn.Module):
-        own = vars(loss_fn)
-        if type(loss_fn) not in _MODULES or "forward" in own or _has_hooks(loss_fn):
+        if type(loss_fn) not in _MODULES or "forward" in vars(loss_fn) or _has_hooks(loss_fn):
             return None
         function, names = _MODULES[type(loss_fn)]
         name = type(loss_fn).__name__
@@ -147,7 +146,7 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         # Another function may be one that cannot be hashed.
         if not any(function is one for one in _FUNCTIONS) or keywords.keys() & {"input", "target"}:
             return None
-        name, options = f"F.{function.__name__}", partial(dict, keywords)
+        name, options = f"F.{function.__name__}", keywords.copy
     found = options()
     _refuse_options(name, function, found)
     loss = _TorchLoss(name, function, options)
@@ -161,16 +160,17 @@ def mean_of(total: float, count: float) -> float:
     return 0.0 if total == 0 else math.nan
 
 
+def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
+    """Return a loss's value over some samples as (sum, count), which add up over parts."""
+    if isinstance(value, tuple):
+        return float(value[0].detach()), float(value[1])
+    return float(value.detach()) * num_samples, float(num_samples)
+
+
 @final
 @dataclass(frozen=True)
 class _TorchLoss:
-    """Call a loss of torch's so that its values join.
-
-    Args:
-        name: how the user knows it.
-        function: of torch.nn.functional.
-        options: returns its keywords.
-    """
+    """Call a function of torch.nn.functional, known to the user by a name, so that it joins."""
 
     name: str
     function: Callable[..., Tensor]
@@ -259,11 +259,5 @@ def _attributes(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from pipetransformer.loss import Loss, mean_of
-
-if TYPE_CHECKING:
-    from pipetransformer.loss import LossValue
+from pipetransformer.loss.joined import Loss, as_sum_and_count, mean_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -31,11 +28,7 @@ _PERIOD_STEPS = 8
 _MOST_ELEMENTS = 1 << 22
 """Elements of the outputs that are kept to probe: 16 MiB of float32."""
 
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 3e-4,
-    torch.float16: 2e-3,
-}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 2e-3}
 """Relative; float32 allows for a GPU's TF32 within the loss, half precision for its own rounding
 of the whole, and of the parts."""
 _COARSEST = 1.6e-2
@@ -44,39 +37,46 @@ _COARSEST = 1.6e-2
 @final
 @dataclass(frozen=True)
 class _Part:
-    """Hold the outputs and targets of some samples."""
+    """Hold the outputs and targets of some samples, the targets by name; "" is a target alone."""
 
     output: Tensor
-    target: Tensor | Mapping[str, Tensor]
+    targets: dict[str, Tensor]
+
+    @staticmethod
+    def of(output: Tensor, target: Any) -> _Part:
+        return _Part(output.detach(), {"": target} if isinstance(target, Tensor) else target)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> _Part:
+        targets = {name: change(one) for name, one in self.targets.items()}
+        return _Part(change(self.output), targets)
 
     def rows(self, first: int, last: int) -> _Part:
-        """Return a copy of samples first..last-1, as a loss may write into what it is given."""
-        return _Part(
-            self.output.detach()[first:last].clone(),
-            self.target[first:last].clone()
-            if isinstance(self.target, Tensor)
-            else {name: one[first:last].clone() for name, one in self.target.items()},
-        )
+        # Copied, as a loss may write into what it is given.
+        return self.changed(lambda tensor: tensor[first:last].clone())
 
-    def widened(self) -> _Part:
-        """Return the samples in at least single precision."""
-        return _Part(
-            _widened(self.output),
-            _widened(self.target)
-            if isinstance(self.target, Tensor)
-            else {name: _widened(one) for name, one in self.target.items()},
-        )
+    def sample_shapes(self) -> list[Any]:
+        shapes = [(name, one.shape[1:]) for name, one in self.targets.items()]
+        return [self.output.shape[1:], *shapes]
 
-    def fits(self, other: _Part) -> bool:
-        """Tell whether samples of both make one batch."""
-        return self._shapes() == other._shapes()
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        targets = {"": self.target} if isinstance(self.target, Tensor) else self.target
-        return {
-            "output": self.output.shape[1:],
-            **{f"target {name}": one.shape[1:] for name, one in targets.items()},
+    def joined_with(self, others: Sequence[_Part]) -> _Part:
+        targets = {
+            name: torch.cat([one, *(other.targets[name] for other in others)])
+            for name, one in self.targets.items()
         }
+        return _Part(torch.cat([self.output, *(other.output for other in others)]), targets)
+
+
+@final
+@dataclass(frozen=True)
+class _Answer:
+    """Hold what a loss returned for a part, and its gradient by the part's output, if any."""
+
+    size: int
+    is_mean: bool
+    dtype: torch.dtype
+    total: float
+    count: float
+    gradient: Tensor | None
 
 
 @final
@@ -108,8 +108,8 @@ class SplitProbe:
         is_due = self._step < _FIRST_STEPS or self._step % _PERIOD_STEPS == 0
         if self._loss_fn.is_exact or self._is_random or not is_due:
             return
-        part = _Part(output, target)
-        if self._parts and not part.fits(self._parts[0]):
+        part = _Part.of(output, target)
+        if self._parts and part.sample_shapes() != self._parts[0].sample_shapes():
             return
         of_a_sample = max(1, output.numel() // len(output))
         num_kept = sum(len(one.output) for one in self._parts)
@@ -122,13 +122,13 @@ class SplitProbe:
         parts, self._parts = _at_least_two(self._parts), []
         if len(parts) < 2:
             return False
-        parts = [_join(parts), *parts]
+        parts = [parts[0].joined_with(parts[1:]), *parts]
         try:
             # A loss in half precision could hide a difference of a percent.
-            wide = [part.widened() for part in parts]
-            (values, gradients), parts = self._values(wide), wide
+            wide = [part.changed(_widened) for part in parts]
+            answers, dtype = self._answers(wide), wide[0].output.dtype
         except RuntimeError:  # Such as a weight in half precision.
-            values, gradients = self._values(parts)
+            answers, dtype = self._answers(parts), parts[0].output.dtype
         if self._is_random:
             _LOGGER.warning(
                 "the loss %r draws random numbers: whether it depends on how a batch is split "
@@ -136,8 +136,8 @@ class SplitProbe:
                 self._loss_fn.name,
             )
             return False
-        self._difference = _describe_difference(values, parts)
-        if not self._difference and _gradients_differ(values, gradients, parts):
+        self._difference = _describe_difference(answers, dtype)
+        if not self._difference and _gradients_differ(answers, dtype):
             self._difference = ": its value joins, but its gradient by the output does not"
         return bool(self._difference)
 
@@ -156,24 +156,24 @@ class SplitProbe:
             "can be given as pipetransformer.loss.Loss(function, is_exact=True)"
         )
 
-    def _values(self, parts: list[_Part]) -> tuple[list[LossValue], list[Tensor | None]]:
-        """Compute each part's loss and gradient, and note whether that draws random numbers."""
+    def _answers(self, parts: list[_Part]) -> list[_Answer]:
+        """Call the loss on each part, and note whether that draws random numbers."""
         device = parts[0].output.device
-        values: list[LossValue] = []
-        gradients: list[Tensor | None] = []
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             before = _random_states(device)
-            for part in parts:
-                output = part.output.clone().requires_grad_(part.output.is_floating_point())
-                # Not a leaf, which a loss could not work on in place.
-                value = self._loss_fn(output.clone(), part.target)
-                total, gradient = _total_of(value), None
-                if total.requires_grad:
-                    (gradient,) = torch.autograd.grad(total, output, allow_unused=True)
-                values.append(_detached(value))
-                gradients.append(gradient)
+            answers = [self._answer(part) for part in parts]
             self._is_random = not all(map(torch.equal, before, _random_states(device)))
-        return values, gradients
+        return answers
+
+    def _answer(self, part: _Part) -> _Answer:
+        output = part.output.clone().requires_grad_(part.output.is_floating_point())
+        # Not a leaf, which a loss could not work on in place.
+        value = self._loss_fn(output.clone(), part.targets.get("", part.targets))
+        summed, gradient = value[0] if isinstance(value, tuple) else value, None
+        if summed.requires_grad:
+            (gradient,) = torch.autograd.grad(summed, output, allow_unused=True)
+        is_mean, size = isinstance(value, Tensor), len(output)
+        return _Answer(size, is_mean, summed.dtype, *as_sum_and_count(value, size), gradient)
 
 
 def _at_least_two(parts: list[_Part]) -> list[_Part]:
@@ -186,83 +186,41 @@ def _at_least_two(parts: list[_Part]) -> list[_Part]:
     return [parts[0].rows(0, cut), parts[0].rows(cut, size)] if cut else parts
 
 
-def _describe_difference(values: list[LossValue], parts: list[_Part]) -> str:
-    """Say how the whole's loss differs from what its parts' join to; "" where it does not.
-
-    Args:
-        values: the loss of the whole, and those of the parts.
-        parts: the whole and the parts.
-    """
-    sizes = [len(part.output) for part in parts]
-    pairs = [_as_pair(value, size) for value, size in zip(values, sizes, strict=True)]
-    totals, counts = zip(*pairs, strict=True)
-    dtypes = (parts[0].output.dtype, _total_of(values[0]).dtype)
-    tolerance = max(_TOLERANCES.get(dtype, _COARSEST) for dtype in dtypes)
+def _describe_difference(answers: list[_Answer], dtype: torch.dtype) -> str:
+    """Say how the loss of the whole, the first, differs from what its parts' join to, or ""."""
+    totals, counts = [one.total for one in answers], [one.count for one in answers]
+    tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (dtype, answers[0].dtype))
     if _joins(totals, tolerance) and _joins(counts, tolerance):
         return ""
     whole, joined = mean_of(totals[0], counts[0]), mean_of(sum(totals[1:]), sum(counts[1:]))
     return (
-        f": it is {whole:.6g} over {sizes[0]} samples, but {joined:.6g} when joined from parts "
-        f"of {', '.join(map(str, sizes[1:]))}"
+        f": it is {whole:.6g} over {answers[0].size} samples, but {joined:.6g} when joined from "
+        f"parts of {', '.join(str(one.size) for one in answers[1:])}"
     )
 
 
-def _gradients_differ(
-    values: list[LossValue], gradients: list[Tensor | None], parts: list[_Part]
-) -> bool:
+def _gradients_differ(answers: list[_Answer], dtype: torch.dtype) -> bool:
     """Compare the gradient of the whole, its samples counted, with those of the parts."""
-    if any(gradient is None for gradient in gradients):
-        return any(gradient is not None for gradient in gradients)
+    found = [one.gradient is not None for one in answers]
+    if not all(found):
+        return any(found)
     scaled = [
-        gradient if isinstance(value, tuple) else gradient * len(part.output)
-        for value, gradient, part in zip(values, gradients, parts, strict=True)
-        if gradient is not None
+        one.gradient * one.size if one.is_mean else one.gradient
+        for one in answers
+        if one.gradient is not None
     ]
     whole, joined = scaled[0].double(), torch.cat(scaled[1:]).double()
     if not bool(whole.isfinite().all()):
         return False
-    tolerance = max(_TOLERANCES.get(one.dtype, _COARSEST) for one in (scaled[0], parts[0].output))
+    tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (scaled[0].dtype, dtype))
     return not float((whole - joined).abs().max()) <= tolerance * float(whole.abs().max())
-
-
-def _detached(value: LossValue) -> LossValue:
-    if isinstance(value, tuple):
-        total, count = value
-        return total.detach(), count.detach() if isinstance(count, Tensor) else count
-    return value.detach()
-
-
-def _join(parts: list[_Part]) -> _Part:
-    output = torch.cat([part.output for part in parts])
-    targets = [part.target for part in parts]
-    first = targets[0]
-    if isinstance(first, Tensor):
-        return _Part(output, torch.cat([one for one in targets if isinstance(one, Tensor)]))
-    return _Part(
-        output,
-        {
-            name: torch.cat([one[name] for one in targets if not isinstance(one, Tensor)])
-            for name in first
-        },
-    )
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _as_pair(value: LossValue, num_samples: int) -> tuple[float, float]:
-    """Return a loss as (sum, count)."""
-    if isinstance(value, tuple):
-        return float(value[0]), float(value[1])
-    return float(value) * num_samples, float(num_samples)
-
-
-def _total_of(value: LossValue) -> Tensor:
-    return value[0] if isinstance(value, tuple) else value
-
-
-def _joins(values: tuple[float, ...], tolerance: float) -> bool:
+def _joins(values: list[float], tolerance: float) -> bool:
     """Tell whether the first is the sum of the others; so it is taken to be if it is not finite.
 
     A number that is not finite in the whole says nothing of the split, and ends the step anyway.

@@ -1,0 +1,21 @@
+"""Join a batch's loss from the losses of its parts, and find out which losses do not join.
+
+joined        a user's loss as a `Loss`: torch's own are known, others are believed
+split_probe   compares, now and then, what is believed with the loss of the whole
+"""
+
+from pipetransformer.loss.joined import (
+    Loss,
+    LossFunction,
+    LossValue,
+    as_sum_and_count,
+    choose_loss,
+    mean_of,
+    sum_over_targets,
+)
+from pipetransformer.loss.split_probe import SplitProbe
+
+__all__ = [
+    "Loss", "LossFunction", "LossValue", "SplitProbe", "as_sum_and_count", "choose_loss",
+    "mean_of", "sum_over_targets",
+]  # fmt: skip
