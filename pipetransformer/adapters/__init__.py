@@ -4,10 +4,16 @@ timm_vit, transformers_bert, transformers_vit, sequential, or yours ─► base:
 """
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer
-from pipetransformer.adapters.parameters import has_hooks, laid_out_as, refuse_hooks
+from pipetransformer.adapters.parameters import (
+    find_changed,
+    has_hooks,
+    laid_out_as,
+    named_tensors,
+    refuse_hooks,
+)
 from pipetransformer.adapters.registry import adapt, register_adapter
 
 __all__ = [
-    "LayeredModel", "Sublayer", "adapt", "has_hooks", "laid_out_as", "refuse_hooks",
-    "register_adapter",
+    "LayeredModel", "Sublayer", "adapt", "find_changed", "has_hooks", "laid_out_as",
+    "named_tensors", "refuse_hooks", "register_adapter",
 ]  # fmt: skip

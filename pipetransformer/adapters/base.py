@@ -12,7 +12,7 @@ speak the original model's `state_dict` names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pipetransformer.adapters.parameters import laid_out_as, refuse_hooks
+from pipetransformer.adapters.parameters import laid_out_as, named_tensors, refuse_hooks
 from pipetransformer.loss import LossFunction
 
 
@@ -162,15 +162,13 @@ class LayeredModel:
         last: int | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run sublayers first..last-1 one after the other; all of them by default.
+        """Run sublayers first..last-1, all by default, and return what the last one returned.
 
         Args:
             batch: the model's inputs (read where first is 0) and the sublayers' sides.
             first: where to begin.
             last: where to stop, exclusive; None is the end.
             hidden: what sublayer first-1 returned; None exactly if first is 0.
-        Returns:
-            What sublayer last-1 returned: the hidden state or, at the end, the model's output.
         Raises:
             ValueError: an empty or impossible range, or hidden does not fit first.
         """
@@ -186,19 +184,21 @@ class LayeredModel:
                 f"run from sublayer {first} with {given}; sublayer 0 starts from the "
                 "batch, every other from hidden"
             )
-        value: Tensor | Mapping[str, Tensor] = batch if hidden is None else hidden
-        for index in range(first, last):
+        value = self.call(first, batch if hidden is None else hidden, sides=batch)
+        for index in range(first + 1, last):
             value = self.call(index, value, sides=batch)
-        assert isinstance(value, Tensor)
         return value
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Collect a sublayer's parameters and buffers, persistent or not, by their model names."""
-        return {name: _read(self._slots[name][0]) for name in self._names[index]}
+        return {name: self.tensor(name) for name in self._names[index]}
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by its model name, as it is now."""
-        return _read(self._slots[name][0])
+        module, attribute = self._slots[name][0]
+        tensor = getattr(module, attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
         """Put other tensors in the place of a sublayer's, wherever the model holds them.
@@ -217,7 +217,7 @@ class LayeredModel:
             self._check_fit(index, name, tensor)
         for name, tensor in tensors.items():
             # `param.data = ` would keep the object, but torch refuses to set it to a meta tensor.
-            old = _read(self._slots[name][0])
+            old = self.tensor(name)
             fresh = torch.empty_like(old, device="meta")
             if tensor is not None:
                 fresh = laid_out_as(fresh, tensor.detach())
@@ -267,7 +267,7 @@ class LayeredModel:
                 f"{name!r} is no tensor of sublayer {self.sublayers[index].name!r}, "
                 f"which has {list(self._names[index])}"
             )
-        old = _read(self._slots[name][0])
+        old = self.tensor(name)
         if tensor is not None and (tensor.shape != old.shape or tensor.dtype != old.dtype):
             raise ValueError(
                 f"{name!r} is {tuple(old.shape)} {old.dtype}, and cannot be replaced "
@@ -325,18 +325,14 @@ def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
         )
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
-
-
 def _assign_names(
     model: nn.Module, sublayers: tuple[Sublayer, ...], unused: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
     """List each sublayer's tensors by their model names, proving that each has one sublayer."""
-    name_of = {id(tensor): name for name, tensor in _named_tensors(model)}
+    name_of = {id(tensor): name for name, tensor in named_tensors(model).items()}
     owner: dict[str, str] = {}
     for sub in sublayers:
-        for local_name, tensor in _named_tensors(sub.module):
+        for local_name, tensor in named_tensors(sub.module).items():
             name = name_of.get(id(tensor))
             if name is None:
                 raise ValueError(
@@ -372,14 +368,7 @@ def _find_slots(
             module.named_buffers(recurse=False, remove_duplicate=False),
         ):
             slots.setdefault(id(tensor), []).append((module, attribute))
-    return {name: slots[id(tensor)] for name, tensor in _named_tensors(model)}
-
-
-def _read(slot: tuple[nn.Module, str]) -> Tensor:
-    module, attribute = slot
-    tensor = getattr(module, attribute)
-    assert isinstance(tensor, Tensor)
-    return tensor
+    return {name: slots[id(tensor)] for name, tensor in named_tensors(model).items()}
 
 
 def _refuse_forward(name: str, module: nn.Module, _args: Any) -> None:

@@ -1,9 +1,25 @@
-"""Say what must hold of parameters that move, and be kept of them."""
+"""Name a model's tensors, compare them, and say what must hold of those that move."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers, persistent or not, each under its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
+    """Name the first tensor that is not as it was, or return ""; a NaN that stays is no change."""
+    for name, old in before.items():
+        now = tensors[name]
+        if now.shape != old.shape or not torch.equal(now.nan_to_num(), old.nan_to_num()):
+            return name
+    return ""
 
 
 def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
@@ -23,11 +39,7 @@ def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
 
 
 def refuse_hooks(name: str, parameter: Tensor) -> None:
-    """Refuse hooks on a parameter: they would stay behind where it moves.
-
-    Raises:
-        ValueError: it has one.
-    """
+    """Raise a ValueError for hooks on a parameter: they would stay behind where it moves."""
     if has_hooks(parameter):
         raise ValueError(
             f"parameter {name!r} has tensor hooks, which run on parts of a batch's gradient and "

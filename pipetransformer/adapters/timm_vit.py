@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.transformer import (
     Residual,
-    cross_entropy,
+    qualified_name,
     refuse_checkpointing,
     require_class,
     transformer_sublayers,
 )
-from pipetransformer.loss import Loss
 
 MODULE = "timm.models.vision_transformer"
 CLASS = f"{MODULE}.VisionTransformer"
@@ -24,20 +24,14 @@ def build(model: Any) -> LayeredModel:
     """Take apart a VisionTransformer of timm 1.0; Any, as timm is not imported here.
 
     Class, register and pooling variants are all in: positions and pooling are the model's own.
-
-    Raises:
-        TypeError: a block is not timm's plain Block, or a subclass overrides `forward_features`.
-        ValueError: gradient checkpointing is on.
     """
-    features = type(model).forward_features
-    if f"{features.__module__}.{features.__qualname__}" != f"{CLASS}.forward_features":
+    if qualified_name(type(model).forward_features) != f"{CLASS}.forward_features":
         raise TypeError(
             f"{type(model).__name__} overrides forward_features of VisionTransformer, "
             "which its adapter stands for; build a LayeredModel for it yourself"
         )
     refuse_checkpointing(model)
-    for block in model.blocks:
-        require_class(block, f"{MODULE}.Block")
+    require_class(f"{MODULE}.Block", *model.blocks)
     blocks = [
         (
             Residual(block.norm1, block.attn, block.ls1, block.drop_path1),
@@ -46,9 +40,7 @@ def build(model: Any) -> LayeredModel:
         for block in model.blocks
     ]
     sublayers = transformer_sublayers(_Embedding(model), blocks, _Head(model))
-    return LayeredModel(
-        model, sublayers, inputs=("x",), targets=("y",), loss_fn=Loss(cross_entropy, is_exact=True)
-    )
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",), loss_fn=F.cross_entropy)
 
 
 @final

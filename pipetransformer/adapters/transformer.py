@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -11,6 +12,19 @@ from torch import Tensor, nn
 
 from pipetransformer.adapters.base import Sublayer
 from pipetransformer.loss import Loss, LossValue, sum_over_targets
+
+
+@final
+class FirstOf(nn.Module):
+    """Return the first of what a module returns, such as attention without its weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        first: Tensor = self.module(hidden)[0]
+        return first
 
 
 @final
@@ -47,7 +61,7 @@ def transformer_sublayers(
     return (*sublayers, Sublayer("head", len(blocks), head))
 
 
-def qualified_name(kind: type[Any]) -> str:
+def qualified_name(kind: type[Any] | FunctionType) -> str:
     """Spell a class as "module.Class".
 
     Adapters know a library's classes by this name, since importing timm or transformers only to
@@ -56,43 +70,27 @@ def qualified_name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def require_class(module: nn.Module, name: str) -> None:
-    """Refuse a module that is not exactly of the class "module.Class".
+def require_class(name: str, *modules: nn.Module) -> None:
+    """Raise a TypeError for a module that is not exactly of the class "module.Class".
 
     A subclass may have another forward than the one its wrappers stand for.
-
-    Raises:
-        TypeError: it is of another class.
     """
-    if qualified_name(type(module)) != name:
-        raise TypeError(
-            f"the model holds a {qualified_name(type(module))} where its adapter can "
-            f"take apart a {name} only; build a LayeredModel for this model yourself"
-        )
+    for found in (qualified_name(type(module)) for module in modules):
+        if found != name:
+            raise TypeError(
+                f"the model holds a {found} where its adapter can take apart a {name} only; build "
+                "a LayeredModel for this model yourself"
+            )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Refuse a model that is set to recompute activations: its blocks' own forward is not called.
-
-    Raises:
-        ValueError: a module of it has timm's or transformers' flag set.
-    """
+    """Raise a ValueError if activations are recomputed: blocks' own forwards are not called."""
     flags = ("grad_checkpointing", "gradient_checkpointing")
     if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         raise ValueError(
             f"gradient checkpointing of this {type(model).__name__} is on, but would "
             "have no effect here, as sublayers are called one by one; switch it off"
         )
-
-
-def cross_entropy(output: Tensor, target: Tensor) -> LossValue:
-    """Sum the cross entropy of (N, C) logits; count the (N,) class indices that are not -100.
-
-    For (N, C) class probabilities, as mixup makes them, it is the plain mean over the samples.
-    """
-    if target.is_floating_point():
-        return F.cross_entropy(output, target)
-    return sum_over_targets(F.cross_entropy, output, target, {})
 
 
 def classification_loss(config: Any) -> Loss:
@@ -112,7 +110,7 @@ def classification_loss(config: Any) -> Loss:
             return F.mse_loss(output, target.reshape(output.shape))
         integer = target.dtype in (torch.int64, torch.int32)
         if problem == "single_label_classification" or (problem is None and integer):
-            return cross_entropy(output, target.reshape(-1))
+            return sum_over_targets(F.cross_entropy, output, target.reshape(-1), {})
         return F.binary_cross_entropy_with_logits(output, target)
 
     return Loss(loss, is_exact=True)

@@ -27,18 +27,11 @@ INPUTS = ("input_ids", "token_type_ids", "position_ids")
 
 
 def build_sequence_classification(model: Any) -> LayeredModel:
-    """Take apart a BertForSequenceClassification; Any, as transformers is not imported here.
-
-    The default loss is the model's own: by problem type cross entropy, squared error, or binary
-    cross entropy.
-
-    Raises:
-        TypeError: the encoder or a block is not transformers' own class.
-        ValueError: a decoder, a setting that sublayers would ignore, or an unknown attention.
-    """
+    """Take apart a BertForSequenceClassification; Any, as transformers is not imported here."""
+    head = nn.Sequential(model.bert.pooler, model.dropout, model.classifier)
     layered = LayeredModel(
         model,
-        _sublayers(model, _ClassificationHead(model)),
+        _sublayers(model, head),
         inputs=INPUTS,
         targets=("labels",),
         loss_fn=classification_loss(model.config),
@@ -50,12 +43,8 @@ def build_sequence_classification(model: Any) -> LayeredModel:
 def build_question_answering(model: Any) -> LayeredModel:
     """Take apart a BertForQuestionAnswering; Any, as transformers is not imported here.
 
-    The output is (N, S, 2), start and end logits last; the default loss `span_loss`. A pooler
-    (the model has none unless the user put one there) stays as it is: it has no part in an answer.
-
-    Raises:
-        TypeError: the encoder or a block is not transformers' own class.
-        ValueError: a decoder, a setting that sublayers would ignore, or an unknown attention.
+    The output is (N, S, 2), start and end logits last. A pooler (the model has none unless the
+    user put one there) stays as it is: it has no part in an answer.
     """
     unused = [name for name, _ in model.named_parameters() if name.startswith("bert.pooler.")]
     return LayeredModel(
@@ -93,10 +82,9 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
 
 def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
     bert = model.bert
-    require_class(bert, f"{MODULE}.BertModel")
+    require_class(f"{MODULE}.BertModel", bert)
     _refuse_settings(model)
-    for layer in bert.encoder.layer:
-        require_class(layer, f"{MODULE}.BertLayer")
+    require_class(f"{MODULE}.BertLayer", *bert.encoder.layer)
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in bert.encoder.layer]
     return transformer_sublayers(
         bert.embeddings, blocks, head, attention_sides=("attention_mask",)
@@ -167,18 +155,3 @@ class _FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.output(self.intermediate(hidden), hidden)
         return output
-
-
-@final
-class _ClassificationHead(nn.Module):
-    """Pool the first token and classify: (N, S, D) to (N, labels)."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.pooler = model.bert.pooler
-        self.dropout = model.dropout
-        self.classifier = model.classifier
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.dropout(self.pooler(hidden)))
-        return logits

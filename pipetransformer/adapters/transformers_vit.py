@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.transformer import (
+    FirstOf,
     Residual,
     classification_loss,
     refuse_checkpointing,
@@ -19,27 +20,25 @@ MODULE = "transformers.models.vit.modeling_vit"
 
 
 def build(model: Any) -> LayeredModel:
-    """Take apart a ViTForImageClassification; Any, as transformers is not imported here.
-
-    Raises:
-        TypeError: the encoder or a block is not transformers' own class.
-        ValueError: gradient checkpointing is on, or transformers is too old.
-    """
+    """Take apart a ViTForImageClassification; Any, as transformers is not imported here."""
     vit = model.vit
-    require_class(vit, f"{MODULE}.ViTModel")
+    require_class(f"{MODULE}.ViTModel", vit)
     refuse_checkpointing(model)
     if "layers" not in dict(vit.named_children()):
         raise ValueError(
             "this ViTModel has the structure of an old transformers; upgrade "
             "transformers to 5.12 or newer"
         )
-    for layer in vit.layers:
-        require_class(layer, f"{MODULE}.ViTLayer")
+    require_class(f"{MODULE}.ViTLayer", *vit.layers)
     blocks = [
-        (_Attention(layer), Residual(layer.layernorm_after, layer.mlp, layer.dropout))
+        (
+            Residual(layer.layernorm_before, FirstOf(layer.attention), layer.dropout),
+            Residual(layer.layernorm_after, layer.mlp, layer.dropout),
+        )
         for layer in vit.layers
     ]
-    sublayers = transformer_sublayers(_Embedding(vit), blocks, _Head(model))
+    head = nn.Sequential(vit.layernorm, _FirstToken(), model.classifier)
+    sublayers = transformer_sublayers(_Embedding(vit), blocks, head)
     return LayeredModel(
         model,
         sublayers,
@@ -64,30 +63,8 @@ class _Embedding(nn.Module):
 
 
 @final
-class _Attention(nn.Module):
-    """Add a block's attention to the hidden state; it returns its weights too, so no Residual."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm = layer.layernorm_before
-        self.attention = layer.attention
-        self.dropout = layer.dropout
+class _FirstToken(nn.Module):
+    """Take the first token of each sample: (N, S, D) to (N, D)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        attended, _ = self.attention(self.norm(hidden))
-        output: Tensor = hidden + self.dropout(attended)
-        return output
-
-
-@final
-class _Head(nn.Module):
-    """Normalise and classify the first token: (N, S, D) to (N, labels)."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.norm = model.vit.layernorm
-        self.classifier = model.classifier
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.norm(hidden)[:, 0])
-        return logits
+        return hidden[:, 0]

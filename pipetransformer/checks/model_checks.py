@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from typing import Any
-
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from pipetransformer.adapters import LayeredModel, refuse_hooks
+from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
 
 
 def refuse_model(model: LayeredModel) -> None:
@@ -61,7 +58,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse tensors over one memory: where they move, each gets its own."""
     held = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
-        for name, tensor in _named_tensors(model)
+        for name, tensor in named_tensors(model).items()
         if tensor.numel() and not tensor.is_meta
     )
     for (_, end, name), (start, _, other) in zip(held, held[1:], strict=False):
@@ -75,18 +72,16 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 def _refuse_references(model: nn.Module) -> None:
     """Refuse plain attributes that hold a parameter: they keep the old one where it moves."""
-    names = {id(tensor): name for name, tensor in _named_tensors(model)}
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute.startswith("_") or isinstance(value, nn.Module):
-                continue
-            for tensor in _tensors_in(value):
-                if id(tensor) in names:
-                    raise ValueError(
-                        f"attribute {attribute!r} of {owner!r} holds {names[id(tensor)]!r} beside "
-                        "the module that owns it, and would keep the old one where that moves; "
-                        "read it from its module in forward, or use nn.ParameterList"
-                    )
+            held = [] if attribute.startswith("_") else tree_leaves(value)
+            if name := next((names[id(one)] for one in held if id(one) in names), None):
+                raise ValueError(
+                    f"attribute {attribute!r} of {owner!r} holds {name!r} beside the module that "
+                    "owns it, and would keep the old one where that moves; read it from its "
+                    "module in forward, or use nn.ParameterList"
+                )
 
 
 def _refuse_module_hooks(model: LayeredModel) -> None:
@@ -105,24 +100,8 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
             )
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
-
-
 def _extent_bytes(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to behind its last."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     return (last + 1) * tensor.element_size()
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors of a plain value: itself, or members of a list, tuple or mapping."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_in(one)
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_in(one)

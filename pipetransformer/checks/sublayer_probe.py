@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.profile import left_as_found
-from pipetransformer.data import Batch
+from pipetransformer.adapters import find_changed
+from pipetransformer.data import Batch, part_of
 from pipetransformer.job import Task, set_training
 from pipetransformer.loss import SplitProbe
 from pipetransformer.measure import held_on
@@ -122,7 +123,7 @@ class _Probe:
                     "alone"
                 )
             parts = [
-                self._call(index, _part(value, one), _entries(batch, one))
+                self._call(index, part_of(value, one), part_of(batch, one))
                 for one in (slice(0, 1), slice(1, 2))
             ]
         joined = torch.cat(parts)
@@ -135,17 +136,17 @@ class _Probe:
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a sublayer, and refuse what it writes."""
         model = self.task.model
-        sublayer = model.sublayers[index]
-        before = _tensors(sublayer.module)
+        before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
         # A copy, on which a layer may work in place.
         given = value.clone() if isinstance(value, Tensor) else value
         output = model.call(index, given, sides=batch)
-        for name, tensor in _tensors(sublayer.module).items():
-            if name in before and not _same(tensor, before[name]):
-                with torch.no_grad():
-                    for other, now in sublayer.module.named_parameters():
-                        now.copy_(before[other])
-                raise ValueError(written_text(name, sublayer.name))
+        now = model.tensors(index)
+        if written := find_changed(now, before):
+            with torch.no_grad():
+                for name, tensor in now.items():
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.copy_(before[name])
+            raise ValueError(written_text(written, model.sublayers[index].name))
         return output
 
     @contextmanager
@@ -160,24 +161,6 @@ class _Probe:
         ):
             set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
             yield
-
-
-def _part(value: Tensor | Batch, one: slice) -> Tensor | Batch:
-    return value[one] if isinstance(value, Tensor) else _entries(value, one)
-
-
-def _entries(batch: Mapping[str, Tensor], one: slice) -> Batch:
-    return {name: entry[one] for name, entry in batch.items()}
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    # A NaN that was there before is no change.
-    return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

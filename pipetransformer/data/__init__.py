@@ -5,11 +5,12 @@ from pipetransformer.data.samples import (
     SizedDataset,
     check_dataset,
     own_random_numbers,
+    part_of,
     read_samples,
     varies_between_reads,
 )
 
 __all__ = [
-    "Batch", "SizedDataset", "check_dataset", "own_random_numbers", "read_samples",
-    "varies_between_reads",
+    "Batch", "SizedDataset", "check_dataset", "own_random_numbers", "part_of",
+    "read_samples", "varies_between_reads",
 ]  # fmt: skip

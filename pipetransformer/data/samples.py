@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ class SizedDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+
+@overload
+def part_of(value: Tensor, samples: slice | Tensor) -> Tensor: ...
+@overload
+def part_of(value: Mapping[str, Tensor], samples: slice | Tensor) -> Batch: ...
+def part_of(value: Tensor | Mapping[str, Tensor], samples: slice | Tensor) -> Tensor | Batch:
+    """Return some samples of a hidden state, or of every entry of a batch."""
+    if isinstance(value, Tensor):
+        return value[samples]
+    return {name: entry[samples] for name, entry in value.items()}
 
 
 def check_dataset(dataset: Any, name: str) -> None:

@@ -66,16 +66,7 @@ def verify(
         twin = replace(
             task,
             model=make_twin(model, dtype),
-            config=replace(
-                task.config,
-                max_grad_norm=None,
-                folder=None,
-                resume=False,
-                checkpoint_every_epochs=0,
-                checkpoint_every_steps=0,
-                cache=False,
-                on_nonfinite="raise",
-            ),
+            config=replace(task.config, max_grad_norm=None, cache=False, on_nonfinite="raise"),
         )
         outcome = compare_steps(
             twin, world, own=own, batch=converted(batch, dtype), tolerance=Tolerance.of(dtype)

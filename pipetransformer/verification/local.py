@@ -7,17 +7,18 @@ split, and a loss that does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.adapters import LayeredModel
-from pipetransformer.loss import Loss, mean_of
+from pipetransformer.adapters import LayeredModel, find_changed, named_tensors
+from pipetransformer.data import part_of
+from pipetransformer.loss import Loss, as_sum_and_count, mean_of
 from pipetransformer.verification.tolerance import Tolerance
-from pipetransformer.verification.twin import OwnForward, part_of
+from pipetransformer.verification.twin import OwnForward
 
 _Result = TypeVar("_Result")
 
@@ -36,16 +37,20 @@ def find_difference(
         ValueError: the forward draws random numbers.
     """
     model = own.model
-    before = {name: t.detach().clone() for name, t in _named_tensors(model.model)}
+    before = {name: t.detach().clone() for name, t in named_tensors(model.model).items()}
     with torch.no_grad():
         expected, outputs = _recorded(model.model, own, batch)
-        found = _find_written(model, before)
-        if not found:
-            _refuse_randomness(own, batch, tolerance)
-            found = _compare_forward(model, batch, expected[0], outputs, tolerance)
-            found = found or _find_split(model, batch, tolerance)
-            found = found or _compare_loss(own, loss_fn, batch, tolerance)
-    return found
+        if written := find_changed(named_tensors(model.model), before):
+            return (
+                f"the forward writes into {written!r}, and what it writes depends on how a batch "
+                "is split; use a layer without running statistics"
+            )
+        _refuse_randomness(own, batch, tolerance)
+        return (
+            _compare_forward(model, batch, expected[0], outputs, tolerance)
+            or _find_split(model, batch, tolerance)
+            or _compare_loss(own, loss_fn, batch, tolerance)
+        )
 
 
 def _refuse_randomness(own: OwnForward, batch: Mapping[str, Tensor], tolerance: Tolerance) -> None:
@@ -72,18 +77,13 @@ def _compare_forward(
 ) -> str:
     """Compare the model's output with that of its sublayers in order."""
     layered, ours = _recorded(model.model, model.run, batch)
-    if layered.shape == expected.shape and not tolerance.differ(layered, expected):
+    if not tolerance.differ(layered, expected):
         return ""
-    wrong = next(
-        (
-            name
-            for name, output in outputs.items()
-            if name in ours
-            and (ours[name].shape != output.shape or tolerance.differ(ours[name], output))
-        ),
-        None,
+    shared = [name for name in outputs if name in ours]
+    wrong = [name for name in shared if tolerance.differ(ours[name], outputs[name])]
+    where = (
+        f"first in the output of {wrong[0]!r}" if wrong else "behind the last module they share"
     )
-    where = f"first in the output of {wrong!r}" if wrong else "behind the last module they share"
     return (
         "the model's own forward and its sublayers in order give other outputs "
         f"({tolerance.describe(layered, expected)}), {where}; give the LayeredModel sublayers "
@@ -99,31 +99,14 @@ def _find_split(model: LayeredModel, batch: Mapping[str, Tensor], tolerance: Tol
     for index, sublayer in enumerate(model.sublayers):
         whole = model.call(index, value, sides=batch)
         joined = torch.cat(
-            [
-                model.call(
-                    index,
-                    value[cut] if isinstance(value, Tensor) else part_of(value, cut),
-                    sides=part_of(batch, cut),
-                )
-                for cut in cuts
-            ]
+            [model.call(index, part_of(value, cut), sides=part_of(batch, cut)) for cut in cuts]
         )
-        if whole.shape != joined.shape or tolerance.differ(joined, whole):
+        if tolerance.differ(joined, whole):
             return (
                 f"the output of sublayer {sublayer.name!r} depends on how a batch is split "
                 f"({tolerance.describe(joined, whole)}); let it treat each sample by itself"
             )
         value = whole
-    return ""
-
-
-def _find_written(model: LayeredModel, before: Mapping[str, Tensor]) -> str:
-    for name, tensor in _named_tensors(model.model):
-        if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
-            return (
-                f"the forward writes into {name!r}, and what it writes depends on how a batch is "
-                "split; use a layer without running statistics"
-            )
     return ""
 
 
@@ -134,14 +117,15 @@ def _compare_loss(
     model = own.model
     output, expected = own(batch)
     size = len(output)
-    cuts = (slice(0, 1), slice(1, 1 + size // 2), slice(1 + size // 2, size))
-    total = count = 0.0
-    for cut in cuts:
-        own_size = len(output[cut])
-        if own_size:
-            value = loss_fn(output[cut], model.targets_of(part_of(batch, cut)))
-            pair = value if isinstance(value, tuple) else (value * own_size, own_size)
-            total, count = total + float(pair[0]), count + float(pair[1])
+    bounds = sorted({0, 1, 1 + size // 2, size})
+    parts = [
+        as_sum_and_count(
+            loss_fn(output[first:last], model.targets_of(part_of(batch, slice(first, last)))),
+            last - first,
+        )
+        for first, last in pairwise(bounds)
+    ]
+    total, count = (sum(values) for values in zip(*parts, strict=True))
     joined = torch.tensor(mean_of(total, count), dtype=torch.float64)
     if tolerance.differ(joined, expected.double()):
         return (
@@ -156,12 +140,7 @@ def _recorded(
 ) -> tuple[_Result, dict[str, Tensor]]:
     """Run something, and note the output of each module, in the order in which they end."""
     outputs: dict[str, Tensor] = {}
-    with _noting(model, outputs):
-        return run(batch), outputs
 
-
-@contextmanager
-def _noting(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
     def note(name: str, output: object) -> None:
         if isinstance(output, Tensor):
             outputs.setdefault(name, output.detach().clone())
@@ -172,11 +151,7 @@ def _noting(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
         if name
     ]
     try:
-        yield
+        return run(batch), outputs
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from autodp import broadcast_json, gather_json
 from autopipe.plan import PipelinePlan
-from pipetransformer.adapters import LayeredModel
-from pipetransformer.data import Batch
+from pipetransformer.adapters import LayeredModel, named_tensors
+from pipetransformer.data import Batch, part_of
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 from pipetransformer.stage import FrozenPrefix, SampleFeed
@@ -31,10 +31,10 @@ from pipetransformer.verification.twin import OwnForward
 
 @dataclass(frozen=True)
 class _Step:
-    """Hold what the reference did in a step; None for gradients that are none."""
+    """Hold what the reference did in a step; gradients that are none are left out."""
 
     loss: float
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor]
     tensors: dict[str, Tensor]
 
 
@@ -61,7 +61,8 @@ def compare_steps(
         held = {n: t for n, t in task.model.tensors(index).items() if not t.is_meta}
         task.model.replace(index, {name: t.detach().clone() for name, t in held.items()})
     num_samples = len(batch[task.model.inputs[0]])
-    feed = SampleFeed(task, world, _Rows(batch, num_samples), FrozenPrefix(task))
+    # Nothing is frozen, and so its data set never read.
+    feed = SampleFeed(task, world, range(num_samples), FrozenPrefix(task))
     deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):
@@ -69,7 +70,7 @@ def compare_steps(
             stage = deployment.active_stage
             result = stage.train_step(
                 torch.arange(num_samples),
-                feed.rows(0),
+                _BatchRows(batch),
                 step=number,
                 learning_rate_factor=1.0,
             )
@@ -88,17 +89,17 @@ def compare_steps(
     return ""
 
 
-class _Rows:
-    """Present a batch as a data set."""
+class _BatchRows:
+    """Give stage 0 the samples of a batch."""
 
-    def __init__(self, batch: Batch, num_samples: int) -> None:
-        self._batch, self._num_samples = batch, num_samples
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
-    def __len__(self) -> int:
-        return self._num_samples
+    def fetch(self, ids: Tensor) -> Batch:
+        return part_of(self._batch, ids)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: entry[index] for name, entry in self._batch.items()}
+    def read_ahead(self, ids: Tensor) -> None:
+        """Need nothing: all is there."""
 
 
 def _plans(model: LayeredModel, world: World, num_samples: int) -> Iterator[PipelinePlan]:
@@ -132,11 +133,11 @@ class _Reference:
         _, loss = self._own(self._batch)
         if loss.requires_grad:
             loss.backward()
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self._named}
+        gradients = {n: p.grad.clone() for n, p in self._named if p.grad is not None}
         if self._optimizer is not None:
             self._optimizer.step()
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return _Step(float(loss.detach()), gradients, {n: t.detach() for n, t in tensors})
+        tensors = {name: t.detach() for name, t in named_tensors(self._model).items()}
+        return _Step(float(loss.detach()), gradients, tensors)
 
 
 def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
@@ -144,25 +145,20 @@ def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
     if world.group is None:
         assert step is not None
         return step
-    told = None
-    if step is not None:
-        unused = [name for name, gradient in step.gradients.items() if gradient is None]
-        told = [step.loss, list(step.gradients), unused, list(step.tensors)]
-    loss, trained, unused, names = broadcast_json(told, group=world.group)
+    own = step or _Step(0.0, {}, {})
+    told = [own.loss, list(own.gradients), list(own.tensors)]
+    loss, trained, names = broadcast_json(told, group=world.group)
 
-    def shared(name: str, own: Tensor | None) -> Tensor:
+    def shared(name: str, held: Mapping[str, Tensor]) -> Tensor:
         like = model.tensor(name)
         value = torch.empty(like.shape, dtype=like.dtype)
-        if own is not None:
-            value.copy_(own)
+        if name in held:
+            value.copy_(held[name])
         dist.broadcast(value, 0, group=world.group)
         return value
 
-    own = step or _Step(0.0, {}, {})
-    gradients = {
-        name: None if name in unused else shared(name, own.gradients.get(name)) for name in trained
-    }
-    return _Step(loss, gradients, {name: shared(name, own.tensors.get(name)) for name in names})
+    gradients = {name: shared(name, own.gradients) for name in trained}
+    return _Step(loss, gradients, {name: shared(name, own.tensors) for name in names})
 
 
 def _compare(
@@ -176,10 +172,8 @@ def _compare(
     """Return where in the model this rank finds the first difference, and what it is."""
     if tolerance.differ(torch.tensor([loss]), torch.tensor([step.loss])):
         return -1, f"the loss is {loss:.9g}, and {step.loss:.9g} in a plain loop"
-    largest = max(
-        (float(g.abs().max()) for g in step.gradients.values() if g is not None and g.numel()),
-        default=0.0,
-    )
+    found = [float(g.abs().max()) for g in step.gradients.values() if g.numel()]
+    largest = max(found, default=0.0)
     for index in range(len(model.sublayers)):
         for name, tensor in model.tensors(index).items():
             if tensor.is_meta:
@@ -194,8 +188,8 @@ def _compare(
                     if tolerance.differ(ours.cpu(), expected, scale=1e-3 * largest):
                         by = tolerance.describe(ours.cpu(), expected)
                         return index, f"the gradient of {name!r} differs {by}"
-            if found := _compare_tensor(name, tensor, step, expected, tolerance):
-                return index, found
+            if wrong := _compare_tensor(name, tensor, step, expected, tolerance):
+                return index, wrong
     return None
 
 

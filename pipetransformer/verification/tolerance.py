@@ -25,14 +25,14 @@ class Tolerance:
         return Tolerance(1e-9, 1e-7) if dtype == torch.float64 else Tolerance(1e-6, 1e-4)
 
     def differ(self, one: Tensor, other: Tensor, *, scale: float = 0.0) -> bool:
-        """Tell whether tensors of one shape differ by more than is allowed, or by a NaN.
+        """Tell whether tensors differ in shape, by more than is allowed, or by a NaN.
 
         Args:
-            one, other: of one shape.
+            one, other: what is compared.
             scale: a largest value to go by where it exceeds the tensors' own.
         """
-        if one.numel() == 0:
-            return False
+        if one.shape != other.shape or one.numel() == 0:
+            return one.shape != other.shape
         largest = max(float(other.abs().max()), scale)
         allowed = self.absolute + self.relative * largest
         return not float((one.double() - other.double()).abs().max()) <= allowed

@@ -52,11 +52,6 @@ def converted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> Batch:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
 
 
-def part_of(batch: Mapping[str, Tensor], samples: slice) -> Batch:
-    """Return some samples of a batch."""
-    return {name: entry[samples] for name, entry in batch.items()}
-
-
 @dataclass(frozen=True)
 class OwnForward:
     """Call a model's own forward, and its loss, as a user would.

@@ -134,7 +134,7 @@ def hooked_backward() -> nn.Module:
             lambda: around(Layer(lambda layer, hidden: hidden.detach() + layer.linear.bias)),
             "'1' passes no gradient to those below it",
         ),
-        (averaging, "'1' writes into its own 'ema'"),
+        (averaging, "'1' writes into its own '1.ema'"),
         (holding, "attribute 'kept' of '1' holds '1.linear.weight' beside"),
         (aliased, "'0.weight' and '1.weight' share memory"),
         (viewed, "'1.*' and '1.*' share memory"),
