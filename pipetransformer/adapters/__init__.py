@@ -1,6 +1,6 @@
 """Present models as sequences of sublayers that share their very parameters.
 
-timm_vit, transformers_bert, transformers_vit, sequential, or yours ─► base: LayeredModel
+registry: timm_vit, transformers_bert, transformers_vit, or yours ─► base: LayeredModel
 """
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer
@@ -12,8 +12,9 @@ from pipetransformer.adapters.parameters import (
     refuse_hooks,
 )
 from pipetransformer.adapters.registry import adapt, register_adapter
+from pipetransformer.adapters.transformer import qualified_name
 
 __all__ = [
     "LayeredModel", "Sublayer", "adapt", "find_changed", "has_hooks", "laid_out_as",
-    "named_tensors", "refuse_hooks", "register_adapter",
+    "named_tensors", "qualified_name", "refuse_hooks", "register_adapter",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Find the adapter of a model by its class."""
+"""Find the adapter of a model by its class; that of an `nn.Sequential` stands here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,30 @@ from typing import Any
 
 from torch import nn
 
-from pipetransformer.adapters import sequential, timm_vit, transformers_bert, transformers_vit
-from pipetransformer.adapters.base import LayeredModel
+from pipetransformer.adapters import timm_vit, transformers_bert, transformers_vit
+from pipetransformer.adapters.base import LayeredModel, Sublayer
 from pipetransformer.adapters.transformer import qualified_name
+
+
+def _take_children(model: nn.Sequential) -> LayeredModel:
+    """Take each child of a Sequential as a sublayer and a layer, the last one as the head."""
+    if len(model) < 2:
+        raise ValueError(
+            f"nn.Sequential has {len(model)} children; a pipeline needs at least two "
+            "(the last one is the head): give the layers one by one"
+        )
+    # named_children() leaves out the second use of a module, such as one ReLU() used twice.
+    sublayers = [
+        Sublayer(name, layer, child)
+        for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))
+    ]
+    # As in a dataset of (x, y) pairs.
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
+
 
 # Names instead of classes, as importing timm and transformers takes seconds; see qualified_name.
 _BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {
-    nn.Sequential: sequential.build,
+    nn.Sequential: _take_children,
     timm_vit.CLASS: timm_vit.build,
     f"{transformers_bert.MODULE}.BertForSequenceClassification": (
         transformers_bert.build_sequence_classification

@@ -23,7 +23,7 @@ from autopipe.profile import left_as_found
 from pipetransformer.adapters import find_changed
 from pipetransformer.data import Batch, part_of
 from pipetransformer.job import Task, set_training
-from pipetransformer.loss import SplitProbe
+from pipetransformer.loss import refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
@@ -63,11 +63,7 @@ class _Probe:
             for index, expected in enumerate(first):
                 self._compare(index, inputs, batch, expected)
                 inputs = expected
-        probe = SplitProbe(self.task.loss_fn)
-        probe.begin_step()
-        probe.watch(first[-1], self.task.model.targets_of(batch))
-        if probe.finds_difference():
-            probe.refuse()
+        refuse_split(self.task.loss_fn, first[-1], self.task.model.targets_of(batch))
 
     def _train(self, batch: Batch) -> None:
         """Run forwards and backwards as in training."""

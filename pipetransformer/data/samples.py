@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from autodp import mix_seed
 
 Batch = dict[str, Tensor]
+_Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 
 
 class SizedDataset(Protocol):
@@ -25,15 +27,10 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-@overload
-def part_of(value: Tensor, samples: slice | Tensor) -> Tensor: ...
-@overload
-def part_of(value: Mapping[str, Tensor], samples: slice | Tensor) -> Batch: ...
-def part_of(value: Tensor | Mapping[str, Tensor], samples: slice | Tensor) -> Tensor | Batch:
+def part_of(value: _Value, samples: slice | Tensor) -> _Value:
     """Return some samples of a hidden state, or of every entry of a batch."""
-    if isinstance(value, Tensor):
-        return value[samples]
-    return {name: entry[samples] for name, entry in value.items()}
+    part: _Value = tree_map(lambda tensor: tensor[samples], value)
+    return part
 
 
 def check_dataset(dataset: Any, name: str) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pipetransformer.loss.joined import Loss, as_sum_and_count, mean_of
 
@@ -34,45 +34,16 @@ of the whole, and of the parts."""
 _COARSEST = 1.6e-2
 
 
-@final
-@dataclass(frozen=True)
-class _Part:
-    """Hold the outputs and targets of some samples, the targets by name; "" is a target alone."""
-
-    output: Tensor
-    targets: dict[str, Tensor]
-
-    @staticmethod
-    def of(output: Tensor, target: Any) -> _Part:
-        return _Part(output.detach(), {"": target} if isinstance(target, Tensor) else target)
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> _Part:
-        targets = {name: change(one) for name, one in self.targets.items()}
-        return _Part(change(self.output), targets)
-
-    def rows(self, first: int, last: int) -> _Part:
-        # Copied, as a loss may write into what it is given.
-        return self.changed(lambda tensor: tensor[first:last].clone())
-
-    def sample_shapes(self) -> list[Any]:
-        shapes = [(name, one.shape[1:]) for name, one in self.targets.items()]
-        return [self.output.shape[1:], *shapes]
-
-    def joined_with(self, others: Sequence[_Part]) -> _Part:
-        targets = {
-            name: torch.cat([one, *(other.targets[name] for other in others)])
-            for name, one in self.targets.items()
-        }
-        return _Part(torch.cat([self.output, *(other.output for other in others)]), targets)
+_Part = tuple[Tensor, Any]
+"""Outputs and targets of some samples, the targets as the loss takes them."""
 
 
 @final
 @dataclass(frozen=True)
 class _Answer:
-    """Hold what a loss returned for a part, and its gradient by the part's output, if any."""
+    """Hold what a loss says of a part, and the gradient of its sum by the part's output."""
 
     size: int
-    is_mean: bool
     dtype: torch.dtype
     total: float
     count: float
@@ -108,27 +79,27 @@ class SplitProbe:
         is_due = self._step < _FIRST_STEPS or self._step % _PERIOD_STEPS == 0
         if self._loss_fn.is_exact or self._is_random or not is_due:
             return
-        part = _Part.of(output, target)
-        if self._parts and part.sample_shapes() != self._parts[0].sample_shapes():
+        part = (output.detach(), target)
+        if self._parts and _sample_shapes(part) != _sample_shapes(self._parts[0]):
             return
         of_a_sample = max(1, output.numel() // len(output))
-        num_kept = sum(len(one.output) for one in self._parts)
+        num_kept = sum(len(kept) for kept, _ in self._parts)
         num_rows = max(_MOST_ELEMENTS // of_a_sample, 2) - num_kept
         if num_rows > 0:
-            self._parts.append(part.rows(0, num_rows))
+            self._parts.append(_rows(part, 0, num_rows))
 
     def finds_difference(self) -> bool:
         """Compare what was kept of this step; call it after the step's last loss."""
         parts, self._parts = _at_least_two(self._parts), []
         if len(parts) < 2:
             return False
-        parts = [parts[0].joined_with(parts[1:]), *parts]
+        parts = [tree_map(lambda *of_parts: torch.cat(of_parts), *parts), *parts]
         try:
             # A loss in half precision could hide a difference of a percent.
-            wide = [part.changed(_widened) for part in parts]
-            answers, dtype = self._answers(wide), wide[0].output.dtype
+            wide = tree_map(_widened, parts)
+            answers, dtype = self._answers(wide), wide[0][0].dtype
         except RuntimeError:  # Such as a weight in half precision.
-            answers, dtype = self._answers(parts), parts[0].output.dtype
+            answers, dtype = self._answers(parts), parts[0][0].dtype
         if self._is_random:
             _LOGGER.warning(
                 "the loss %r draws random numbers: whether it depends on how a batch is split "
@@ -142,11 +113,7 @@ class SplitProbe:
         return bool(self._difference)
 
     def refuse(self) -> NoReturn:
-        """Refuse the loss, here or on another rank found to depend on the split.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise a ValueError for the loss that this rank or another has found to depend on it."""
         raise ValueError(
             f"the loss {self._loss_fn.name!r} depends on how a batch is split into micro-batches "
             f"and replicas{self._difference}. Where targets are weighted or ignored, return "
@@ -158,32 +125,42 @@ class SplitProbe:
 
     def _answers(self, parts: list[_Part]) -> list[_Answer]:
         """Call the loss on each part, and note whether that draws random numbers."""
-        device = parts[0].output.device
+        device = parts[0][0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             before = _random_states(device)
-            answers = [self._answer(part) for part in parts]
+            answers = [self._answer(*part) for part in parts]
             self._is_random = not all(map(torch.equal, before, _random_states(device)))
         return answers
 
-    def _answer(self, part: _Part) -> _Answer:
-        output = part.output.clone().requires_grad_(part.output.is_floating_point())
-        # Not a leaf, which a loss could not work on in place.
-        value = self._loss_fn(output.clone(), part.targets.get("", part.targets))
-        summed, gradient = value[0] if isinstance(value, tuple) else value, None
-        if summed.requires_grad:
-            (gradient,) = torch.autograd.grad(summed, output, allow_unused=True)
-        is_mean, size = isinstance(value, Tensor), len(output)
-        return _Answer(size, is_mean, summed.dtype, *as_sum_and_count(value, size), gradient)
+    def _answer(self, output: Tensor, target: Any) -> _Answer:
+        leaf, size = output.clone().requires_grad_(output.is_floating_point()), len(output)
+        # Not the leaf itself, which a loss could not work on in place.
+        value = self._loss_fn(leaf.clone(), target)
+        total, gradient = value[0] if isinstance(value, tuple) else value, None
+        if total.requires_grad:
+            (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        if gradient is not None and not isinstance(value, tuple):
+            gradient = gradient * size
+        return _Answer(size, total.dtype, *as_sum_and_count(value, size), gradient)
+
+
+def refuse_split(loss_fn: Loss, output: Tensor, target: Any) -> None:
+    """Raise a ValueError if a loss of these samples depends on how they are split."""
+    probe = SplitProbe(loss_fn)
+    probe.begin_step()
+    probe.watch(output, target)
+    if probe.finds_difference():
+        probe.refuse()
 
 
 def _at_least_two(parts: list[_Part]) -> list[_Part]:
     """Cut the only part in two, if it has two samples."""
     if len(parts) != 1:
         return parts
-    size = len(parts[0].output)
+    size = len(parts[0][0])
     # Unequal parts tell more; but a single sample is a part only where it has to be.
     cut = max(size // 3, min(2, size // 2))
-    return [parts[0].rows(0, cut), parts[0].rows(cut, size)] if cut else parts
+    return [_rows(parts[0], 0, cut), _rows(parts[0], cut, size)] if cut else parts
 
 
 def _describe_difference(answers: list[_Answer], dtype: torch.dtype) -> str:
@@ -200,20 +177,25 @@ def _describe_difference(answers: list[_Answer], dtype: torch.dtype) -> str:
 
 
 def _gradients_differ(answers: list[_Answer], dtype: torch.dtype) -> bool:
-    """Compare the gradient of the whole, its samples counted, with those of the parts."""
-    found = [one.gradient is not None for one in answers]
-    if not all(found):
-        return any(found)
-    scaled = [
-        one.gradient * one.size if one.is_mean else one.gradient
-        for one in answers
-        if one.gradient is not None
-    ]
-    whole, joined = scaled[0].double(), torch.cat(scaled[1:]).double()
+    """Compare the gradient of the whole with those of the parts."""
+    gradients = [one.gradient for one in answers if one.gradient is not None]
+    if len(gradients) < len(answers):
+        return bool(gradients)
+    whole, joined = gradients[0].double(), torch.cat(gradients[1:]).double()
     if not bool(whole.isfinite().all()):
         return False
-    tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (scaled[0].dtype, dtype))
+    tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (gradients[0].dtype, dtype))
     return not float((whole - joined).abs().max()) <= tolerance * float(whole.abs().max())
+
+
+def _rows(part: _Part, first: int, last: int) -> _Part:
+    # Copied, as a loss may write into what it is given.
+    rows: _Part = tree_map(lambda tensor: tensor[first:last].clone(), part)
+    return rows
+
+
+def _sample_shapes(part: _Part) -> Any:
+    return tree_map(lambda tensor: tensor.shape[1:], part)
 
 
 def _widened(tensor: Tensor) -> Tensor:

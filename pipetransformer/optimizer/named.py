@@ -7,6 +7,7 @@ survives every move, and an optimizer built anew over other parameters finds its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,12 @@ def adamw(
     """
 
     def build(named_parameters: NamedParameters) -> Optimizer:
-        decayed = [p for _, p in named_parameters if p.ndim >= 2]
-        plain = [p for _, p in named_parameters if p.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [p for _, p in named_parameters if p.ndim >= 2],
+                "weight_decay": weight_decay,
+            },
+            {"params": [p for _, p in named_parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
@@ -60,10 +62,9 @@ def take_state(
         TypeError: an entry is neither a tensor, a number nor None.
     """
     flat: dict[str, Tensor] = {}
-    if optimizer is None:
-        return flat
+    states = {} if optimizer is None else optimizer.state
     for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 flat[f"{name}/{key}"] = value
             elif isinstance(value, (int, float)):

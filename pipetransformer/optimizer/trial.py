@@ -7,6 +7,7 @@ parameter's gradients, state and settings. What needs more is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipetransformer.adapters import qualified_name
 from pipetransformer.data import own_random_numbers
 from pipetransformer.optimizer.named import OptimizerFactory, put_state, take_state
 
@@ -67,8 +69,7 @@ def try_optimizer(
             _Trial(factory, {name: shapes[name]}, device)
         for part in (names[:middle], names[middle:]):
             loud = set(names) - set(part)
-            whole = _Trial(factory, shapes, device, loud)
-            whole.run(range(_STEPS))
+            whole = _Trial(factory, shapes, device, loud).run(range(_STEPS))
             alone = _Trial(factory, {name: shapes[name] for name in part}, device)
             alone.run(range(_STEPS))
             _compare(
@@ -79,8 +80,8 @@ def try_optimizer(
                 "parameters, perhaps; switch that off (the Trainer can clip by the whole model's "
                 "norm)",
             )
-        going_on, resumed = (_Trial(factory, shapes, device) for _ in range(2))
-        going_on.run(range(_STEPS))
+        going_on = _Trial(factory, shapes, device).run(range(_STEPS))
+        resumed = _Trial(factory, shapes, device)
         resumed.take_over(going_on)
         for trial in (going_on, resumed):
             trial.run(range(_STEPS, 2 * _STEPS))
@@ -122,8 +123,7 @@ class _Trial:
                 f"as a process may train them alone: {error!r}; build no empty groups, give every "
                 "group a learning rate, and set requires_grad_(False) on what is not to be trained"
             ) from error
-        kind = type(self.optimizer)
-        self.name = f"{kind.__module__}.{kind.__qualname__}"
+        self.name = qualified_name(type(self.optimizer))
         own = set(self.parameters.values())
         if not {p for group in self.optimizer.param_groups for p in group["params"]} <= own:
             raise ValueError(
@@ -139,7 +139,7 @@ class _Trial:
         state = take_state(other.optimizer, other.parameters)
         put_state(self.optimizer, self.parameters, {k: t.clone() for k, t in state.items()})
 
-    def run(self, steps: range) -> None:
+    def run(self, steps: range) -> _Trial:
         """Take some steps; refuse what keeps state that is no parameter's."""
         before = self._other_state()
         for step in steps:
@@ -155,22 +155,21 @@ class _Trial:
                 ) from error
         after = self._other_state()
         changed = sorted(key for key in after if before.get(key) != after[key])
-        stray = [key for key in self.optimizer.state if key not in set(self.parameters.values())]
-        if changed or stray:
+        if changed or not self.optimizer.state.keys() <= set(self.parameters.values()):
             raise ValueError(
                 f"{self.name} keeps {', '.join(changed) or 'state'} beside the state of its "
                 "parameters, which would start anew whenever layers move; use an optimizer that "
                 "keeps all its state by parameter"
             )
+        return self
 
     def _other_state(self) -> dict[str, str]:
         """Spell what the optimizer holds in its groups and attributes."""
         groups = self.optimizer.param_groups
+        keys = {key for group in groups for key in group if key != "params"}
         found = {
-            f"{key!r} in its parameter groups": _spell([one.get(key) for one in groups])
-            for group in groups
-            for key in group
-            if key != "params"
+            f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
+            for key in keys
         }
         # torch's own bookkeeping of calls and hooks.
         for key, value in vars(self.optimizer).items():
@@ -202,11 +201,8 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 def _spell(value: Any) -> str:
     """Spell plain values and tensors, so that a change in place shows; others by their type."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_spell, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_spell(one)}' for key, one in value.items())}}}"
-    if isinstance(value, Tensor):
-        return str(value.tolist())
-    plain = isinstance(value, (bool, int, float, str, type(None)))
-    return repr(value) if plain else str(type(value))
+    return json.dumps(value, default=_plainly, skipkeys=True)
+
+
+def _plainly(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else str(type(value))

@@ -27,9 +27,6 @@ class SideSender:
     def send(self, batch: Mapping[str, Tensor]) -> None:
         """Send a micro-batch's entries; those the dataset does not give are left out.
 
-        Args:
-            batch: entries by name, in host memory; one that is on a GPU is copied from there,
-                for which the host waits until the GPU has done all that it was given before.
         Raises:
             ValueError: the entries or their shapes are not those of the step's first micro-batch.
         """
@@ -45,6 +42,7 @@ class SideSender:
                 "one shape: pad them"
             )
         if entries:
+            # From a GPU that waits until it has done all that it was given before.
             self._sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
 
     def finish_step(self) -> None:

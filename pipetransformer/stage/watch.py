@@ -21,8 +21,9 @@ from pipetransformer.job import Task
 class _Watched:
     """Hold a tensor as it was: the object, how often it was written to, and a buffer's values."""
 
-    index: int
+    sublayer: str
     name: str
+    trains: bool
     tensor: Tensor
     version: int
     values: Tensor | None
@@ -39,13 +40,11 @@ class StageWatch:
     def __init__(self, task: Task, frozen: Sequence[int], trained: Sequence[int]) -> None:
         self._model = task.model
         self._modules = self._module_ids()
-        self._trains = {
-            name: name in task.trainable for index in trained for name in task.model.tensors(index)
-        }
         self._watched = [
             _Watched(
-                index,
+                task.model.sublayers[index].name,
                 name,
+                index in trained and name in task.trainable,
                 tensor,
                 tensor._version,
                 None if isinstance(tensor, nn.Parameter) else tensor.clone(),
@@ -71,7 +70,7 @@ class StageWatch:
                     f"parameter {one.name!r} was replaced between two steps; write into it, as "
                     "load_state_dict does without assign=True"
                 )
-            if one.tensor.requires_grad is not self._trains.get(one.name, False):
+            if one.tensor.requires_grad is not one.trains:
                 return (
                     f"requires_grad of parameter {one.name!r} was changed between two steps; let "
                     "freeze= decide which layers train, and set it before the Trainer is built "
@@ -84,21 +83,13 @@ class StageWatch:
     def find_written(self) -> str:
         """Say what was written since `begin`, or ""; a buffer may get the values it had."""
         for one in self._watched:
-            if one.values is None:
-                written = one.tensor._version != one.version
-            else:
-                written = self._buffer_changed(one)
-            if written:
-                return written_text(one.name, self._model.sublayers[one.index].name)
+            now = one.tensor if one.values is None else self._model.tensor(one.name)
+            if now is one.tensor and now._version == one.version:
+                continue
+            one.tensor, one.version = now, now._version
+            if one.values is None or not torch.equal(now, one.values):
+                return written_text(one.name, one.sublayer)
         return ""
-
-    def _buffer_changed(self, one: _Watched) -> bool:
-        now = self._model.tensor(one.name)
-        if now is one.tensor and now._version == one.version:
-            return False
-        one.tensor, one.version = now, now._version
-        assert one.values is not None
-        return not torch.equal(now, one.values)
 
     def _module_ids(self) -> list[int]:
         return [id(module) for module in self._model.model.modules()]

@@ -8,24 +8,21 @@ split, and a loss that does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, find_changed, named_tensors
-from pipetransformer.data import part_of
-from pipetransformer.loss import Loss, as_sum_and_count, mean_of
+from pipetransformer.data import Batch, part_of
+from pipetransformer.loss import Loss, refuse_split
 from pipetransformer.verification.tolerance import Tolerance
 from pipetransformer.verification.twin import OwnForward
 
 _Result = TypeVar("_Result")
 
 
-def find_difference(
-    own: OwnForward, loss_fn: Loss, batch: Mapping[str, Tensor], tolerance: Tolerance
-) -> str:
+def find_difference(own: OwnForward, loss_fn: Loss, batch: Batch, tolerance: Tolerance) -> str:
     """Return what differs first, in a sentence, or "".
 
     Args:
@@ -49,11 +46,11 @@ def find_difference(
         return (
             _compare_forward(model, batch, expected[0], outputs, tolerance)
             or _find_split(model, batch, tolerance)
-            or _compare_loss(own, loss_fn, batch, tolerance)
+            or _refused_loss(own, loss_fn, batch)
         )
 
 
-def _refuse_randomness(own: OwnForward, batch: Mapping[str, Tensor], tolerance: Tolerance) -> None:
+def _refuse_randomness(own: OwnForward, batch: Batch, tolerance: Tolerance) -> None:
     outputs = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
@@ -70,7 +67,7 @@ def _refuse_randomness(own: OwnForward, batch: Mapping[str, Tensor], tolerance: 
 
 def _compare_forward(
     model: LayeredModel,
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     expected: Tensor,
     outputs: Mapping[str, Tensor],
     tolerance: Tolerance,
@@ -91,11 +88,11 @@ def _compare_forward(
     )
 
 
-def _find_split(model: LayeredModel, batch: Mapping[str, Tensor], tolerance: Tolerance) -> str:
+def _find_split(model: LayeredModel, batch: Batch, tolerance: Tolerance) -> str:
     """Give each sublayer a batch, and its parts; both must give the same."""
     num_samples = len(batch[model.inputs[0]])
     cuts = (slice(0, num_samples // 2), slice(num_samples // 2, num_samples))
-    value: Tensor | Mapping[str, Tensor] = batch
+    value: Tensor | Batch = batch
     for index, sublayer in enumerate(model.sublayers):
         whole = model.call(index, value, sides=batch)
         joined = torch.cat(
@@ -110,33 +107,17 @@ def _find_split(model: LayeredModel, batch: Mapping[str, Tensor], tolerance: Tol
     return ""
 
 
-def _compare_loss(
-    own: OwnForward, loss_fn: Loss, batch: Mapping[str, Tensor], tolerance: Tolerance
-) -> str:
-    """Compare the model's mean loss with what the losses of parts join to."""
-    model = own.model
-    output, expected = own(batch)
-    size = len(output)
-    bounds = sorted({0, 1, 1 + size // 2, size})
-    parts = [
-        as_sum_and_count(
-            loss_fn(output[first:last], model.targets_of(part_of(batch, slice(first, last)))),
-            last - first,
-        )
-        for first, last in pairwise(bounds)
-    ]
-    total, count = (sum(values) for values in zip(*parts, strict=True))
-    joined = torch.tensor(mean_of(total, count), dtype=torch.float64)
-    if tolerance.differ(joined, expected.double()):
-        return (
-            f"the loss {loss_fn.name!r} is {float(expected):.9g} over {size} samples, and "
-            f"{float(joined):.9g} when joined from parts; return (sum, count)"
-        )
+def _refused_loss(own: OwnForward, loss_fn: Loss, batch: Batch) -> str:
+    """Say that a loss depends on how a batch is split, also one that is known to be exact."""
+    try:
+        refuse_split(Loss(loss_fn.function), own(batch)[0], own.model.targets_of(batch))
+    except ValueError as error:
+        return str(error)
     return ""
 
 
 def _recorded(
-    model: nn.Module, run: Callable[[Mapping[str, Tensor]], _Result], batch: Mapping[str, Tensor]
+    model: nn.Module, run: Callable[[Batch], _Result], batch: Batch
 ) -> tuple[_Result, dict[str, Tensor]]:
     """Run something, and note the output of each module, in the order in which they end."""
     outputs: dict[str, Tensor] = {}

@@ -30,7 +30,8 @@ def carry(steps: Sequence[Sequence[Batch]], names: tuple[str, ...]) -> list[list
                 sender.send(batch)
             sender.finish_step()
     else:
-        receiver = SideReceiver(Receiver(peer, torch.device("cpu")))
+        channel = Receiver(peer, torch.device("cpu"))
+        receiver = SideReceiver(channel)
         for step in steps:
             sizes = [len(next(iter(batch.values()))) for batch in step]
             receiver.begin(sizes)
