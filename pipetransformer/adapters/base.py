@@ -296,10 +296,9 @@ def _mode_flags(
     model: nn.Module, sublayers: Sequence[Sublayer]
 ) -> dict[bool, dict[nn.Module, bool]]:
     """Note what the model's own `train()` and `eval()` do, and leave it as it was."""
-    own = list(model.modules())
-    inner = chain(*(sub.module.modules() for sub in sublayers))
-    wrappers = list(dict.fromkeys(inner).keys() - set(own))
-    found = {module: module.training for module in (*own, *wrappers)}
+    every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
+    found = {module: module.training for module in every}
+    wrappers = found.keys() - set(model.modules())
     flags = {}
     for training in (True, False):
         model.train(training)

@@ -75,18 +75,16 @@ class _Probe:
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True), torch.enable_grad():
                 output = self._call(index, hidden, batch)
-                below = isinstance(hidden, Tensor) and hidden.requires_grad
-                below = below and output.requires_grad
-                if below and isinstance(hidden, Tensor):
-                    # Not `grad`, which reentrant checkpointing does not allow.
-                    output.backward(torch.ones_like(output))
-                    below = hidden.grad is not None
-                if trains and isinstance(hidden, Tensor) and not below:
-                    raise ValueError(
-                        f"sublayer {sublayer.name!r} passes no gradient to those below it, some "
-                        "of which train; a plain loop would leave them alone, and a pipeline "
-                        "might not: set requires_grad_(False) on what is below it"
-                    )
+                if trains and isinstance(hidden, Tensor):
+                    if hidden.requires_grad and output.requires_grad:
+                        # Not `grad`, which reentrant checkpointing does not allow.
+                        output.backward(torch.ones_like(output))
+                    if hidden.grad is None:
+                        raise ValueError(
+                            f"sublayer {sublayer.name!r} passes no gradient to those below it, "
+                            "some of which train; a plain loop would leave them alone, and a "
+                            "pipeline might not: set requires_grad_(False) on what is below it"
+                        )
                 trains = trains or any(p.requires_grad for p in sublayer.module.parameters())
             hidden = output.detach()
 
@@ -118,12 +116,9 @@ class _Probe:
                     "beside the hidden state; let forward depend on its arguments and tensors "
                     "alone"
                 )
-            parts = [
-                self._call(index, part_of(value, one), part_of(batch, one))
-                for one in (slice(0, 1), slice(1, 2))
-            ]
-        joined = torch.cat(parts)
-        if joined.shape != expected.shape or _differ(joined, expected):
+            cuts = (slice(0, 1), slice(1, 2))
+            parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
+        if _differ(torch.cat(parts), expected):
             raise ValueError(
                 f"the output of sublayer {name!r} depends on how a batch is split; let it treat "
                 "each sample by itself"
@@ -160,11 +155,9 @@ class _Probe:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return True
+    if one.shape != other.shape or one.numel() == 0:
+        return one.shape != other.shape
     if not one.is_floating_point():
         return not torch.equal(one, other)
-    largest = float(other.abs().max()) if other.numel() else 0.0
-    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * largest
-    finite = (one - other).nan_to_num().abs()
-    return one.numel() > 0 and float(finite.max()) > allowed
+    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * float(other.abs().max())
+    return float((one - other).nan_to_num().abs().max()) > allowed

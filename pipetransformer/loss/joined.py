@@ -93,10 +93,6 @@ class Loss:
 def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: str) -> Loss:
     """Return the given loss, or the model's own, so that its parts join wherever that is known.
 
-    Args:
-        given, own: the user's, and the model's.
-        model: its class, for an error's text.
-
     Raises:
         TypeError: it is no function.
         ValueError: there is neither, its parts could not be joined, or it is to be trained itself.
@@ -109,14 +105,13 @@ def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: 
         )
     if isinstance(chosen, Loss):
         return chosen
-    if isinstance(chosen, nn.Module):
-        trained = [name for name, p in chosen.named_parameters() if p.requires_grad]
-        if trained:
-            raise ValueError(
-                f"the loss {type(chosen).__name__} has parameters of its own ({trained[0]}), "
-                "which would not be trained; make them part of the model's last layer, or set "
-                "requires_grad to False"
-            )
+    named = chosen.named_parameters() if isinstance(chosen, nn.Module) else ()
+    if trained := next((name for name, p in named if p.requires_grad), None):
+        raise ValueError(
+            f"the loss {type(chosen).__name__} has parameters of its own ({trained}), which would "
+            "not be trained; make them part of the model's last layer, or set requires_grad to "
+            "False"
+        )
     return known_loss(chosen) or Loss(chosen)
 
 
@@ -126,9 +121,6 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     Args:
         loss_fn: a module of exactly torch's class (without hooks, or a forward set on it), a
             function of torch.nn.functional, or a functools.partial that gives it keywords.
-    Raises:
-        ValueError: its parts could not be joined: another reduction than the mean, or a weight for
-            every element.
     """
     options: Callable[[], dict[str, Any]]
     if isinstance(loss_fn, nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -34,11 +33,8 @@ class Finding:
 
 def highest_nonfinite(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:
     """Return the highest sublayer, by index, with a gradient that is not finite, or -1."""
-    found = [
-        index
-        for index, own in parameters.items()
-        if any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in own)
-    ]
+    gradients = ((index, p.grad) for index, own in parameters.items() for p in own)
+    found = [index for index, one in gradients if one is not None and not one.isfinite().all()]
     return max(found, default=-1)
 
 

@@ -39,12 +39,7 @@ class _Step:
 
 
 def compare_steps(
-    task: Task,
-    world: World,
-    *,
-    own: OwnForward | None,
-    batch: Batch,
-    tolerance: Tolerance,
+    task: Task, world: World, *, own: OwnForward | None, batch: Batch, tolerance: Tolerance
 ) -> str:
     """Return what differs first, in a sentence, or ""; the same on every rank. Collective.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.adapters import LayeredModel
+from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
 from pipetransformer.loss import LossFunction
 
@@ -21,21 +21,16 @@ _DROPOUTS = ("dropout", "dropout_p", "attention_dropout", "attn_dropout", "attn_
 
 
 def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
-    """Return an independent copy, whose floating tensors have a dtype and which drops nothing.
-
-    Raises:
-        ValueError: the model cannot be copied.
-    """
+    """Return an independent copy, whose floating tensors have a dtype and which drops nothing."""
     try:
         twin = copy.deepcopy(model)
     except Exception as error:
         raise ValueError(
             f"this {type(model.model).__name__} cannot be copied, and so not be verified: {error}"
         ) from error
-    for index in range(len(model.sublayers)):
-        for name, tensor in model.tensors(index).items():
-            # torch copies a parameter without what is noted on it.
-            vars(twin.tensor(name)).update(vars(tensor))
+    for name, tensor in named_tensors(model.model).items():
+        # torch copies a parameter without what is noted on it.
+        vars(twin.tensor(name)).update(vars(tensor))
     twin.convert(dtype)
     roots = [twin.model, *(sublayer.module for sublayer in twin.sublayers)]
     for module in (module for root in roots for module in root.modules()):
@@ -56,21 +51,15 @@ def converted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> Batch:
 class OwnForward:
     """Call a model's own forward, and its loss, as a user would.
 
-    Args:
-        model: the layered one.
-        loss_fn: the user's own; None takes the loss that the model itself returns or, where it
-            returns none, the adapter's.
+    Without a `loss_fn` that is the loss that the model itself returns or, where it returns none,
+    its adapter's.
     """
 
     model: LayeredModel
     loss_fn: LossFunction | None
 
     def __call__(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (output, mean loss).
-
-        Raises:
-            TypeError: the forward returns neither a tensor nor logits.
-        """
+        """Return (output, mean loss)."""
         model = self.model
         sides = model.sides_of(0, len(model.sublayers))
         keywords = {n: batch[n] for n in (*model.inputs[1:], *sides) if n in batch}
