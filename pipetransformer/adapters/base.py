@@ -170,19 +170,14 @@ class LayeredModel:
             last: where to stop, exclusive; None is the end.
             hidden: what sublayer first-1 returned; None exactly if first is 0.
         Raises:
-            ValueError: an empty or impossible range, or hidden does not fit first.
+            ValueError: an empty or impossible range.
+            TypeError: hidden does not fit first.
         """
         last = len(self.sublayers) if last is None else last
         if not 0 <= first < last <= len(self.sublayers):
             raise ValueError(
                 f"run of sublayers {first}..{last}, exclusive, of "
                 f"{len(self.sublayers)}; give 0 <= first < last"
-            )
-        if (hidden is None) != (first == 0):
-            given = "no hidden state" if hidden is None else "a hidden state"
-            raise ValueError(
-                f"run from sublayer {first} with {given}; sublayer 0 starts from the "
-                "batch, every other from hidden"
             )
         value = self.call(first, batch if hidden is None else hidden, sides=batch)
         for index in range(first + 1, last):

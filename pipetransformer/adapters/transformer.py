@@ -96,12 +96,9 @@ def refuse_checkpointing(model: nn.Module) -> None:
 def classification_loss(config: Any) -> Loss:
     """Build the loss of a transformers classifier from its configuration.
 
-    The problem is `problem_type` or, where that is None, what the model itself would guess:
-    "regression" for one label, "single_label_classification" for integer targets, else
-    "multi_label_classification".
-
-    Source: BertForSequenceClassification.forward of transformers; ours returns the cross entropy
-    as (sum, count), so that targets of -100 stay exact when a batch is split.
+    Source: BertForSequenceClassification.forward of transformers, which guesses a problem that
+    has no type; ours returns the cross entropy as (sum, count), so that targets of -100 stay
+    exact when a batch is split.
     """
 
     def loss(output: Tensor, target: Tensor) -> LossValue:

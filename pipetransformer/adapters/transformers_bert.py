@@ -64,13 +64,12 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
         output: (N, S, 2) start and end logits.
         target: start_positions and end_positions, (N,) or (N, 1) int64; positions from S on are
             beyond a truncated text and ignored.
-    Source: BertForQuestionAnswering.forward of transformers. Its loss is the mean over starts plus
-        the mean over ends, halved, and ours equals it where as many starts as ends count. Where a
-        text is cut within an answer, more starts than ends count, and ours weighs all positions
-        alike: two means with counts of their own cannot be summed over micro-batches.
+    Source: BertForQuestionAnswering.forward of transformers, which halves the mean over starts
+        plus the mean over ends. Ours is equal where as many starts as ends count. Where texts are
+        cut within an answer it weighs all positions alike: two means cannot be joined from parts.
     """
     length = output.shape[1]
-    total, count = output.new_zeros(()), torch.zeros((), dtype=torch.int64, device=output.device)
+    total, count = output.new_zeros(()), output.new_zeros((), dtype=torch.int64)
     for column, name in enumerate(("start_positions", "end_positions")):
         positions = target[name].reshape(-1).clamp(0, length)
         total = total + F.cross_entropy(

@@ -208,14 +208,10 @@ class _TorchLoss:
 def sum_over_targets(
     function: Callable[..., Tensor], output: Tensor, target: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Add up the losses of class indices, and what torch's mean divides by.
+    """Add up the losses of (N, ...) class indices, and what torch's mean divides by.
 
     That is the sum of the targets' class weights, with and without label smoothing (torch 2.15;
     the test compares them), or the number of targets; ignored ones count in neither.
-
-    Args:
-        output: (N, C, ...).
-        target: (N, ...) class indices.
     """
     losses = function(output, target, **{**keywords, "reduction": "none"})
     # A sum over many targets would not fit into float16, where their mean does.

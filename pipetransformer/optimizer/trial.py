@@ -20,7 +20,7 @@ from pipetransformer.adapters import qualified_name
 from pipetransformer.data import own_random_numbers
 from pipetransformer.optimizer.named import OptimizerFactory, put_state, take_state
 
-_STEPS = 3
+_STEPS, _LATER_STEPS = range(3), range(3, 6)
 _LOUD = 100.0
 """How much larger the gradients are of those parameters that a part leaves out: a norm over all of
 them is theirs."""
@@ -69,9 +69,8 @@ def try_optimizer(
             _Trial(factory, {name: shapes[name]}, device)
         for part in (names[:middle], names[middle:]):
             loud = set(names) - set(part)
-            whole = _Trial(factory, shapes, device, loud).run(range(_STEPS))
-            alone = _Trial(factory, {name: shapes[name] for name in part}, device)
-            alone.run(range(_STEPS))
+            whole = _Trial(factory, shapes, device, loud).run(_STEPS)
+            alone = _Trial(factory, {name: shapes[name] for name in part}, device).run(_STEPS)
             _compare(
                 alone,
                 whole,
@@ -80,25 +79,24 @@ def try_optimizer(
                 "parameters, perhaps; switch that off (the Trainer can clip by the whole model's "
                 "norm)",
             )
-        going_on = _Trial(factory, shapes, device).run(range(_STEPS))
+        going_on = _Trial(factory, shapes, device).run(_STEPS)
         resumed = _Trial(factory, shapes, device)
         resumed.take_over(going_on)
-        for trial in (going_on, resumed):
-            trial.run(range(_STEPS, 2 * _STEPS))
         _compare(
-            resumed,
-            going_on,
+            resumed.run(_LATER_STEPS),
+            going_on.run(_LATER_STEPS),
             "in another way once it is built anew with the state of its parameters, as whenever "
             "layers move: it keeps something elsewhere",
         )
     state = take_state(going_on.optimizer, going_on.parameters)
-    entries = sorted({key.rpartition("/")[2] for key in state})
-    return OptimizerTraits(going_on.name, going_on.learning_rate, tuple(entries))
+    entries = tuple(sorted({key.rpartition("/")[2] for key in state}))
+    return OptimizerTraits(going_on.name, going_on.learning_rate, entries)
 
 
 def _compare(one: _Trial, other: _Trial, how: str) -> None:
     for name, parameter in one.parameters.items():
-        if not _close(parameter, other.parameters[name]):
+        tolerance = 64 * torch.finfo(parameter.dtype).eps
+        if not parameter.allclose(other.parameters[name], rtol=tolerance, atol=tolerance):
             raise ValueError(f"{one.name} updates {name!r} {how}; or use another optimizer")
 
 
@@ -192,11 +190,6 @@ def _random(what: str, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(sum(what.encode()) * 7919 + len(what))
     values = torch.rand(like.shape, generator=generator) + 0.5
     return values.to(like.dtype).to(like.device)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    tolerance = 64 * torch.finfo(one.dtype).eps
-    return bool(torch.allclose(one, other, rtol=tolerance, atol=tolerance))
 
 
 def _spell(value: Any) -> str:

@@ -27,8 +27,8 @@ class Finding:
     """
 
     loss: bool
-    sublayer: int = -1
-    ranks: tuple[int, ...] = ()
+    sublayer: int
+    ranks: tuple[int, ...]
 
 
 def highest_nonfinite(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:

@@ -77,19 +77,17 @@ class SideReceiver:
         """Return a micro-batch's entries."""
         if not self._specs:
             return {}
-        rows, entries, offset = self._receiver.receive(micro_batch), {}, 0
-        for name, spec in self._specs.items():
-            width = _row_bytes(spec)
+        rows, entries = self._receiver.receive(micro_batch), {}
+        parts = rows.split([_row_bytes(spec) for spec in self._specs.values()], dim=1)
+        for (name, spec), part in zip(self._specs.items(), parts, strict=True):
             # A copy starts at an aligned address; a slice of one row would stay where it is.
-            part = rows[:, offset : offset + width].clone(memory_format=torch.contiguous_format)
+            part = part.clone(memory_format=torch.contiguous_format)
             entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)
-            offset += width
         return entries
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    rows = tensor.detach().contiguous().view(len(tensor), -1)
-    return rows.view(torch.uint8)
+    return tensor.detach().contiguous().view(len(tensor), -1).view(torch.uint8)
 
 
 def _row_bytes(spec: TensorSpec) -> int:

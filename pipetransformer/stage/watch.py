@@ -30,12 +30,7 @@ class _Watched:
 
 
 class StageWatch:
-    """Watch the tensors of a stage's sublayers.
-
-    Args:
-        task: whose model holds them.
-        frozen, trained: the sublayers, by index.
-    """
+    """Watch the tensors of a stage's sublayers, which are given by index."""
 
     def __init__(self, task: Task, frozen: Sequence[int], trained: Sequence[int]) -> None:
         self._model = task.model

@@ -56,9 +56,7 @@ def verify(
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:
         raise ValueError(f"a batch of {num_samples} samples cannot be split; give two or more")
-    answer = ["", ""]
-    if world.is_main:
-        answer = _verify_locally(task, model, loss_fn, batch)
+    answer = _verify_locally(task, model, loss_fn, batch) if world.is_main else None
     name, outcome = broadcast_json(answer, group=world.group)
     if not outcome:
         dtype: torch.dtype = getattr(torch, name)

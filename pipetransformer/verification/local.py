@@ -23,14 +23,7 @@ _Result = TypeVar("_Result")
 
 
 def find_difference(own: OwnForward, loss_fn: Loss, batch: Batch, tolerance: Tolerance) -> str:
-    """Return what differs first, in a sentence, or "".
-
-    Args:
-        own: the forward of a twin in training mode, which is of no use afterwards.
-        loss_fn: the loss that micro-batches are given.
-        batch: two samples or more.
-        tolerance: of two numbers that should be equal.
-    """
+    """Return what differs first, in a sentence, or ""; the twin is of no use afterwards."""
     model = own.model
     before = {name: t.detach().clone() for name, t in named_tensors(model.model).items()}
     with torch.no_grad():

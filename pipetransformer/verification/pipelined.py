@@ -44,11 +44,8 @@ def compare_steps(
     """Return what differs first, in a sentence, or ""; the same on every rank. Collective.
 
     Args:
-        task: with a twin of the model, complete on rank 0.
-        world: all ranks.
-        own: the reference, on rank 0 alone.
-        batch: the samples of every step, in host memory.
-        tolerance: of two numbers that should be equal.
+        task, own: with twins of the model, complete on rank 0; `own` is nowhere else.
+        world, batch, tolerance: see `verify`; every step has the same samples.
     """
     reference = _Reference(task, own, batch) if own is not None else None
     for index in range(len(task.model.sublayers)):

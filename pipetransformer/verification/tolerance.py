@@ -21,15 +21,12 @@ class Tolerance:
 
     @staticmethod
     def of(dtype: torch.dtype) -> Tolerance:
-        """Return what suits a dtype."""
         return Tolerance(1e-9, 1e-7) if dtype == torch.float64 else Tolerance(1e-6, 1e-4)
 
     def differ(self, one: Tensor, other: Tensor, *, scale: float = 0.0) -> bool:
         """Tell whether tensors differ in shape, by more than is allowed, or by a NaN.
 
-        Args:
-            one, other: what is compared.
-            scale: a largest value to go by where it exceeds the tensors' own.
+        What is allowed goes by the largest value, or by `scale` if that is larger.
         """
         if one.shape != other.shape or one.numel() == 0:
             return one.shape != other.shape

@@ -44,8 +44,10 @@ def test_impossible_ranges_and_inputs_are_refused() -> None:
         layered.first_active(5)
     with pytest.raises(ValueError, match="give 0 <= first < last"):
         layered.run({}, first=3, last=3, hidden=hidden)
-    with pytest.raises(ValueError, match="from sublayer 1 with no hidden state"):
+    with pytest.raises(TypeError, match="sublayer 1 .* got a dict; give it the hidden state"):
         layered.run({}, first=1)
+    with pytest.raises(TypeError, match="sublayer 0 .* got a Tensor; give it the batch"):
+        layered.run({}, hidden=hidden)
     with pytest.raises(ValueError, match=r"the batch has entries \['image'\].*takes 'x'"):
         layered.run({"image": hidden})
     with pytest.raises(TypeError, match="sublayer 0 .* got a Tensor; give it the batch"):
