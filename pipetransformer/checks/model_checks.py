@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
 
@@ -75,7 +77,7 @@ def _refuse_references(model: nn.Module) -> None:
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
-            held = [] if attribute.startswith("_") else tree_leaves(value)
+            held = () if attribute.startswith("_") else _held(value)
             if name := next((names[id(one)] for one in held if id(one) in names), None):
                 raise ValueError(
                     f"attribute {attribute!r} of {owner!r} holds {name!r} beside the module that "
@@ -105,3 +107,12 @@ def _extent_bytes(tensor: Tensor) -> int:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     return (last + 1) * tensor.element_size()
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """Yield a plain value, or those within a list, tuple or mapping."""
+    if not isinstance(value, (list, tuple, Mapping)):
+        yield value
+        return
+    for one in value.values() if isinstance(value, Mapping) else value:
+        yield from _held(one)

@@ -56,13 +56,12 @@ class _Probe:
         batch = {name: t.to(self.device) for name, t in self.samples.items()}
         swapped = {name: t.flip(0) for name, t in batch.items()}
         self._train(batch)
-        with torch.no_grad():
-            first = self._evaluate(batch)
-            self._evaluate(swapped)
-            inputs: Tensor | Batch = batch
-            for index, expected in enumerate(first):
-                self._compare(index, inputs, batch, expected)
-                inputs = expected
+        first = self._evaluate(batch)
+        self._evaluate(swapped)
+        inputs: Tensor | Batch = batch
+        for index, expected in enumerate(first):
+            self._compare(index, inputs, batch, expected)
+            inputs = expected
         refuse_split(self.task.loss_fn, first[-1], self.task.model.targets_of(batch))
 
     def _train(self, batch: Batch) -> None:
@@ -73,7 +72,7 @@ class _Probe:
         for index, sublayer in enumerate(model.sublayers):
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
-            with self._lent(index, training=True), torch.enable_grad():
+            with self._lent(index, training=True):
                 output = self._call(index, hidden, batch)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
@@ -144,11 +143,10 @@ class _Probe:
     def _lent(self, index: int, *, training: bool) -> Iterator[None]:
         """Hold a sublayer on the device, in a mode; leave it as it was found."""
         model = self.task.model
-        grad = torch.is_grad_enabled()
         with (
             held_on(self.task, self.device, range(index, index + 1)),
             left_as_found([model.sublayers[index].module], self.device),
-            torch.set_grad_enabled(grad),
+            torch.set_grad_enabled(training),
         ):
             set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
             yield

@@ -50,8 +50,8 @@ def compare_steps(
     reference = _Reference(task, own, batch) if own is not None else None
     for index in range(len(task.model.sublayers)):
         # As if they had come from elsewhere, also where there is one process.
-        held = {n: t for n, t in task.model.tensors(index).items() if not t.is_meta}
-        task.model.replace(index, {name: t.detach().clone() for name, t in held.items()})
+        held = task.model.tensors(index).items()
+        task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
     # Nothing is frozen, and so its data set never read.
     feed = SampleFeed(task, world, range(num_samples), FrozenPrefix(task))
