@@ -42,9 +42,8 @@ class FreezeContext:
         num_frozen: layers 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
         metrics: results of the last evaluation by name; empty before the first.
-        predict: maps a number of frozen layers to the predicted seconds of one step.
-    Raises:
-        ValueError: the layers are out of order, or `num_frozen` contradicts them.
+        predict: maps a number of frozen layers to the predicted seconds of one step; they come
+            from measured times, so with it two equal trainings may freeze differently.
     """
 
     step: int
@@ -60,22 +59,6 @@ class FreezeContext:
     predict: Callable[[int], float]
 
     def __post_init__(self) -> None:
-        indices = [layer.index for layer in self.layers]
-        if indices != list(range(self.num_layers)):
-            raise ValueError(
-                f"layers have the indices {indices}; give each of the {self.num_layers} layers "
-                f"once, ordered 0..{self.num_layers - 1}"
-            )
-        if not 0 <= self.num_frozen <= self.num_layers:
-            raise ValueError(
-                f"num_frozen is {self.num_frozen}, but there are {self.num_layers} layers; "
-                f"give 0..{self.num_layers}"
-            )
-        if len(self.frozen_since) != self.num_frozen:
-            raise ValueError(
-                f"frozen_since has {len(self.frozen_since)} entries for {self.num_frozen} frozen "
-                "layers; give the step at which each of them froze"
-            )
         # A copy: the caller's dict must not change under a policy, nor a policy change it.
         object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
 
@@ -114,12 +97,9 @@ class FreezePolicy(ABC):
 
     Attributes:
         signals: what must be measured for it, a subset of {"gradient_norm"}; others cost nothing.
-        depends_on_time: True if it uses `FreezeContext.predict`, whose answers come from measured
-            times, so that two equal trainings may freeze differently.
     """
 
     signals: frozenset[str] = frozenset()
-    depends_on_time: bool = False
 
     @property
     def name(self) -> str:
@@ -152,7 +132,7 @@ class NeverFreeze(FreezePolicy):
     """Freeze nothing more than what is frozen."""
 
     def decide(self, context: FreezeContext) -> None:
-        """Return None."""
+        return None
 
 
 PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
@@ -169,18 +149,16 @@ class _FunctionPolicy(FreezePolicy):
 
     @property
     def name(self) -> str:
-        """Return the function's own name."""
         return getattr(self._function, "__name__", repr(self._function))
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
-        """Call the function; a plain number becomes a decision."""
         answer = self._function(context)
         if answer is None or isinstance(answer, FreezeDecision):
             return answer
         return FreezeDecision(answer, f"{self.name} returned {answer}")
 
 
-def as_policy(policy_or_function: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
+def as_policy(freeze: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
     """Present what the user passed as a policy.
 
     None becomes `NeverFreeze`, a policy stays itself, and a function of the context, returning a
@@ -191,22 +169,21 @@ def as_policy(policy_or_function: FreezePolicy | PolicyFunction | None) -> Freez
         TypeError: it is none of these.
         ValueError: the policy asks for a signal that is not measured.
     """
-    if policy_or_function is None:
+    if freeze is None:
         return NeverFreeze()
-    if isinstance(policy_or_function, FreezePolicy):
-        unknown = policy_or_function.signals - KNOWN_SIGNALS
-        if unknown:
+    if isinstance(freeze, FreezePolicy):
+        if unknown := freeze.signals - KNOWN_SIGNALS:
             raise ValueError(
-                f"{policy_or_function.name} asks for the signals {sorted(unknown)}, which are not "
-                f"measured; use a subset of {sorted(KNOWN_SIGNALS)}"
+                f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured; "
+                f"use a subset of {sorted(KNOWN_SIGNALS)}"
             )
-        return policy_or_function
-    if isinstance(policy_or_function, type) or not callable(policy_or_function):
+        return freeze
+    if isinstance(freeze, type) or not callable(freeze):
         raise TypeError(
-            f"freeze is {policy_or_function!r}, which is no freeze policy; pass an instance of a "
+            f"freeze is {freeze!r}, which is no freeze policy; pass an instance of a "
             "FreezePolicy such as PaperRule(1 / 3), a function of a FreezeContext, or None"
         )
-    return _FunctionPolicy(policy_or_function)
+    return _FunctionPolicy(freeze)
 
 
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:

@@ -13,7 +13,6 @@ Source: PipeTransformer (ICML 2021), section 3.1.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -38,19 +37,17 @@ class FreezeSchedule(FreezePolicy):
 
     def __init__(self, frozen_at: Mapping[int, int] | Sequence[int]) -> None:
         pairs = frozen_at.items() if isinstance(frozen_at, Mapping) else enumerate(frozen_at)
-        changes = {
+        self._num_frozen_at = {
             _checked_count("an epoch of the freeze schedule", epoch): _checked_count(
                 "a number of frozen layers in the freeze schedule", num_frozen
             )
             for epoch, num_frozen in pairs
         }
-        if not changes:
+        if not self._num_frozen_at:
             raise ValueError(
                 f"the freeze schedule is {frozen_at!r}, which is empty; give the number of frozen "
                 "layers per epoch, e.g. [0, 4, 6], or freeze=None to freeze nothing"
             )
-        self._epochs = sorted(changes)
-        self._num_frozen = [changes[epoch] for epoch in self._epochs]
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
         """Return the epoch's number of layers.
@@ -59,14 +56,14 @@ class FreezeSchedule(FreezePolicy):
             ValueError: some epoch's number exceeds the layers; said at the first call, not in
                 the middle of the training.
         """
-        largest = max(self._num_frozen)
+        largest = max(self._num_frozen_at.values())
         if largest > context.num_layers:
             raise ValueError(
                 f"the freeze schedule freezes up to {largest} layers, but {context.num_layers} "
                 f"layers can freeze; give numbers in 0..{context.num_layers}"
             )
-        position = bisect_right(self._epochs, context.epoch)
-        num_frozen = self._num_frozen[position - 1] if position else 0
+        last_change = max((e for e in self._num_frozen_at if e <= context.epoch), default=None)
+        num_frozen = 0 if last_change is None else self._num_frozen_at[last_change]
         return FreezeDecision(num_frozen, f"schedule of epoch {context.epoch}")
 
 
@@ -94,7 +91,6 @@ class AlphaSchedule(FreezePolicy):
         self._max_frozen = _checked_limit(max_frozen)
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        """Return the epoch's number of layers, rounded up."""
         num_decisions = max(0, context.epoch - self._start_epoch + 1)
         level = context.num_layers * (1 - (1 - self._alpha) ** num_decisions)
         num_frozen = _rounded_up(min(level, self._max_frozen))
@@ -155,15 +151,9 @@ class PaperRule(FreezePolicy):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return L_f, unrounded, and T."""
         return {"level": self._level, "num_decisions": self._num_decisions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the L_f and T of a `state_dict`.
-
-        Raises:
-            ValueError: the state is not one of this rule.
-        """
         if set(state) != {"level", "num_decisions"}:
             raise ValueError(
                 f"{self.name} was given a state with the keys {sorted(state)}, not "
@@ -176,12 +166,11 @@ class PaperRule(FreezePolicy):
 def _active_norms(context: FreezeContext) -> dict[int, float]:
     """Map each active layer with parameters to its gradient norm; {} if none was measured."""
     active = [layer for layer in context.layers[context.num_frozen :] if layer.num_parameters]
-    if all(layer.gradient_norm is None for layer in active):
-        return {}
     norms = {layer.index: layer.gradient_norm for layer in active}
+    if not any(norm is not None for norm in norms.values()):
+        return {}
     finite = {i: norm for i, norm in norms.items() if norm is not None and math.isfinite(norm)}
-    if len(finite) < len(norms):
-        bad = {i: norm for i, norm in norms.items() if i not in finite}
+    if bad := {i: norm for i, norm in norms.items() if i not in finite}:
         raise ValueError(
             f"the paper's rule compares the gradient norms of all active layers, but at step "
             f"{context.step} those of these layers are missing or not finite: {bad}; measure all "
@@ -196,7 +185,6 @@ def _rounded_up(level: float) -> int:
 
 
 def _checked_alpha(alpha: float) -> float:
-    """Return alpha; a ValueError unless it is between 0 and 1, exclusive."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha is {alpha}; give a number between 0 and 1, e.g. 1 / 3")
     return alpha

@@ -25,23 +25,19 @@ class GradientSignals:
     float32. All sums over tensors and steps are float64.
 
     Args:
-        parameters: each sublayer's parameters by the sublayer's name. A tied parameter counts in
-            the first sublayer that lists it, so that the total is the norm of the whole gradient.
-    Raises:
-        ValueError: the parameters are on several devices.
+        parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
+            parameter counts in the first sublayer that lists it, so that the total is the norm of
+            the whole gradient.
     """
 
     def __init__(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
         self._names = tuple(parameters)
-        self._parameters = _without_repeats(parameters)
-        flat = [parameter for own in self._parameters for parameter in own]
-        devices = {parameter.device for parameter in flat} or {torch.device("cpu")}
-        if len(devices) > 1:
-            raise ValueError(
-                f"the parameters are on the devices {sorted(map(str, devices))}; "
-                "measure the sublayers of each device by a GradientSignals of its own"
-            )
-        (device,) = devices
+        distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
+        self._parameters = [
+            [p for p in dict.fromkeys(own) if distinct[p] == name]
+            for name, own in parameters.items()
+        ]
+        device = next((p.device for p in distinct), torch.device("cpu"))
         self._one = torch.ones((), dtype=torch.float64, device=device)
         # (sublayers + 1): the squared norms' sums, then the number of steps in them. One tensor,
         # so that one copy to the host reads all of it.
@@ -61,31 +57,25 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        step = self._step_squares()
+        squares = [
+            [_square(p.grad).double() for p in own if p.grad is not None]
+            for own in self._parameters
+        ]
+        sums = [torch.stack(own).sum() if own else self._one * 0 for own in squares]
+        step = torch.stack([*sums, self._one])
         total = step[:-1].sum()
         if reduce is not None:
             total = reduce(total)
         self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
         return total
 
-    def _step_squares(self) -> Tensor:
-        """Return (sublayers + 1,) float64: this step's squared norms, then a 1 to count it."""
-        squares = [
-            [_square(p.grad).double() for p in own if p.grad is not None]
-            for own in self._parameters
-        ]
-        sums = [torch.stack(own).sum() if own else self._one * 0 for own in squares]
-        return torch.stack([*sums, self._one])
-
     def collect(self) -> dict[str, float]:
         """Return the mean squared norm of each sublayer since the last `reset`; waits once.
 
         {} if no step had finite gradients: there is nothing to take the mean of.
         """
-        *sums, num_steps = self._sums.tolist()
-        if not num_steps:
-            return {}
-        return {name: total / num_steps for name, total in zip(self._names, sums, strict=True)}
+        num_steps, sums = self.state().values()
+        return {name: total / num_steps for name, total in sums.items()} if num_steps else {}
 
     def reset(self) -> None:
         """Start a new interval."""
@@ -108,22 +98,13 @@ class GradientSignals:
             ValueError: a sublayer measured here is not in the state.
         """
         squared_sums = state["squared_sums"]
-        missing = [name for name in self._names if name not in squared_sums]
-        if missing:
+        if missing := [name for name in self._names if name not in squared_sums]:
             raise ValueError(
                 f"the saved gradient signals lack the sublayers {missing}; they have "
                 f"{sorted(squared_sums)}. Load the merged state of all stages, or call reset()"
             )
         values = [*(squared_sums[name] for name in self._names), state["num_steps"]]
         self._sums.copy_(torch.tensor(values, dtype=torch.float64))
-
-
-def _square(gradient: Tensor) -> Tensor:
-    """Return the 0-dim squared norm of a gradient, in float32 or float64."""
-    flat = gradient.reshape(-1)
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    return torch.dot(flat, flat)
 
 
 def layer_norms(
@@ -138,32 +119,17 @@ def layer_norms(
         num_layers: number of layers that can freeze.
     Returns:
         One norm per layer 0..num_layers-1; None for a layer of which no sublayer is given.
-    Raises:
-        ValueError: a sublayer has no layer, or one out of range.
     """
     squares: list[list[float]] = [[] for _ in range(num_layers + 1)]
     for name, square in per_sublayer.items():
-        layer = layer_of.get(name)
-        if layer is None or not 0 <= layer <= num_layers:
-            raise ValueError(
-                f"sublayer {name!r} belongs to layer {layer}; give every sublayer a layer in "
-                f"0..{num_layers}, where {num_layers} is the head"
-            )
-        squares[layer].append(square)
+        squares[layer_of[name]].append(square)
     # fsum is exact whatever the order, which is that of the stages' answers.
     return tuple(math.sqrt(math.fsum(own)) if own else None for own in squares[:-1])
 
 
-def _without_repeats(
-    parameters: Mapping[str, Sequence[nn.Parameter]],
-) -> list[list[nn.Parameter]]:
-    """List each sublayer's parameters, each parameter only where it comes first."""
-    seen: set[int] = set()
-    distinct: list[list[nn.Parameter]] = []
-    for own in parameters.values():
-        distinct.append([])
-        for parameter in own:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                distinct[-1].append(parameter)
-    return distinct
+def _square(gradient: Tensor) -> Tensor:
+    """Return the 0-dim squared norm of a gradient, in float32 or float64."""
+    flat = gradient.reshape(-1)
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    return torch.dot(flat, flat)

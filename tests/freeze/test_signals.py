@@ -176,13 +176,6 @@ def test_stage_without_parameters_has_a_zero_total() -> None:
     assert GradientSignals({}).squared_norm().item() == 0.0
 
 
-def test_parameters_on_several_devices_are_refused() -> None:
-    parameters = {"low": [nn.Parameter(torch.zeros(1))]}
-    parameters["high"] = [nn.Parameter(torch.zeros(1, device="meta"))]
-    with pytest.raises(ValueError, match=r"on the devices \['cpu', 'meta'\]"):
-        GradientSignals(parameters)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="proves that no step waits for a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_does_not_wait_for_the_gpu(dtype: torch.dtype) -> None:
@@ -212,10 +205,3 @@ def test_layer_norms_do_not_depend_on_the_order_of_the_stages() -> None:
     assert layer_norms(squares, layer_of, 1) == layer_norms(
         dict(reversed(squares.items())), layer_of, 1
     )
-
-
-def test_layer_norms_refuse_a_sublayer_without_a_valid_layer() -> None:
-    with pytest.raises(ValueError, match="sublayer 'mlp' belongs to layer None"):
-        layer_norms({"mlp": 1.0}, {}, 2)
-    with pytest.raises(ValueError, match=r"sublayer 'mlp' belongs to layer 3; .*0\.\.2"):
-        layer_norms({"mlp": 1.0}, {"mlp": 3}, 2)
