@@ -125,11 +125,7 @@ def _choose_sources(
 
 
 class _Memory:
-    """Count what ranks hold of the pieces that move, round by round.
-
-    Args:
-        pairs: all moves to come.
-    """
+    """Count what ranks hold of the pieces that move, round by round."""
 
     def __init__(
         self,

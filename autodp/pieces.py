@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,30 +35,20 @@ class PieceTensor:
     Args:
         name: in its shard.
         dtype: name in torch, for instance "float32".
-        shape: its sizes.
+        shape: its sizes, a list as JSON has them.
         on_cpu: whether it lives in host memory. What lives on a GPU may travel through there.
     """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: list[int]
     on_cpu: bool
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> PieceTensor:
         """Describe a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return PieceTensor(name, dtype, tuple(tensor.shape), tensor.is_cpu)
-
-    def to_json(self) -> list[Any]:
-        """Return plain values for JSON."""
-        return [self.name, self.dtype, self.shape, self.on_cpu]
-
-    @staticmethod
-    def from_json(values: Sequence[Any]) -> PieceTensor:
-        """Rebuild a description from `to_json`."""
-        name, dtype, shape, on_cpu = values
-        return PieceTensor(name, dtype, tuple(shape), on_cpu)
+        return PieceTensor(name, dtype, list(tensor.shape), tensor.is_cpu)
 
     @property
     def num_bytes(self) -> int:
@@ -67,10 +56,14 @@ class PieceTensor:
         itemsize: int = getattr(torch, self.dtype).itemsize
         return prod(self.shape) * itemsize
 
+    def place(self, device: torch.device) -> torch.device:
+        """Return where its contents are to be: in RAM or, if it lives on a GPU, on a device."""
+        return torch.device("cpu") if self.on_cpu else device
+
     def empty(self, device: torch.device) -> Tensor:
-        """Return memory for it, uninitialised, in RAM or, if it lives on a GPU, on a device."""
-        place = torch.device("cpu") if self.on_cpu else device
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=place)
+        """Return memory for it, uninitialised, at its place."""
+        dtype = getattr(torch, self.dtype)
+        return torch.empty(self.shape, dtype=dtype, device=self.place(device))
 
 
 @dataclass(frozen=True)
@@ -92,12 +85,9 @@ class Piece:
 
 
 def cut(shard: str, tensors: Sequence[PieceTensor], *, most_bytes: int) -> Iterator[Piece]:
-    """Yield a shard's tensors, in order, in as few pieces as the limit allows.
+    """Yield a shard's tensors, in order, in as few pieces as `most_bytes` each allows.
 
-    Args:
-        shard: its name.
-        tensors: what it consists of.
-        most_bytes: of a piece; a larger tensor is a piece by itself.
+    A larger tensor is a piece by itself.
     """
     part: list[PieceTensor] = []
     size = 0

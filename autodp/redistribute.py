@@ -9,10 +9,9 @@ more. Over gloo what lives on GPUs travels through host memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import groupby
 from typing import final
 
@@ -85,18 +84,12 @@ def move_shards(
         {name: after[piece.shard] for name, piece in pieces.items()},
         {name: piece.num_bytes for name, piece in pieces.items()},
         slots_per_node=slots_per_node,
-        round_bytes=ROUND_BYTES,
     )
     if moves and (link := link_device(device, group)).type != "cpu":
         # NCCL builds its communicator with all ranks, and some may have nothing to move.
         dist.all_reduce(torch.zeros(1, device=link), group=group)
-    kept = frozenset(name for name, piece in pieces.items() if rank in after[piece.shard])
-    own = [move for move in moves if rank in (move.source, move.destination)]
-    sent = {move.piece for move in own if move.source == rank}
-    for name, piece in pieces.items():
-        if rank in before[piece.shard] and name not in kept and name not in sent:
-            store.drop(piece.shard, piece.names)
-    return _Journey(pieces, kept, store, group=group, device=device).run(own)
+    leaving = [n for n, p in pieces.items() if rank in before[p.shard] - after[p.shard]]
+    return _Journey(pieces, store, group=group, device=device).run(moves, leaving)
 
 
 def _describe(
@@ -111,18 +104,17 @@ def _describe(
     Returns:
         the pieces, by names of their own; the same on every rank.
     """
-    rank = dist.get_rank()
     own = {
-        shard: [PieceTensor.of(name, t).to_json() for name, t in store.read(shard).items()]
+        shard: [asdict(PieceTensor.of(name, t)) for name, t in store.read(shard).items()]
         for shard in shards
-        if min(before[shard]) == rank
+        if min(before[shard]) == dist.get_rank()
     }
     described = {
         shard: specs for one in gather_json(own, group=group) for shard, specs in one.items()
     }
     pieces = {}
     for shard in shards:
-        specs = [PieceTensor.from_json(values) for values in described[shard]]
+        specs = [PieceTensor(**values) for values in described[shard]]
         for piece in cut(shard, specs, most_bytes=ROUND_BYTES):
             pieces[f"{shard} from {piece.names[0]} on"] = piece
     return pieces
@@ -130,135 +122,101 @@ def _describe(
 
 @final
 class _Journey:
-    """Carry out a rank's moves.
-
-    Args:
-        pieces: what the moves speak of.
-        kept: the pieces that this rank must hold at last.
-        store: this rank's shards.
-        group, device: see `move_shards`.
-    """
+    """Carry out a rank's moves of pieces; see `move_shards`."""
 
     def __init__(
         self,
         pieces: Mapping[str, Piece],
-        kept: frozenset[str],
         store: ShardStore,
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._pieces = pieces
-        self._kept = kept
         self._store = store
         self._group = group
         self._device = device
         self._link_device = link_device(device, group)
         self._rank = dist.get_rank()
-        self._to_send = Counter[str]()
-        self._to_pass_on: dict[str, list[Tensor]] = {}
 
-    def run(self, moves: Sequence[Move]) -> int:
-        """Send and receive round by round; return the bytes received."""
-        self._to_send.update(move.piece for move in moves if move.source == self._rank)
-        for _, together in groupby(moves, key=lambda move: move.round):
+    def run(self, moves: Sequence[Move], leaving: Sequence[str]) -> int:
+        """Send and receive round by round; return the bytes received.
+
+        Args:
+            moves: of all ranks, in order of their rounds.
+            leaving: pieces to drop, each when it has been sent for the last time.
+        """
+        moves = [move for move in moves if self._rank in (move.source, move.destination)]
+        last_sent = {move.piece: move.round for move in moves if move.source == self._rank}
+        self._drop(name for name in leaving if name not in last_sent)
+        for number, together in groupby(moves, key=lambda move: move.round):
             self._run_round(tuple(together))
+            self._drop(name for name in leaving if last_sent.get(name) == number)
         return sum(self._pieces[m.piece].num_bytes for m in moves if m.destination == self._rank)
 
     def _run_round(self, moves: Sequence[Move]) -> None:
-        incoming = [move for move in moves if move.destination == self._rank]
-        outgoing = [move for move in moves if move.source == self._rank]
-        arriving = {
-            move.piece: [
-                spec.empty(self._link_device) for spec in self._pieces[move.piece].tensors
-            ]
-            for move in incoming
-        }
         # One parcel for all receivers of a piece: what it packs is packed once.
-        leaving = {move.piece: self._tensors(move.piece) for move in outgoing}
-        parcels = {name: Parcel(tensors) for name, tensors in (arriving | leaving).items()}
+        tensors = {
+            move.piece: self._outgoing(self._pieces[move.piece])
+            if move.source == self._rank
+            else [spec.empty(self._link_device) for spec in self._pieces[move.piece].tensors]
+            for move in moves
+        }
+        parcels = {name: Parcel(own) for name, own in tensors.items()}
         _exchange(
-            [
-                _Message(content, move, incoming=move in incoming)
-                for move in moves
-                for content in parcels[move.piece].messages
-            ],
+            [(move, message) for move in moves for message in parcels[move.piece].messages],
             self._group,
         )
-        for move in incoming:
-            parcels[move.piece].unpack()
-            self._take_over(move.piece, arriving[move.piece])
-        for move in outgoing:
-            self._note_sent(move.piece)
+        for move in moves:
+            if move.destination == self._rank:
+                parcels[move.piece].unpack()
+                self._take_over(self._pieces[move.piece], tensors[move.piece])
 
-    def _tensors(self, name: str) -> list[Tensor]:
-        """Return a piece to send: what has arrived to be passed on, or this rank's own."""
-        if name in self._to_pass_on:
-            return self._to_pass_on[name]
-        piece = self._pieces[name]
+    def _outgoing(self, piece: Piece) -> list[Tensor]:
         shard = self._store.read(piece.shard)
-        own = [shard[tensor] for tensor in piece.names]
-        return [tensor if tensor.is_cpu else tensor.to(self._link_device) for tensor in own]
+        return [shard[spec.name].to(spec.place(self._link_device)) for spec in piece.tensors]
 
-    def _take_over(self, name: str, tensors: list[Tensor]) -> None:
-        if self._to_send[name]:
-            # As it came: the store may have put it on another device.
-            self._to_pass_on[name] = tensors
-        piece = self._pieces[name]
+    def _take_over(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
         placed = {
-            spec.name: tensor if spec.on_cpu else tensor.to(self._device)
+            spec.name: tensor.to(spec.place(self._device))
             for spec, tensor in zip(piece.tensors, tensors, strict=True)
         }
         self._store.put(piece.shard, placed)
 
-    def _note_sent(self, name: str) -> None:
-        self._to_send[name] -= 1
-        if not self._to_send[name]:
-            self._to_pass_on.pop(name, None)
-            if name not in self._kept:
-                self._store.drop(self._pieces[name].shard, self._pieces[name].names)
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._store.drop(self._pieces[name].shard, self._pieces[name].names)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """Name a message: its bytes, the move it is part of, and whether it comes in or goes out."""
-
-    content: Tensor
-    move: Move
-    incoming: bool
-
-    @property
-    def peer(self) -> int:
-        """Return the rank at the other end."""
-        return self.move.source if self.incoming else self.move.destination
-
-
-def _exchange(messages: Sequence[_Message], group: dist.ProcessGroup | None) -> None:
-    """Send and receive, all at a time, and wait.
+def _exchange(messages: Sequence[tuple[Move, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Send and receive the messages of a round's moves, all at a time, and wait.
 
     Raises:
         PeerError: a message did not come, or was not taken.
     """
-    works: list[tuple[_Message, dist.Work | None]] = []
-    for message in messages:
-        if message.content.is_cpu:
-            start = dist.irecv if message.incoming else dist.isend
-            with _waiting(message, group):
-                works.append((message, start(message.content, message.peer, group=group)))
-    # Only in a batch do NCCL's messages not wait for each other.
-    rest = [message for message in messages if not message.content.is_cpu]
-    batch = [
-        dist.P2POp(dist.irecv if m.incoming else dist.isend, m.content, m.peer, group)
-        for m in rest
-    ]
-    works += [(rest[0], work) for work in (dist.batch_isend_irecv(batch) if batch else ())]
-    for message, work in works:
+    rank = dist.get_rank()
+    works: list[tuple[Move, dist.Work | None]] = []
+    on_gpus: list[tuple[Move, dist.P2POp]] = []
+    for move, message in messages:
+        incoming = move.destination == rank
+        start = dist.irecv if incoming else dist.isend
+        peer = move.source if incoming else move.destination
+        if message.is_cpu:
+            with _waiting(move, group):
+                works.append((move, start(message, peer, group=group)))
+        else:
+            on_gpus.append((move, dist.P2POp(start, message, peer, group)))
+    if on_gpus:  # Only in a batch do NCCL's messages not wait for each other.
+        batch = dist.batch_isend_irecv([operation for _, operation in on_gpus])
+        works += [(on_gpus[0][0], work) for work in batch]
+    for move, work in works:
         if work is not None:
-            with _waiting(message, group):
+            with _waiting(move, group):
                 work.wait()
 
 
-def _waiting(message: _Message, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    move, verb = message.move, "send" if message.incoming else "take"
+def _waiting(move: Move, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    incoming = move.destination == dist.get_rank()
+    peer, verb = (move.source, "send") if incoming else (move.destination, "take")
     what = f"to {verb} {move.piece}, round {move.round} of a transition"
-    return waiting_for(what, group, source=message.peer)
+    return waiting_for(what, group, source=peer)

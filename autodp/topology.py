@@ -73,10 +73,6 @@ class Topology:
             return self.replicas
         return block * (self._block // self.length) + position // self.length
 
-    def node_of(self, rank: int) -> int:
-        """Return the node that a rank runs on."""
-        return rank // self.slots_per_node
-
     def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of one pipeline, first stage first."""
         block, position = divmod(replica, self._block // self.length)

@@ -332,9 +332,8 @@ def carry(monkeypatch: pytest.MonkeyPatch, traffic: Traffic, *, rank: int) -> Fa
     monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group=None: [0, 1])
     group = backend(monkeypatch, GLOO)
-    _Journey(
-        {"piece": piece}, frozenset({"piece"} if rank else ()), store, group=group, device=GPU
-    ).run([Move("piece", 0, 1, 0)])
+    journey = _Journey({"piece": piece}, store, group=group, device=GPU)
+    journey.run([Move("piece", 0, 1, 0)], [] if rank else ["piece"])
     return store
 
 
