@@ -32,11 +32,9 @@ step before the GPU comes to it."""
 
 
 def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where what lives on a device must be to travel in a group: there, or the CPU.
+    """Return where what lives on a device must be to travel in a group.
 
-    Args:
-        device: where it lives.
-        group: over NCCL for GPUs, or over gloo, which moves host memory only; None moves nothing.
+    That is there over NCCL, and the CPU over gloo or where there is no group.
     """
     on_nccl = group is not None and "cuda:nccl" in dist.get_backend_config(group).split(",")
     return device if device.type == "cuda" and on_nccl else torch.device("cpu")
@@ -46,7 +44,7 @@ def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.
 class Groups:
     """Hold the groups one rank belongs to; None where a group would have one member.
 
-    Args:
+    Attributes:
         forward: the pipeline's ranks, for what travels from stage j to j + 1.
         backward: the same ranks, for what travels back. On NCCL a communicator of its own, because
             a link's two directions must not queue behind each other; with gloo, whose messages
@@ -113,9 +111,8 @@ class GroupPool:
         not possible and the pipeline's length changes.
 
         Args:
-            topology: who is what from now on.
-            timeout_s: seconds after which a collective in these groups fails; over NCCL it ends
-                the process, and later than other time limits.
+            timeout_s: after which a collective in these groups fails; over NCCL it ends the
+                process, and later than other time limits.
         """
         for other in (*self._ahead, topology):
             if other.length not in self._built:
@@ -139,10 +136,8 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
     """Build the groups of a topology; every rank of the world calls it at the same point.
 
     Args:
-        topology: who is what.
-        rank: this rank.
         on_cuda: whether messages are in the memory of GPUs, over NCCL.
-        timeout_s: seconds after which a collective or a wait in these groups fails.
+        timeout_s: after which a collective or a wait in these groups fails.
     """
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]
     pipelines = [topology.pipeline_ranks(replica) for replica in range(topology.replicas)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autodp.waiting import waiting_for
 
@@ -50,13 +50,10 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     with waiting_for("answers", group):
         dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    with waiting_for("answers", group):
+        padded = nn.functional.pad(payload, (0, int(max(lengths)) - payload.numel()))
+        gathered = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(gathered, padded, group=group)
-    return [_decode(data[: int(length)]) for data, length in zip(gathered, lengths, strict=True)]
+    return [_decode(data[:length]) for data, length in zip(gathered, lengths, strict=True)]
 
 
 def _encode(value: Any) -> Tensor:

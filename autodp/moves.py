@@ -31,11 +31,7 @@ Holders = Mapping[str, frozenset[int]]
 class Move:
     """Send one piece from a rank that holds it to one that needs it.
 
-    Args:
-        piece: its name.
-        source, destination: ranks.
-        round: number of the round; a rank begins one when its own moves of those before have
-            ended.
+    A rank begins a round when its own moves of those before have ended.
     """
 
     piece: str
@@ -59,8 +55,7 @@ def plan_moves(
     its receivers.
 
     Args:
-        before: the ranks that hold a piece now.
-        after: the ranks that must hold it.
+        before, after: the ranks that hold a piece now, and that must hold it.
         num_bytes: size of every piece that moves.
         slots_per_node: ranks of one node.
         round_bytes: what a rank receives in a round; a piece larger than that has its receiver's
@@ -156,19 +151,19 @@ class _Memory:
         }
         self._incoming = Counter[int]()
 
-    def admits(self, pair: _Pair) -> bool:
-        """Tell whether the sender has the piece by now, and the receiver room for it."""
+    def admit(self, pair: _Pair) -> bool:
+        """Take a move into the round if the sender has the piece and the receiver room for it."""
         piece, source, destination = pair
-        size, incoming = self._num_bytes[piece], self._incoming[destination]
-        return (
+        already = self._incoming[destination]
+        incoming = already + self._num_bytes[piece]
+        admitted = (
             source in self._holders[piece]
-            and (not incoming or incoming + size <= self._round_bytes)
-            and self._held[destination] + incoming + size <= self._limit[destination]
+            and (not already or incoming <= self._round_bytes)
+            and self._held[destination] + incoming <= self._limit[destination]
         )
-
-    def receive(self, pair: _Pair) -> None:
-        """Note a move of the present round."""
-        self._incoming[pair[2]] += self._num_bytes[pair[0]]
+        if admitted:
+            self._incoming[destination] = incoming
+        return admitted
 
     def end_round(self, pairs: Sequence[_Pair]) -> None:
         """Note what has arrived, and drop what is needed no more where it was sent from."""
@@ -183,19 +178,13 @@ class _Memory:
 
 def _in_rounds(pairs: Sequence[_Pair], memory: _Memory) -> Iterator[Move]:
     """Put as many moves into each round as memory allows."""
-    waiting, number = list(pairs), 0
+    waiting, number = dict.fromkeys(pairs), 0
     while waiting:
-        chosen, later = [], []
-        for pair in waiting:
-            if memory.admits(pair):
-                memory.receive(pair)
-                chosen.append(pair)
-            else:
-                later.append(pair)
+        chosen = [pair for pair in waiting if memory.admit(pair)]
         # Some receiver always has room. A rank without any holds more than it will at last, so it
         # has more bytes to give up than to receive; if that were so for every receiver, more bytes
         # would be on their way out of them than into them, and each way out leads to a receiver.
         assert chosen
         yield from (Move(*pair, number) for pair in chosen)
         memory.end_round(chosen)
-        waiting, number = later, number + 1
+        waiting, number = {pair: None for pair in waiting if pair not in set(chosen)}, number + 1

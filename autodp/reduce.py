@@ -106,13 +106,13 @@ class GradientReducer:
                 "a gradient grew after it was sent; finish(again=True), on all replicas, sends it "
                 "anew"
             )
-        while self._next < len(self._buckets):
-            self._send_next()
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
         if again:
-            self._overlaps, self.was_early, self._next = False, False, 0
+            self._overlaps, self.was_early = False, False
             for bucket in self._buckets:
                 self._await(bucket)
-                self._send_next()
+                self._send(bucket)
         for bucket in self._buckets:
             self._await(bucket)
             self._put_back(bucket)
@@ -144,11 +144,10 @@ class GradientReducer:
         bucket.missing.discard(parameter)
         # Replicas must issue messages in the same order: a full bucket waits for those before it.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._send_next()
+            self._send(self._buckets[self._next])
+            self._next += 1
 
-    def _send_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+    def _send(self, bucket: _Bucket) -> None:
         # Flags are computed and filled in place: a copy from or to the host would stall a GPU's
         # backward.
         bucket.in_use.fill_(1)

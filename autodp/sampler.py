@@ -12,15 +12,13 @@ class EpochSampler:
     Args:
         num_samples: length of the dataset.
         seed: the run's seed.
-        shuffle: False keeps the dataset's order, as evaluation does.
     """
 
-    def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, num_samples: int, *, seed: int) -> None:
         if num_samples < 1:
             raise ValueError("the dataset is empty; give at least one sample")
         self.num_samples = num_samples
         self.seed = seed
-        self.shuffle = shuffle
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -35,15 +33,10 @@ class EpochSampler:
             (min(size, num_samples - position),) int64 on CPU.
         """
         if epoch != self._epoch:
-            self._order = self._permute(epoch)
+            generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+            self._order = torch.randperm(self.num_samples, generator=generator)
             self._epoch = epoch
         return self._order[position : position + size].clone()
-
-    def _permute(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
 
 
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:

@@ -21,11 +21,10 @@ def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("num_samples", [1, 2, 7, 64, 1797])
 @pytest.mark.parametrize("sizes", [[1], [3], [64], [5000], [4, 9, 1, 2]])
-@pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_holds_every_index_once_in_one_order_whatever_the_batches(
-    num_samples: int, sizes: list[int], shuffle: bool
+    num_samples: int, sizes: list[int]
 ) -> None:
-    sampler = EpochSampler(num_samples, seed=3, shuffle=shuffle)
+    sampler = EpochSampler(num_samples, seed=3)
     indices = epoch_of(sampler, 2, sizes)
     assert sorted(indices) == list(range(num_samples))
     assert indices == epoch_of(sampler, 2, [num_samples])
@@ -61,11 +60,6 @@ def test_epochs_and_seeds_give_different_orders() -> None:
         for seed, epoch in product(range(20), range(20))
     }
     assert len(orders) == 400
-
-
-def test_without_shuffling_every_epoch_keeps_the_order_of_the_data_set() -> None:
-    sampler = EpochSampler(10, seed=1, shuffle=False)
-    assert all(epoch_of(sampler, epoch, [4]) == list(range(10)) for epoch in range(3))
 
 
 def test_the_last_batch_of_an_epoch_is_short() -> None:
