@@ -88,7 +88,7 @@ class GroupPool:
     """Hold the groups of the present topology, and over gloo those of all that are likely.
 
     Args:
-        rank: this rank.
+        rank: this one.
         likely: the topologies to build groups of ahead.
         on_cuda: whether messages are in the memory of GPUs, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.

@@ -187,4 +187,6 @@ def _in_rounds(pairs: Sequence[_Pair], memory: _Memory) -> Iterator[Move]:
         assert chosen
         yield from (Move(*pair, number) for pair in chosen)
         memory.end_round(chosen)
-        waiting, number = {pair: None for pair in waiting if pair not in set(chosen)}, number + 1
+        for pair in chosen:
+            del waiting[pair]
+        number += 1

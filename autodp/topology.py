@@ -15,6 +15,7 @@ nodes, are spares. They are the stage and the replica after the last, and in no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,22 @@ class Topology:
                 f"{self.slots_per_node} slots a node; choose one of {list(possible)}"
             )
 
+    @cached_property
+    def _pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every pipeline: a node's, or consecutive nodes', are packed."""
+        block = max(self.slots_per_node, self.length)
+        ranks = range(self.num_ranks)
+        packed = (ranks[start : start + block] for start in ranks[::block])
+        return tuple(
+            tuple(own[i : i + self.length])
+            for own in packed
+            for i in range(0, len(own) - self.length + 1, self.length)
+        )
+
     @property
     def replicas(self) -> int:
         """Return how many pipelines train side by side."""
-        blocks, rest = divmod(self.num_ranks, self._block)
-        return blocks * (self._block // self.length) + rest // self.length
+        return len(self._pipelines)
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -63,32 +75,23 @@ class Topology:
 
     def stage_of(self, rank: int) -> int:
         """Return the stage that a rank runs; K for a spare."""
-        return self.length if self.is_spare(rank) else rank % self._block % self.length
+        replica = self.replica_of(rank)
+        return self.length if replica == self.replicas else self._pipelines[replica].index(rank)
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to; R for a spare."""
-        block, position = divmod(rank, self._block)
-        block_size = min(self._block, self.num_ranks - block * self._block)
-        if position >= block_size // self.length * self.length:
-            return self.replicas
-        return block * (self._block // self.length) + position // self.length
+        own = (replica for replica, ranks in enumerate(self._pipelines) if rank in ranks)
+        return next(own, self.replicas)
 
     def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of one pipeline, first stage first."""
-        block, position = divmod(replica, self._block // self.length)
-        first = block * self._block + position * self.length
-        return tuple(range(first, first + self.length))
+        return self._pipelines[replica]
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage, one a replica."""
-        return tuple(self.pipeline_ranks(replica)[stage] for replica in range(self.replicas))
+        return tuple(ranks[stage] for ranks in self._pipelines)
 
     def _is_possible(self, length: int) -> bool:
         """Tell whether a pipeline stays within a node, or fills whole ones, and finds room."""
         slots = self.slots_per_node
         return 0 < length <= self.num_ranks and (length <= slots or length % slots == 0)
-
-    @property
-    def _block(self) -> int:
-        """Return the consecutive ranks that pipelines are packed into: a node's, or one's own."""
-        return max(self.slots_per_node, self.length)
