@@ -7,10 +7,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo donor test test-all soak lint bench wheel clean
+.PHONY: help setup demo donor test test-all wheel-test soak lint bench wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## Create .venv and install everything (about 2 minutes, once)
 
@@ -38,8 +38,11 @@ donor: setup ## Reproduce the pretrained weights that the demo starts from
 test: setup ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow"
 
-test-all: setup ## Run all tests, with soak and fault tests
+test-all: setup ## Run all tests, with soak and fault tests and that of the wheel
 	$(BIN)/python -m pytest -q
+
+wheel-test: setup ## Install the wheel alone, and run the README's first program with it
+	$(BIN)/python -m pytest -q tests/test_wheel.py
 
 soak: setup ## Kill ranks of real runs at 200 random points; nothing may be lost
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.soak --kills 200
