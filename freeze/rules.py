@@ -37,17 +37,18 @@ class FreezeSchedule(FreezePolicy):
 
     def __init__(self, frozen_at: Mapping[int, int] | Sequence[int]) -> None:
         pairs = frozen_at.items() if isinstance(frozen_at, Mapping) else enumerate(frozen_at)
-        self._num_frozen_at = {
+        changes = {
             _checked_count("an epoch of the freeze schedule", epoch): _checked_count(
                 "a number of frozen layers in the freeze schedule", num_frozen
             )
             for epoch, num_frozen in pairs
         }
-        if not self._num_frozen_at:
+        if not changes:
             raise ValueError(
                 f"the freeze schedule is {frozen_at!r}, which is empty; give the number of frozen "
                 "layers per epoch, e.g. [0, 4, 6], or freeze=None to freeze nothing"
             )
+        self._num_frozen_at = {0: 0} | changes
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
         """Return the epoch's number of layers.
@@ -62,8 +63,8 @@ class FreezeSchedule(FreezePolicy):
                 f"the freeze schedule freezes up to {largest} layers, but {context.num_layers} "
                 f"layers can freeze; give numbers in 0..{context.num_layers}"
             )
-        last_change = max((e for e in self._num_frozen_at if e <= context.epoch), default=None)
-        num_frozen = 0 if last_change is None else self._num_frozen_at[last_change]
+        last_change = max(epoch for epoch in self._num_frozen_at if epoch <= context.epoch)
+        num_frozen = self._num_frozen_at[last_change]
         return FreezeDecision(num_frozen, f"schedule of epoch {context.epoch}")
 
 
