@@ -137,7 +137,7 @@ class RunState:
         self._deployment.restore(decision, shards)
         self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
         if not self._keeps:
-            decider.forget_times()
+            transitions.decider.forget_times()
 
     def save_if_due(self, decider: Decider) -> Saved | None:
         """Have a checkpoint written where one is due; return one that has been since."""
