@@ -1,4 +1,4 @@
-"""Build the tiny models and data sets that the tests of invariants train."""
+"""Build the tiny models and data sets that tests train."""
 
 from __future__ import annotations
 
@@ -53,6 +53,18 @@ def tiny_data(
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_samples, NUM_FEATURES, generator=generator, dtype=dtype)
     return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+
+def sequential() -> nn.Sequential:
+    """Build five children: one is used twice, one keeps statistics of its batches."""
+    relu = nn.ReLU()
+    return nn.Sequential(
+        nn.Linear(5, 8),
+        relu,
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        relu,
+        nn.Linear(8, 3),
+    )
 
 
 IGNORED = -100
@@ -135,7 +147,7 @@ class Entries(Dataset[dict[str, Tensor]]):
         self.tensors = tensors
 
     def __len__(self) -> int:
-        return len(self.tensors["x"])
+        return len(next(iter(self.tensors.values())))
 
     def __getitem__(self, index: int | Tensor) -> dict[str, Tensor]:
         return {name: tensor[index] for name, tensor in self.tensors.items()}

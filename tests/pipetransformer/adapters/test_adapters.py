@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -12,101 +12,10 @@ import pytest
 import torch
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertForSequenceClassification, BertModel
 
-from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.adapters.transformers_bert import span_loss
-
-Batch = dict[str, Tensor]
-NUM_SAMPLES, LENGTH = 4, 6
-
-
-def sequential() -> nn.Module:
-    relu = nn.ReLU()
-    return nn.Sequential(
-        nn.Linear(5, 8),
-        relu,
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
-        relu,
-        nn.Linear(8, 3),
-    )
-
-
-def timm_vit(**options: Any) -> Any:
-    return VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3, **options
-    )
-
-
-def bert_config(**options: Any) -> BertConfig:
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 8,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return BertConfig(**{**sizes, **options})
-
-
-def classifier(**options: Any) -> Any:
-    return BertForSequenceClassification(bert_config(**{"num_labels": 3, **options}))
-
-
-def answerer() -> Any:
-    return BertForQuestionAnswering(bert_config())
-
-
-def hf_vit(**options: Any) -> Any:
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            **{"num_labels": 3, **options},
-        )
-    )
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "sequential": sequential,
-    "timm": timm_vit,
-    "timm_registers_average": lambda: timm_vit(
-        global_pool="avg", reg_tokens=2, init_values=0.1, no_embed_class=True, pre_norm=True
-    ),
-    "timm_attention_pool": lambda: timm_vit(
-        global_pool="map", class_token=False, qk_norm=True, dynamic_img_size=True
-    ),
-    "bert_sdpa": classifier,
-    "bert_eager": lambda: classifier(attn_implementation="eager"),
-    "bert_answers": answerer,
-    "vit": hf_vit,
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Spare these tiny models the cost of waking threads, a hundred times theirs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.adapted import MODELS, answerer, batch_for, classifier, hf_vit, own_forward, timm_vit
 
 
 @pytest.fixture(params=MODELS)
@@ -118,34 +27,6 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return built
-
-
-def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
-    """Make inputs; texts of 6, 5, 4 and 3 tokens, padded, in two segments."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    if isinstance(model, nn.Sequential):
-        return {"x": torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=dtype)}
-    if isinstance(model, BertForSequenceClassification | BertForQuestionAnswering):
-        tokens = torch.arange(LENGTH)
-        return {
-            "input_ids": torch.randint(1, 20, (NUM_SAMPLES, LENGTH), generator=generator),
-            "attention_mask": (tokens < LENGTH - torch.arange(NUM_SAMPLES)[:, None]).long(),
-            "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
-            "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1),
-        }
-    images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)
-    return {"pixel_values" if isinstance(model, ViTForImageClassification) else "x": images}
-
-
-def own_forward(model: nn.Module, batch: Batch) -> Tensor:
-    output = model(batch["x"]) if "x" in batch else model(**batch)
-    if isinstance(output, Tensor):
-        return output
-    if "start_logits" in output:
-        return torch.stack((output.start_logits, output.end_logits), dim=-1)
-    logits: Tensor = output.logits
-    return logits
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -330,77 +211,6 @@ def test_bert_is_saved_by_its_own_method_after_refilling(tmp_path: Any) -> None:
         layered.replace(index, {name: kept[name] for name in layered.tensors(index)})
     bert.save_pretrained(tmp_path)
     assert_equal(state(BertForSequenceClassification.from_pretrained(tmp_path)), kept)
-
-
-# --- losses ---
-
-
-def mean_in_parts(layered: LayeredModel, output: Tensor, target: Any) -> Tensor:
-    """Combine the losses of samples 0 and 1..3 as the trainer does."""
-    total, count = torch.zeros(()), torch.zeros(())
-    assert layered.loss_fn is not None
-    for rows in (slice(0, 1), slice(1, None)):
-        part = (
-            {name: entry[rows] for name, entry in target.items()}
-            if isinstance(target, dict)
-            else target[rows]
-        )
-        value = layered.loss_fn(output[rows], part)
-        size = len(output[rows])
-        value, number = value if isinstance(value, tuple) else (value * size, size)
-        total, count = total + value, count + number
-    return total / count
-
-
-@pytest.mark.parametrize("build", [classifier, hf_vit])
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    [
-        ({}, torch.tensor([2, -100, 0, 1])),
-        ({"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0])),
-        ({"problem_type": "regression"}, torch.randn(NUM_SAMPLES, 3)),
-        ({}, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
-    ],
-    ids=["classes", "one value", "values", "many labels"],
-)
-def test_classification_loss_is_the_models_own_in_any_split(
-    build: Callable[..., Any], options: dict[str, Any], labels: Tensor
-) -> None:
-    model = build(**options).eval()
-    layered, batch = adapt(model), batch_for(model)
-    ours = mean_in_parts(layered, layered.run(batch), labels)
-    assert layered.targets == ("labels",)
-    torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
-
-
-@pytest.mark.parametrize("starts", [[0, 3, 5, 2], [-1, 3, 9, LENGTH]])
-def test_answer_loss_is_the_models_own_in_any_split(starts: list[int]) -> None:
-    bert = answerer().eval()
-    layered, batch = adapt(bert), batch_for(bert)
-    positions = {
-        "start_positions": torch.tensor(starts),
-        "end_positions": torch.tensor(starts)[:, None],
-    }
-    ours = mean_in_parts(layered, layered.run(batch), positions)
-    torch.testing.assert_close(ours, bert(**batch, **positions).loss)
-
-
-def test_answers_cut_off_at_their_end_weigh_all_positions_alike() -> None:
-    positions = {
-        "start_positions": torch.tensor([1, 2]),
-        "end_positions": torch.tensor([2, LENGTH]),
-    }
-    total, count = span_loss(torch.zeros(2, LENGTH, 2), positions)
-    assert count == 3
-    torch.testing.assert_close(total, 3 * torch.tensor(float(LENGTH)).log())
-
-
-def test_timm_loss_takes_classes_and_probabilities() -> None:
-    layered = adapt(timm_vit())
-    output, classes = torch.randn(NUM_SAMPLES, 3), torch.tensor([2, 0, 1, 1])
-    expected = nn.functional.cross_entropy(output, classes)
-    torch.testing.assert_close(mean_in_parts(layered, output, classes), expected)
-    torch.testing.assert_close(mean_in_parts(layered, output, torch.eye(3)[classes]), expected)
 
 
 # --- refusals ---

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer
 from pipetransformer.adapters.registry import adapt, register_adapter
-
-
-def sequential() -> nn.Sequential:
-    relu = nn.ReLU()
-    return nn.Sequential(
-        nn.Linear(5, 8),
-        relu,
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
-        relu,
-        nn.Linear(8, 3),
-    )
+from tests.models import sequential
 
 
 def test_sequential_children_are_layers_even_where_a_module_is_used_twice() -> None:

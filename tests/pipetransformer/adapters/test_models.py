@@ -12,68 +12,33 @@ from torch.optim import SGD
 
 from autodp.sampler import EpochSampler
 from pipetransformer import FreezeSchedule, Trainer
+from tests.adapted import answerer, classifier, timm_vit
+from tests.models import Entries
 from tests.pool import Pool
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 10, 4, 3
-
-
-class Entries(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Serve rows of named tensors."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: t[index] for name, t in self.tensors.items()}
 
 
 def build(kind: str) -> tuple[nn.Module, Entries]:
     """Build a tiny model of a library, in float64 and without dropout, and data for it."""
     torch.manual_seed(0)
     if kind == "timm":
-        from timm.models.vision_transformer import VisionTransformer
-
-        model = VisionTransformer(
-            img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=3, num_heads=2
-        )
-        x = torch.randn(NUM_SAMPLES, 1, 8, 8, dtype=torch.float64)
-        return model.double(), Entries({"x": x, "y": torch.arange(NUM_SAMPLES) % 3})
-    from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=30,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=12,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    lengths = torch.arange(NUM_SAMPLES) % 6 + 4
-    mask = (torch.arange(10) < lengths[:, None]).long()
+        images = torch.randn(NUM_SAMPLES, 1, 8, 8, dtype=torch.float64)
+        entries = {"x": images, "y": torch.arange(NUM_SAMPLES) % 3}
+        return timm_vit(depth=3, in_chans=1).double(), Entries(entries)
+    model = (classifier if kind == "classification" else answerer)(num_hidden_layers=3)
+    lengths = torch.arange(NUM_SAMPLES) % 6 + 3
     entries = {
-        "input_ids": torch.randint(1, 30, (NUM_SAMPLES, 10)),
-        "attention_mask": mask,
-        "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, 10)),
+        "input_ids": torch.randint(1, 20, (NUM_SAMPLES, 8)),
+        "attention_mask": (torch.arange(8) < lengths[:, None]).long(),
+        "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, 8)),
     }
     if kind == "classification":
-        return (
-            BertForSequenceClassification(config).double(),
-            Entries({**entries, "labels": torch.arange(NUM_SAMPLES) % 3}),
-        )
-    config.num_labels = 2
-    return BertForQuestionAnswering(config).double(), Entries(
-        {
-            **entries,
-            "start_positions": torch.zeros(NUM_SAMPLES, dtype=torch.long),
-            "end_positions": torch.arange(NUM_SAMPLES) % 4,
-        }
-    )
+        entries["labels"] = torch.arange(NUM_SAMPLES) % 3
+    else:
+        entries["start_positions"] = torch.zeros(NUM_SAMPLES, dtype=torch.long)
+        entries["end_positions"] = torch.arange(NUM_SAMPLES) % 4
+    return model.double(), Entries(entries)
 
 
 def train(kind: str, length: int) -> dict[str, Tensor]:

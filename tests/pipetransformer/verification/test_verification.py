@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
 from pipetransformer.loss import Loss
+from tests.adapted import MODELS, batch_for
 from tests.invariants.test_bugs_numbers import (
     TINY,
     Bounded,
@@ -23,24 +24,10 @@ from tests.invariants.test_bugs_numbers import (
     repeated,
 )
 from tests.loops import Job, Result, loop, make_trainer
-from tests.models import tiny_data, tiny_model
-from tests.pipetransformer.adapters.test_adapters import MODELS, batch_for
+from tests.models import Entries, tiny_data, tiny_model
 from tests.pool import Pool
 
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64))
-
-
-class Samples:
-    """Present a batch as a data set."""
-
-    def __init__(self, batch: dict[str, Tensor]) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return len(next(iter(self.batch.values())))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: entry[index] for name, entry in self.batch.items()}
 
 
 def batch_with_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -56,7 +43,7 @@ def batch_with_targets(model: nn.Module) -> dict[str, Tensor]:
 def test_every_adapter_s_model_passes(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
-    with Trainer(model, Samples(batch_with_targets(model)), progress=False) as trainer:
+    with Trainer(model, Entries(batch_with_targets(model)), progress=False) as trainer:
         passed = trainer.verify()
     num_tensors = len([*model.parameters(), *model.buffers()])
     assert passed == Verification("float64", 4, num_tensors)

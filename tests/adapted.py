@@ -1,0 +1,116 @@
+"""Build tiny models of every kind that has an adapter, and batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from tests.models import sequential
+
+Batch = dict[str, Tensor]
+NUM_SAMPLES, LENGTH = 4, 6
+
+
+def timm_vit(**options: Any) -> Any:
+    sizes = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
+    return VisionTransformer(**{**sizes, **options})
+
+
+def bert_config(**options: Any) -> BertConfig:
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 8,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return BertConfig(**{**sizes, **options})
+
+
+def classifier(**options: Any) -> Any:
+    return BertForSequenceClassification(bert_config(**{"num_labels": 3, **options}))
+
+
+def answerer(**options: Any) -> Any:
+    return BertForQuestionAnswering(bert_config(**options))
+
+
+def hf_vit(**options: Any) -> Any:
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=8,
+            patch_size=4,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **{"num_labels": 3, **options},
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "sequential": sequential,
+    "timm": timm_vit,
+    "timm_registers_average": lambda: timm_vit(
+        global_pool="avg", reg_tokens=2, init_values=0.1, no_embed_class=True, pre_norm=True
+    ),
+    "timm_attention_pool": lambda: timm_vit(
+        global_pool="map", class_token=False, qk_norm=True, dynamic_img_size=True
+    ),
+    "bert_sdpa": classifier,
+    "bert_eager": lambda: classifier(attn_implementation="eager"),
+    "bert_answers": answerer,
+    "vit": hf_vit,
+}
+
+
+def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
+    """Make inputs; texts of 6, 5, 4 and 3 tokens, padded, in two segments."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    if isinstance(model, nn.Sequential):
+        return {"x": torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=dtype)}
+    if isinstance(model, BertForSequenceClassification | BertForQuestionAnswering):
+        tokens = torch.arange(LENGTH)
+        return {
+            "input_ids": torch.randint(1, 20, (NUM_SAMPLES, LENGTH), generator=generator),
+            "attention_mask": (tokens < LENGTH - torch.arange(NUM_SAMPLES)[:, None]).long(),
+            "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
+            "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1),
+        }
+    images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)
+    return {"pixel_values" if isinstance(model, ViTForImageClassification) else "x": images}
+
+
+def own_forward(model: nn.Module, batch: Batch) -> Tensor:
+    output = model(batch["x"]) if "x" in batch else model(**batch)
+    if isinstance(output, Tensor):
+        return output
+    if "start_logits" in output:
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
+    logits: Tensor = output.logits
+    return logits

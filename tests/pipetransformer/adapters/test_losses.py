@@ -1,0 +1,83 @@
+"""The losses that adapters give are the models' own, however the samples are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.adapters.base import LayeredModel
+from pipetransformer.adapters.registry import adapt
+from pipetransformer.adapters.transformers_bert import span_loss
+from tests.adapted import LENGTH, NUM_SAMPLES, answerer, batch_for, classifier, hf_vit, timm_vit
+
+
+def mean_in_parts(layered: LayeredModel, output: Tensor, target: Any) -> Tensor:
+    """Combine the losses of samples 0 and 1..3 as the trainer does."""
+    total, count = torch.zeros(()), torch.zeros(())
+    assert layered.loss_fn is not None
+    for rows in (slice(0, 1), slice(1, None)):
+        part = (
+            {name: entry[rows] for name, entry in target.items()}
+            if isinstance(target, dict)
+            else target[rows]
+        )
+        value = layered.loss_fn(output[rows], part)
+        size = len(output[rows])
+        value, number = value if isinstance(value, tuple) else (value * size, size)
+        total, count = total + value, count + number
+    return total / count
+
+
+@pytest.mark.parametrize("build", [classifier, hf_vit])
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({}, torch.tensor([2, -100, 0, 1])),
+        ({"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        ({"problem_type": "regression"}, torch.randn(NUM_SAMPLES, 3)),
+        ({}, torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])),
+    ],
+    ids=["classes", "one value", "values", "many labels"],
+)
+def test_classification_loss_is_the_models_own_in_any_split(
+    build: Callable[..., Any], options: dict[str, Any], labels: Tensor
+) -> None:
+    model = build(**options).eval()
+    layered, batch = adapt(model), batch_for(model)
+    ours = mean_in_parts(layered, layered.run(batch), labels)
+    assert layered.targets == ("labels",)
+    torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
+
+
+@pytest.mark.parametrize("starts", [[0, 3, 5, 2], [-1, 3, 9, LENGTH]])
+def test_answer_loss_is_the_models_own_in_any_split(starts: list[int]) -> None:
+    bert = answerer().eval()
+    layered, batch = adapt(bert), batch_for(bert)
+    positions = {
+        "start_positions": torch.tensor(starts),
+        "end_positions": torch.tensor(starts)[:, None],
+    }
+    ours = mean_in_parts(layered, layered.run(batch), positions)
+    torch.testing.assert_close(ours, bert(**batch, **positions).loss)
+
+
+def test_answers_cut_off_at_their_end_weigh_all_positions_alike() -> None:
+    positions = {
+        "start_positions": torch.tensor([1, 2]),
+        "end_positions": torch.tensor([2, LENGTH]),
+    }
+    total, count = span_loss(torch.zeros(2, LENGTH, 2), positions)
+    assert count == 3
+    torch.testing.assert_close(total, 3 * torch.tensor(float(LENGTH)).log())
+
+
+def test_timm_loss_takes_classes_and_probabilities() -> None:
+    layered = adapt(timm_vit())
+    output, classes = torch.randn(NUM_SAMPLES, 3), torch.tensor([2, 0, 1, 1])
+    expected = nn.functional.cross_entropy(output, classes)
+    torch.testing.assert_close(mean_in_parts(layered, output, classes), expected)
+    torch.testing.assert_close(mean_in_parts(layered, output, torch.eye(3)[classes]), expected)
