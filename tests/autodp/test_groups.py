@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -114,3 +117,15 @@ def test_one_process_has_no_groups() -> None:
     groups = groups_pool.open(Topology(1, 1, 1), timeout_s=1.0)
     assert groups == Groups(None, None, None)
     groups_pool.close()
+
+
+def test_groups_are_aborted_all_at_the_same_time() -> None:
+    together = threading.Barrier(2)  # Each abort ends only when both have begun.
+    aborted: list[str] = []
+
+    def group(name: str) -> Any:
+        return SimpleNamespace(abort=lambda: (together.wait(30.0), aborted.append(name)))
+
+    pipeline = group("pipeline")
+    Groups(pipeline, pipeline, group("stage")).abort()
+    assert sorted(aborted) == ["pipeline", "stage"]

@@ -2,101 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from autodp.reduce import GradientReducer
+from tests.gradients import (
+    BUCKET_BYTES,
+    EVERYBODY,
+    WORLD,
+    backward,
+    factor,
+    make_parameters,
+    reducing,
+    world,
+    wrong_sums,
+)
 from tests.pool import Pool
-
-BUCKET_BYTES = [1, 64, 25 << 20]
-WORLD = 4
-
-
-def make_parameters() -> list[nn.Parameter]:
-    """Make parameters of three dtypes, one of them 0-dim, one empty, one not contiguous."""
-    f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
-    tensors = [
-        torch.zeros(3, 4),
-        torch.zeros(4),
-        torch.zeros((), dtype=f64),
-        torch.zeros(2, 5, dtype=bf16),
-        torch.zeros(0),
-        torch.zeros(5, 2, dtype=f32).t(),
-        torch.zeros(7, dtype=f64),
-        torch.zeros(1, dtype=bf16),
-        torch.zeros(6),
-    ]
-    return [nn.Parameter(tensor) for tensor in tensors]
-
-
-def factor(
-    index: int, like: Tensor, replica: int, micro_batch: int = 0, *, whole: bool = True
-) -> Tensor:
-    """Return a replica's gradient; small whole numbers add up exactly in any order."""
-    generator = torch.Generator().manual_seed(1000 * replica + 10 * index + micro_batch)
-    if whole:
-        return torch.randint(-9, 10, like.shape, generator=generator).to(like.dtype)
-    return torch.randn(like.shape, generator=generator).to(like.dtype)
-
-
-def backward(
-    parameters: Sequence[nn.Parameter],
-    used: Sequence[int],
-    micro_batch: int = 0,
-    *,
-    whole: bool = True,
-) -> None:
-    """Back-propagate a loss whose gradient for each used parameter is its factor."""
-    rank = dist.get_rank()
-    terms = [
-        (parameters[k] * factor(k, parameters[k], rank, micro_batch, whole=whole)).sum()
-        for k in used
-    ]
-    sum(terms, torch.zeros((), dtype=torch.float64)).backward()
-
-
-def total(index: int, like: Tensor, replicas: Sequence[int], num_micro_batches: int = 1) -> Tensor:
-    return sum(
-        (factor(index, like, r, m) for r in replicas for m in range(num_micro_batches)),
-        torch.zeros_like(like.detach()),
-    )
-
-
-def wrong_sums(
-    parameters: Sequence[nn.Parameter], users: Sequence[Sequence[int]], num_micro_batches: int = 1
-) -> list[str]:
-    """Name the parameters whose gradient is not exactly the sum over their users' gradients."""
-    wrong = []
-    for k, (parameter, replicas) in enumerate(zip(parameters, users, strict=True)):
-        if not replicas:
-            if parameter.grad is not None:
-                wrong.append(f"{k}: a gradient that nobody computed")
-        elif parameter.grad is None:
-            wrong.append(f"{k}: no gradient")
-        elif not torch.equal(parameter.grad, total(k, parameter, replicas, num_micro_batches)):
-            wrong.append(f"{k}: another sum")
-    return wrong
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 @contextmanager
-def reducing(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[GradientReducer]:
-    reducer = GradientReducer(parameters, world(), bucket_bytes=bucket_bytes)
+def recording() -> Iterator[list[str]]:
+    """Note every all-reduce, in order with what the caller notes."""
+    events: list[str] = []
+    original = dist.all_reduce
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        events.append("send")
+        return original(*arguments, **options)
+
+    dist.all_reduce = noted
     try:
-        yield reducer
+        yield events
     finally:
-        reducer.close()
+        dist.all_reduce = original
 
 
 def reduce_with_users(users: list[list[int]], silent: list[int], bucket_bytes: int) -> list[str]:
@@ -110,7 +55,6 @@ def reduce_with_users(users: list[list[int]], silent: list[int], bucket_bytes: i
         return wrong_sums(parameters, users)
 
 
-EVERYBODY = [list(range(WORLD))] * 9
 MIXED = [[0, 1, 2, 3], [2], [], [0, 3], [1], [], [], [3], [0, 1, 2]]
 
 
@@ -152,23 +96,6 @@ def test_replicas_hold_the_same_bits_and_a_repetition_does_too(
     assert len(first[0]) == 10
     assert first == [first[0]] * WORLD
     assert four_ranks.run(reduce_noise, bucket_bytes) == first
-
-
-@contextmanager
-def recording() -> Iterator[list[str]]:
-    """Note every all-reduce, in order with what the caller notes."""
-    events: list[str] = []
-    original = dist.all_reduce
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        events.append("send")
-        return original(*arguments, **options)
-
-    dist.all_reduce = noted
-    try:
-        yield events
-    finally:
-        dist.all_reduce = original
 
 
 def accumulate(num_micro_batches: int, num_steps: int) -> tuple[list[int], list[str]]:
@@ -303,102 +230,6 @@ def test_a_closed_reducer_has_left_no_hook(two_ranks: Pool) -> None:
     assert two_ranks.run(backward_after_close) == [(0, True)] * 2
 
 
-def poison(culprits: dict[int, int], value: float, bucket_bytes: int) -> list[list[list[int]]]:
-    """Let replica r's gradient of parameter culprits[r] hold a bad value, then none; return who is
-    found to have brought one, by step and parameter."""
-    parameters, rank, found = make_parameters(), dist.get_rank(), []
-    with reducing(parameters, bucket_bytes) as reducer:
-        for bad in (culprits.get(rank), None):
-            handle = parameters[bad].register_hook(lambda g: g.fill_(value)) if bad else None
-            reducer.arm()
-            backward(parameters, range(len(parameters)))
-            reducer.finish()
-            found.append([reducer.nonfinite_replicas([p]) for p in parameters])
-            if handle is not None:
-                handle.remove()
-            for parameter in parameters:
-                parameter.grad = None
-    return found
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_every_replica_learns_who_brought_a_bad_number_and_to_which_parameter(
-    four_ranks: Pool, value: float
-) -> None:
-    expected: list[list[int]] = [[] for _ in range(9)]
-    expected[3], expected[8] = [1], [0, 3]
-    found = four_ranks.run(poison, {1: 3, 0: 8, 3: 8}, value, 1)
-    assert found == [[expected, [[]] * 9]] * WORLD
-
-
-def test_a_bad_number_is_looked_for_in_the_parameter_s_message(four_ranks: Pool) -> None:
-    found = four_ranks.run(poison, {2: 8}, float("nan"), 25 << 20)
-    # Messages hold neighbours of one dtype: 8 alone, 7, 6, then 5 and 4, ...
-    assert found == [[[[]] * 8 + [[2]], [[]] * 9]] * WORLD
-
-
-def large_sums() -> list[list[int]]:
-    """Bring finite float16 gradients whose sum no float16 holds."""
-    parameters = [nn.Parameter(torch.zeros(64, dtype=torch.float16))]
-    with reducing(parameters, 64) as reducer:
-        reducer.arm()
-        (parameters[0] * 10_000.0).sum().backward()
-        reducer.finish()
-        return [reducer.nonfinite_replicas(parameters)]
-
-
-def test_large_gradients_are_no_bad_numbers(two_ranks: Pool) -> None:
-    assert two_ranks.run(large_sums) == [[[]]] * 2
-
-
-def reduce_in_two_backwards(bucket_bytes: int) -> list[Any]:
-    """Let the armed backward be two, on odd replicas alone; return what was seen and is wrong."""
-    parameters = make_parameters()
-    with reducing(parameters, bucket_bytes) as reducer:
-        found: list[Any] = []
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = None
-            reducer.arm()
-            backward(parameters, range(9))
-            if dist.get_rank() % 2:
-                backward(parameters, range(9))
-            early = torch.tensor(int(reducer.was_early))
-            found.append(bool(early))
-            dist.all_reduce(early)
-            reducer.finish(again=bool(early))
-            # The second backward adds the same once more.
-            twice = [[0, 1, 1, 2, 3, 3]] * 9
-            found.append(wrong_sums(parameters, twice))
-        return found
-
-
-@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
-def test_a_gradient_that_grows_after_it_was_sent_is_sent_anew(
-    four_ranks: Pool, bucket_bytes: int
-) -> None:
-    for rank, found in enumerate(four_ranks.run(reduce_in_two_backwards, bucket_bytes)):
-        # From the second time on all wait for the end of the backward.
-        assert found == [bool(rank % 2), [], False, []]
-
-
-def refuse_to_lose() -> str:
-    """Finish as if nothing had come late."""
-    parameters = make_parameters()
-    with reducing(parameters, 1) as reducer:
-        reducer.arm()
-        backward(parameters, range(9))
-        backward(parameters, range(9))
-        with pytest.raises(RuntimeError, match="a gradient grew after it was sent") as caught:
-            reducer.finish()
-        reducer.finish(again=True)
-        return str(caught.value)
-
-
-def test_a_gradient_that_grew_is_never_lost_silently(four_ranks: Pool) -> None:
-    assert len(set(four_ranks.run(refuse_to_lose))) == 1
-
-
 def strides_of_sums() -> bool:
     """Sum gradients of parameters of unusual strides; tell whether the sums have them."""
     parameters = [
@@ -417,3 +248,18 @@ def strides_of_sums() -> bool:
 
 def test_a_summed_gradient_has_the_strides_of_autograd_s_own(four_ranks: Pool) -> None:
     assert four_ranks.run(strides_of_sums) == [True] * WORLD
+
+
+def sum_copies() -> list[float]:
+    """Sum gradients by way of copies of the buckets, as a GPU's are summed over gloo."""
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 1.0 + dist.get_rank())
+    with patch("autodp.reduce._on_link", lambda flat, group: flat.clone()):
+        reducer = GradientReducer([parameter], world())
+        reducer.finish()
+    reducer.close()
+    return parameter.grad.tolist()
+
+
+def test_sums_of_copies_in_host_memory_come_back_into_the_gradients(two_ranks: Pool) -> None:
+    assert two_ranks.run(sum_copies) == [[3.0] * 3] * 2

@@ -8,13 +8,11 @@ device and no contents.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,11 +33,10 @@ from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
 from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
-from pipetransformer.processes.world import World, free_bytes
+from pipetransformer.processes.world import World
 from pipetransformer.stage import wiring as stage_wiring
 from pipetransformer.stage.side_inputs import SideSender
 from pipetransformer.stage.wiring import StageWiring
-from tests.pool import Pool
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROW = TensorSpec((3,), "float32", True)
@@ -291,18 +288,6 @@ def test_stages_are_linked_over_the_gpu_where_the_group_is_nccl_s(
     assert {links.below.activations.device, links.above.gradients.device} == {GPU}
 
 
-def test_groups_are_aborted_all_at_the_same_time() -> None:
-    together = threading.Barrier(2)  # Each abort ends only when both have begun.
-    aborted: list[str] = []
-
-    def group(name: str) -> Any:
-        return SimpleNamespace(abort=lambda: (together.wait(30.0), aborted.append(name)))
-
-    pipeline = group("pipeline")
-    Groups(pipeline, pipeline, group("stage")).abort()
-    assert sorted(aborted) == ["pipeline", "stage"]
-
-
 class FakeStore(ShardStore):
     """Hold a shard, and note where what is put lives."""
 
@@ -366,23 +351,6 @@ def test_a_gpu_s_gradients_are_summed_in_host_memory_over_gloo_and_come_back(
     reducer.close()
 
 
-def sum_copies() -> list[float]:
-    """Sum gradients by way of copies of the buckets, as a GPU's are summed over gloo."""
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.full((3,), 1.0 + dist.get_rank())
-    group = dist.group.WORLD
-    assert group is not None
-    with patch("autodp.reduce._on_link", lambda flat, group: flat.clone()):
-        reducer = GradientReducer([parameter], group)
-        reducer.finish()
-    reducer.close()
-    return parameter.grad.tolist()
-
-
-def test_sums_of_copies_in_host_memory_come_back_into_the_gradients(two_ranks: Pool) -> None:
-    assert two_ranks.run(sum_copies) == [[3.0] * 3] * 2
-
-
 @pytest.mark.parametrize(("name", "place"), [(NCCL, GPU), (GLOO, CPU)])
 @pytest.mark.parametrize("sends", [True, False])
 def test_links_are_measured_with_messages_where_training_has_them(
@@ -391,19 +359,3 @@ def test_links_are_measured_with_messages_where_training_has_them(
     world = World(0, 2, 2, GPU, backend(monkeypatch, name), owned=False)
     _pass(world, torch.empty(8, device=GPU), 1, sends=sends)
     assert traffic.events == [f"{'send' if sends else 'recv'} {place}"]
-
-
-@pytest.mark.parametrize(
-    ("slots", "num_gpus", "index", "free"),
-    [(1, 1, 0, 1010), (2, 1, 0, 510), (3, 2, 0, 510), (3, 2, 1, 1010), (4, 4, 3, 1010)],
-)
-def test_slots_that_share_a_gpu_have_equal_parts_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, slots: int, num_gpus: int, index: int, free: int
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(slots))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(slots))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert free_bytes(torch.device("cuda", index)) == free
