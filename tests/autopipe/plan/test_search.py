@@ -9,55 +9,15 @@ from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from autopipe.plan.request import PipelinePlan, PlanRequest
+=======
+from autopipe.plan.request import PipelinePlan
+>>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 from autopipe.plan.search import candidates, plan_pipeline, predict
 from autopipe.profile.network import LinkCost
-from autopipe.profile.profile import Profile, SublayerCost
-from tests.costs import FREE, sums
-
-
-def sublayer(layer: int, *, forward_s: float = 1.0, **changes: Any) -> SublayerCost:
-    """Cost 1 s forward, 2 s backward and 1/2 s frozen a sample; 100 parameter bytes, AdamW's."""
-    size = changes.get("parameter_bytes", 100)
-    values = {
-        "parameter_bytes": size,
-        "gradient_bytes": size,
-        "optimizer_bytes": 2 * size,
-        "buffer_bytes": 0,
-        "saved_bytes": 10.0,
-        "output_bytes": 0.0,
-    }
-    return SublayerCost(
-        f"layer{layer}",
-        layer,
-        (forward_s,),
-        (forward_s,),
-        (forward_s,),
-        (forward_s / 2,),
-        **{**values, **changes},
-    )
-
-
-def profile(*sublayers: SublayerCost, **changes: Any) -> Profile:
-    values = {
-        "read_s": 0.0,
-        "optimizer_s_per_byte": 0.0,
-        "step_overhead_s": 0.0,
-        "link": FREE,
-        "node_link": FREE,
-        "all_reduce": sums(),
-    }
-    return Profile((1,), sublayers, **{**values, **changes})
-
-
-def uniform(num_layers: int, **changes: Any) -> Profile:
-    """Make every layer one sublayer, the head the last of them."""
-    return profile(*map(sublayer, range(num_layers)), **changes)
-
-
-def request(num_ranks: int = 2, **changes: Any) -> PlanRequest:
-    values = {"slots_per_node": 8, "global_batch": 16, "num_frozen": 0}
-    return PlanRequest(num_ranks, **{**values, **changes})
+from autopipe.profile.profile import Profile
+from tests.costs import profile, request, sublayer, sums, uniform
 
 
 def random_profile(generator: random.Random) -> Profile:
@@ -96,6 +56,7 @@ def test_memory_limit_forces_a_pipeline_and_freezing_releases_it() -> None:
     assert max(*whole.peak_bytes, *half.peak_bytes) <= limit
 
 
+<<<<<<< HEAD
 def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> None:
     model = profile(*(sublayer(layer, output_bytes=1.0, buffer_bytes=7) for layer in range(6)))
     plan = predict(
@@ -197,6 +158,8 @@ def test_messages_between_stages_count_latency_and_bytes_each_way() -> None:
     assert plan.predicted_step_s == 2 * 2 * 3.0 + 2 * (0.5 + 2 * 10.0 / 20.0)
 
 
+=======
+>>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 def test_computed_prefix_moves_the_boundary_and_a_cached_one_does_not() -> None:
     forced: dict[str, Any] = {"lengths": (2,), "num_frozen": 12}
     # Twelve frozen forwards cost as much as two active layers.
@@ -330,56 +293,9 @@ def test_request_out_of_range_is_refused() -> None:
         plan_pipeline(uniform(4), request(num_frozen=4))
 
 
-def test_prediction_of_boundaries_that_miss_sublayers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"boundaries \(0, 4\) must ascend from 1 to 4"):
-        predict(
-            uniform(4),
-            request(num_frozen=1),
-            boundaries=(0, 4),
-            num_micro_batches=1,
-            schedule="gpipe",
-        )
-
-
 def test_plan_survives_json() -> None:
     plan = plan_pipeline(uniform(4), request(lengths=(2,)))
     assert PipelinePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-
-
-def test_stages_that_compute_alone_on_their_node_are_as_much_faster_as_measured() -> None:
-    one = request(lengths=(2,), micro_batches=(1,), slots_per_node=2)
-    slow, fast = (
-        predict(
-            uniform(4, idle_node_share=share),
-            one,
-            boundaries=(0, 2, 4),
-            num_micro_batches=1,
-            schedule="1f1b",
-        ).predicted_step_s
-        for share in (1.0, 0.75)
-    )
-    assert fast == 0.75 * slow
-    # Two replicas of a whole model always compute side by side.
-    whole = request(lengths=(1,), micro_batches=(1,))
-    assert (
-        plan_pipeline(uniform(4, idle_node_share=0.75), whole).predicted_step_s
-        == plan_pipeline(uniform(4), whole).predicted_step_s
-    )
-    # So do slots of different nodes.
-    apart = request(lengths=(2,), micro_batches=(1,), slots_per_node=1)
-    assert plan_pipeline(uniform(4, idle_node_share=0.75), apart).predicted_step_s == slow
-
-
-def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() -> None:
-    def ratio(count: int) -> float:
-        one = request(lengths=(2,), micro_batches=(count,), global_batch=64, slots_per_node=2)
-        fast, slow = (
-            plan_pipeline(uniform(4, idle_node_share=share), one).predicted_step_s
-            for share in (0.5, 1.0)
-        )
-        return fast / slow
-
-    assert 0.5 == ratio(1) < ratio(2) < ratio(8) < ratio(64) < 1.0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -393,6 +309,7 @@ def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int
     assert plan_pipeline(known, asked).predicted_step_s <= 1.01 * best.predicted_step_s
 
 
+<<<<<<< HEAD
 def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> None:
     def step_s(count: int, **changes: Any) -> float:
         wanted = request(lengths=(1,), num_frozen=2, micro_batches=(count,), **changes)
@@ -404,6 +321,8 @@ def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> 
     assert step_s(1, **computed) == step_s(4, **computed) == step_s(1, **cached) + 93.0 + 2 * 4
 
 
+=======
+>>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() -> None:
     known = random_profile(random.Random(0))
     longer = known.lengthened(1.5)

@@ -1,0 +1,170 @@
+"""Prove that a pipeline's predicted time and memory are those that can be added up by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.plan.search import micro_batch_sizes, plan_pipeline, predict
+from autopipe.profile.network import LinkCost
+from tests.costs import profile, request, sublayer, sums, uniform
+
+
+def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> None:
+    model = profile(*(sublayer(layer, output_bytes=1.0, buffer_bytes=7) for layer in range(6)))
+    plan = predict(
+        model,
+        request(3, slots_per_node=3, global_batch=9, num_frozen=1),
+        boundaries=(1, 3, 4, 6),
+        num_micro_batches=3,
+        schedule="1f1b",
+    )
+    # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
+    # layer takes while it runs is 10 bytes a sample and its two ends.
+    assert plan.peak_bytes == (
+        107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2),
+        407 + 3 * 2 * (10 + 2),
+        2 * 407 + 3 * 1 * (20 + 2),
+    )
+
+
+def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations() -> None:
+    def peaks(round_bytes: int) -> tuple[int, ...]:
+        wanted = request(lengths=(2,), num_frozen=4, micro_batches=(16,), round_bytes=round_bytes)
+        return predict(
+            uniform(7), wanted, boundaries=(4, 5, 7), num_micro_batches=16, schedule="1f1b"
+        ).peak_bytes
+
+    # Weights, moments and gradients of 1 and 2 layers; activations of 2 micro-batches and of 1.
+    first, second = 4 * 100 + 10 + 400 + 2 * 10, 2 * 400 + 20
+    assert peaks(0) == peaks(100) == (first, second)
+    assert peaks(130) == (first, second)
+    assert peaks(190) == (first - 130 + 190, second)
+    assert peaks(300) == (4 * 100 + 300 + 300, 2 * 300 + 300)
+    # No more can arrive than is held at last, and a tensor larger than a round travels alone.
+    assert peaks(10_000) == (2 * 700, 2 * 600)
+    assert peaks(1) == (first, second)
+
+
+def test_1f1b_holds_fewer_micro_batches_than_gpipe_on_every_stage() -> None:
+    state = 2 * 400
+    for schedule, in_flight in (("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))):
+        plan = predict(
+            uniform(8),
+            request(4),
+            boundaries=(0, 2, 4, 6, 8),
+            num_micro_batches=8,
+            schedule=schedule,
+        )
+        assert plan.peak_bytes == tuple(state + 2 * number * 20 for number in in_flight)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 8, 16])
+def test_uniform_stages_take_the_time_of_the_bubble_formula(
+    schedule: str, num_micro_batches: int
+) -> None:
+    plan = predict(
+        uniform(8),
+        request(4),
+        boundaries=(0, 2, 4, 6, 8),
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+    )
+    stage_s = 16 * 2 * 3.0
+    assert plan.predicted_step_s == pytest.approx(
+        stage_s * (num_micro_batches + 4 - 1) / num_micro_batches
+    )
+
+
+def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
+    plan = predict(
+        uniform(1),
+        request(1, global_batch=7),
+        boundaries=(0, 1),
+        num_micro_batches=3,
+        schedule="gpipe",
+    )
+    assert plan.predicted_step_s == 7 * 3.0
+    assert micro_batch_sizes(7, 3) == (3, 2, 2)
+
+
+def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:
+    model = uniform(
+        3, optimizer_s_per_byte=0.01, step_overhead_s=5.0, all_reduce=sums(0.25, 100.0)
+    )
+    plan = predict(
+        model,
+        request(4, global_batch=2),
+        boundaries=(0, 2, 3),
+        num_micro_batches=1,
+        schedule="gpipe",
+    )
+    # 2 replicas pass on 2 (R - 1) / R = 1 time the 200 bytes.
+    assert plan.predicted_step_s == 3 * 3.0 + (0.25 + 200 / 100.0) + 200 * 0.01 + 5.0
+
+
+def test_messages_between_stages_count_latency_and_bytes_each_way() -> None:
+    model = profile(sublayer(0, output_bytes=10.0), sublayer(1), link=LinkCost(0.5, 20.0))
+    plan = predict(
+        model, request(global_batch=2), boundaries=(0, 1, 2), num_micro_batches=1, schedule="gpipe"
+    )
+    assert plan.predicted_step_s == 2 * 2 * 3.0 + 2 * (0.5 + 2 * 10.0 / 20.0)
+
+
+def test_prediction_of_boundaries_that_miss_sublayers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"boundaries \(0, 4\) must ascend from 1 to 4"):
+        predict(
+            uniform(4),
+            request(num_frozen=1),
+            boundaries=(0, 4),
+            num_micro_batches=1,
+            schedule="gpipe",
+        )
+
+
+def test_stages_that_compute_alone_on_their_node_are_as_much_faster_as_measured() -> None:
+    one = request(lengths=(2,), micro_batches=(1,), slots_per_node=2)
+    slow, fast = (
+        predict(
+            uniform(4, idle_node_share=share),
+            one,
+            boundaries=(0, 2, 4),
+            num_micro_batches=1,
+            schedule="1f1b",
+        ).predicted_step_s
+        for share in (1.0, 0.75)
+    )
+    assert fast == 0.75 * slow
+    # Two replicas of a whole model always compute side by side.
+    whole = request(lengths=(1,), micro_batches=(1,))
+    assert (
+        plan_pipeline(uniform(4, idle_node_share=0.75), whole).predicted_step_s
+        == plan_pipeline(uniform(4), whole).predicted_step_s
+    )
+    # So do slots of different nodes.
+    apart = request(lengths=(2,), micro_batches=(1,), slots_per_node=1)
+    assert plan_pipeline(uniform(4, idle_node_share=0.75), apart).predicted_step_s == slow
+
+
+def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() -> None:
+    def ratio(count: int) -> float:
+        one = request(lengths=(2,), micro_batches=(count,), global_batch=64, slots_per_node=2)
+        fast, slow = (
+            plan_pipeline(uniform(4, idle_node_share=share), one).predicted_step_s
+            for share in (0.5, 1.0)
+        )
+        return fast / slow
+
+    assert 0.5 == ratio(1) < ratio(2) < ratio(8) < ratio(64) < 1.0
+
+
+def test_a_fetch_from_the_cache_costs_what_the_profile_says_for_every_micro_batch() -> None:
+    forced = {"lengths": (1,), "num_frozen": 2, "prefix_cached_s": 0.0}
+    one, four = (
+        plan_pipeline(
+            uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
+            request(**forced, micro_batches=(count,)),
+        ).predicted_step_s
+        for count in (1, 4)
+    )
+    assert four - one == 3 * 7.0
