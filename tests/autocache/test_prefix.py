@@ -21,15 +21,6 @@ CONTENT = RowContent(KEEP, checked=False)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: bitwise equality holds for a fixed thread count."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Prefix(nn.Module):
     """A frozen prefix of transformer blocks that counts the calls it gets."""
 
