@@ -12,11 +12,9 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
@@ -25,10 +23,8 @@ from torch import Tensor
 from autodp.sampler import EpochSampler
 from autopipe.plan.lengths import fitting_lengths, length_choices, replicas_of
 from pipetransformer import Trainer
-from pipetransformer.job import Task
-from pipetransformer.measure.measurements import Measurements, measure
-from pipetransformer.processes.world import World
-from pipetransformer.transition import transitions as steering
+from pipetransformer.measure.measurements import measure
+from tests.measured import measuring, once
 from tests.models import NUM_DEEP_LAYERS, deep_model
 from tests.pool import Pool
 from tests.scenario import (
@@ -72,8 +68,6 @@ SETTINGS = st.fixed_dictionaries(
         "step_timeout_s": st.just(30.0),
     }
 )
-
-_MEASURED: dict[tuple[frozenset[str], int], Measurements] = {}
 
 
 @st.composite
@@ -159,7 +153,7 @@ def train_watched(scenario: Scenario) -> Outcome:
     policy = scenario.policy()
     notes: dict[str, list[Any]] = {"norms": [], "evaluations": [], "read": [], "digests": []}
     losses = []
-    with quickly_measured(), make_trainer(scenario, policy) as trainer:
+    with measuring(once), make_trainer(scenario, policy) as trainer:
         watch_reads(trainer, notes["read"])
         while not trainer._timeline.is_over:
             notes["read"].append([])
@@ -181,7 +175,7 @@ def look(trainer: Trainer) -> float:
     loss = trainer.evaluate(trainer._train_dataset)["loss"]
     trainer.state_dict()
     before = trainer.measurements
-    with mock.patch.object(steering, "measure", measure):
+    with measuring(measure):
         trainer.measure()
     # The examples must not depend on what was measured.
     trainer._transitions.decider.measurements = before
@@ -190,29 +184,8 @@ def look(trainer: Trainer) -> float:
 
 def train_quickly(scenario: Scenario) -> Outcome:
     """Run the scenario on this world."""
-    with quickly_measured():
+    with measuring(once):
         return train(scenario)
-
-
-@contextmanager
-def quickly_measured() -> Iterator[None]:
-    """Measure a model and its nodes once, and find that reading a cache costs nothing."""
-
-    def once(
-        task: Task,
-        world: World,
-        read: Callable[[Tensor], dict[str, Tensor]],
-        *,
-        held_bytes: int,
-    ) -> Measurements:
-        key = (task.trainable, world.slots_per_node)
-        if key not in _MEASURED:
-            measured = measure(task, world, read, held_bytes=held_bytes)
-            _MEASURED[key] = dataclasses.replace(measured, copy_bytes_per_s=1e18)
-        return _MEASURED[key]
-
-    with mock.patch.object(steering, "measure", once):
-        yield
 
 
 def watch_reads(trainer: Trainer, read: list[list[int]]) -> None:

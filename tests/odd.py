@@ -9,26 +9,21 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler
-from autopipe.profile.network import LinkCost
-from autopipe.profile.profile import Profile, SublayerCost
 from pipetransformer import LayeredModel, Sublayer, Trainer
-from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction
-from pipetransformer.measure.measurements import Measurements
+from pipetransformer.measure.measurements import measure
 from pipetransformer.optimizer import take_state
-from pipetransformer.transition import transitions as steering
-from tests.costs import FREE, sums
 from tests.forced import digests_of_this_rank
+from tests.measured import measuring, never
 from tests.models import IGNORED
 from tests.odd_kinds import FIRST, MIDDLE, ODD_FIRST, ODD_MIDDLE
 from tests.odd_layers import LENGTH, NUM_TOKENS, Head
@@ -215,7 +210,7 @@ def train(case: Case) -> Outcome | Refusal:
     losses, digests, evaluations = [], [], []
     try:
         trainer = make_trainer(case, model)
-        with said_to_be_measured() if not case.measured else nullcontext(), trainer:
+        with measuring(measure if case.measured else never), trainer:
             for step, _ in case.batches():
                 losses.append(trainer.step().loss)
                 digests.append(digests_of_this_rank(trainer))
@@ -271,23 +266,6 @@ def changed_parameters(case: Case, model: nn.Module) -> tuple[str, ...]:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and not torch.equal(parameter, initial[name])
     )
-
-
-@contextmanager
-def said_to_be_measured() -> Iterator[None]:
-    """Give every sublayer one cost; reading a cache costs nothing."""
-
-    def once(task: Task, *_: Any, **__: Any) -> Measurements:
-        costs = tuple(
-            SublayerCost(one.name, one.layer, *[(1e-3,)] * 4, *[64] * 4, 64.0, 64.0)
-            for one in task.model.sublayers
-        )
-        free = LinkCost(FREE.latency_s, 1e18)
-        profile = Profile((1,), costs, 0.0, 0.0, 0.0, free, free, sums(bytes_per_s=1e18))
-        return Measurements(profile, copy_bytes_per_s=1e18)
-
-    with mock.patch.object(steering, "measure", once):
-        yield
 
 
 def by_hand(case: Case) -> Outcome:

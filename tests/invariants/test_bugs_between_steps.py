@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from pipetransformer import Trainer
-from tests.invariants.test_bugs_cache import measured_with_free_reads
 from tests.invariants.test_bugs_numbers import TINY, dropping
 from tests.loops import Job, make_trainer, train
+from tests.measured import freely, measuring
 from tests.models import Block, tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -77,7 +77,7 @@ def edited(cache: bool) -> dict[str, Tensor]:
     """Change frozen weights in the middle of a run."""
     job = replace(TINY, frozen=(2,), settings={**TINY.settings, "epochs": 4, "cache": cache})
     with (
-        mock.patch("pipetransformer.transition.transitions.measure", measured_with_free_reads()),
+        measuring(freely),
         make_trainer(job) as trainer,
     ):
         while not trainer.is_over:

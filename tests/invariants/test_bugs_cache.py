@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ from torch.utils.data import Dataset
 
 import autocache.prefix
 from pipetransformer import FreezeSchedule, Trainer
-from pipetransformer.measure.measurements import measure
 from tests.invariants.test_bugs_numbers import TINY, sgd
 from tests.loops import Job, train
+from tests.measured import freely, measuring
 from tests.models import tiny_data, tiny_model
 
 
@@ -38,7 +36,7 @@ def test_cached_equals_uncached_to_rounding_at_any_width() -> None:
         frozen=(0, 3, 3, 4),
         settings={**TINY.settings, "epochs": 4},
     )
-    with mock.patch("pipetransformer.transition.transitions.measure", measured_with_free_reads()):
+    with measuring(freely):
         uncached = train(replace(job, settings={**job.settings, "cache": False}))
         cached = train(job)
     assert cached.losses == pytest.approx(uncached.losses, rel=1e-5)
@@ -69,7 +67,7 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
     # frozen, for good.
     data = Flickering(64)
     with (
-        mock.patch("pipetransformer.transition.transitions.measure", measured_with_free_reads()),
+        measuring(freely),
         caplog.at_level(logging.WARNING),
         Trainer(
             tiny_model(),
@@ -89,15 +87,6 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
     assert trainer.report.cache_hits < 3 * 64
     warnings = [r.message for r in caplog.records if "gives another sample" in r.message]
     assert len(warnings) == 1
-
-
-def measured_with_free_reads() -> Any:
-    """Measure as ever, but find that reading a cache costs nothing."""
-
-    def free(*arguments: Any, **options: Any) -> Any:
-        return replace(measure(*arguments, **options), copy_bytes_per_s=1e18)
-
-    return free
 
 
 def test_the_chance_to_miss_rare_augmentation_is_what_is_said() -> None:

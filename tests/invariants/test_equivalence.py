@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 
+from tests.forced import train_quickly, train_watched
 from tests.pool import Pool
 from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, plain, train
 
@@ -78,25 +79,23 @@ def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> Non
         {0: shape}, frozen=(0, 2, 3), dtype="float32", settings={"prefix_chunk": 4, "epochs": 5}
     )
     uncached = dataclasses.replace(cached, settings={**cached.settings, "cache": False})
-    with_cache, without = (merge(two_ranks.run(train, s)) for s in (cached, uncached))
+    with_cache, without = (merge(two_ranks.run(train_quickly, s)) for s in (cached, uncached))
     assert with_cache.extra["hits"] > 0 and without.extra["hits"] == 0
     assert_same_bits(with_cache, without)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)], ids=str)
-def test_replicas_are_equal_bit_by_bit_after_every_number_of_steps(
-    four_ranks: Pool, shape: Shape
-) -> None:
+def test_replicas_are_equal_bit_by_bit_after_every_step(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape}, frozen=(0, 1), dtype="float32")
-    for num_steps in (1, 6, 9):
-        ranks = four_ranks.run(train, scenario, num_steps)[0].extra["replica_digests"]
-        for rank, digest in enumerate(ranks):
-            assert digest and digest == ranks[rank % shape.length]
+    ranks = four_ranks.run(train_watched, scenario)
+    for held in zip(*(rank.extra["digests"] for rank in ranks), strict=True):
+        for rank, digests in enumerate(held):
+            assert digests and digests == held[rank % shape.length]
 
 
 def test_dropout_depends_neither_on_the_run_nor_on_the_cut(two_ranks: Pool) -> None:
     one, two = (Scenario({0: shape}, dropout=0.3) for shape in (Shape(1, 1), Shape(2, 2)))
-    first, again, cut = (merge(two_ranks.run(train, s)) for s in (one, one, two))
+    first, again, cut = (merge(two_ranks.run(train_quickly, s)) for s in (one, one, two))
     assert_same_bits(first, again)
     # R = 2 replicas of one micro-batch and one pipeline of two have the same micro-batches.
     assert_equal(first, cut)

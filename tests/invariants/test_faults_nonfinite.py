@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
 from pipetransformer.errors import NonFiniteError
+from tests.measured import measuring, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -43,6 +44,7 @@ def poisoned() -> TensorDataset:
     return TensorDataset(x, y)
 
 
+@measuring(once)
 def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]]:
     """Train an epoch in which one batch is poisoned."""
     with make_trainer(on_nonfinite, length, data=poisoned()) as trainer:
@@ -86,6 +88,7 @@ def spoil(trainer: Trainer, names: tuple[str, ...], value: float) -> list[Any]:
     return [parameters[name].register_hook(fill) for name in names]
 
 
+@measuring(once)
 def spoil_a_step(
     bad: dict[int, tuple[str, ...]], value: float, on_nonfinite: str, length: int
 ) -> tuple[str, list[str], bool]:

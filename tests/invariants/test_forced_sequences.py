@@ -22,10 +22,10 @@ from tests.forced import (
     check,
     check_dropout,
     check_with_static,
-    quickly_measured,
     scenarios,
     train_quickly,
 )
+from tests.measured import measuring, once
 from tests.pool import Pool
 from tests.scenario import (
     Deep,
@@ -109,7 +109,7 @@ def train_saving(scenario: Scenario, folder: str, every: int, stop: int) -> Outc
         return slow_start(step, max_steps)
 
     settings = {"checkpoint_every_steps": every, "resume": "auto", "learning_rate_schedule": rate}
-    with suppress(Interrupted), quickly_measured():
+    with suppress(Interrupted), measuring(once):
         policy = scenario.policy()
         with make_trainer(scenario, policy, folder=folder, **settings) as trainer:
             trainer.fit()

@@ -20,6 +20,7 @@ from pipetransformer.planning import fastest_per_sample
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.costs import sums
 from tests.invariants.test_transition import assert_resumes_with_the_same_bits, fit_until
+from tests.measured import measuring, once
 from tests.pipetransformer.test_planning import profile
 from tests.pool import Pool
 from tests.scenario import (
@@ -109,6 +110,7 @@ def test_becoming_spare_and_coming_back_changes_nothing(four_ranks: Pool) -> Non
     assert_equal(outcome, plain(scenario))
 
 
+@measuring(once)
 def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float, set[int]]:
     """Take all steps, one of them traced; then evaluate."""
     with make_trainer(scenario, scenario.policy(), folder=folder) as trainer:
@@ -138,6 +140,7 @@ def test_a_run_with_a_spare_resumes_with_the_same_bits(four_ranks: Pool, tmp_pat
     assert_resumes_with_the_same_bits(four_ranks, tmp_path, scenario, fit_until, 12)
 
 
+@measuring(once)
 def messages(scenario: Scenario) -> list[str]:
     """Take a few steps; return what was warned of."""
     records: list[logging.LogRecord] = []

@@ -17,6 +17,7 @@ from freeze.policy import FreezeContext, FreezePolicy
 from freeze.rules import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.transition.deployment import Deployment
+from tests.measured import measuring, once
 from tests.models import NUM_SAMPLES, tiny_data, tiny_model
 from tests.pool import Pool
 from tests.scenario import (
@@ -57,6 +58,7 @@ def make_trainer(scenario: Scenario, folder: str | None, **settings: Any) -> Tra
         )
 
 
+@measuring(once)
 def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) -> Outcome:
     """Train to the end, from the start or from a checkpoint."""
     with make_trainer(scenario, folder, resume=resume, **settings) as trainer:
@@ -73,6 +75,7 @@ def resume(scenario: Scenario, folder: str) -> Outcome:
     return fit(scenario, folder, True)
 
 
+@measuring(once)
 def fit_until(scenario: Scenario, folder: str, last_step: int) -> None:
     """Train until an interruption in the middle of a step."""
 
@@ -88,6 +91,7 @@ def fit_until(scenario: Scenario, folder: str, last_step: int) -> None:
         trainer.fit()
 
 
+@measuring(once)
 def fit_until_transition(scenario: Scenario, folder: str, number: int) -> None:
     """Train until an interruption within a transition, after its decision has been recorded."""
     change, calls = Deployment.change, []
