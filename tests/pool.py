@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,27 @@ PATIENCE_STEPS = 1e5
 
 # The first optimizer of a process imports the compiler, which takes seconds.
 _IMPORTED = ["pipetransformer", "tests.scenario", "torch._dynamo"]
+
+
+def prepared() -> ForkServerContext:
+    """Return what starts processes that have imported the package; it is one for the session."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+def another_process(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Make a process that calls function(*arguments) in this one's environment, of no world."""
+    return prepared().Process(target=_call, args=(dict(os.environ), function, arguments))
+
+
+def _call(
+    environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    # Its own is that with which the server was started, for the first rank of some pool.
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
 
 
 class WorkerError(AssertionError):
@@ -79,8 +102,7 @@ class Pool:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = prepared()
         self._folder = tempfile.TemporaryDirectory(prefix="pipetransformer-test-")
         for rank in range(self.num_ranks):
             environment = _environment(self.num_ranks, 1, Path(self._folder.name))

@@ -110,11 +110,24 @@ def fit_until_transition(scenario: Scenario, folder: str, number: int) -> None:
         Deployment.change = change  # type: ignore[method-assign]
 
 
+_WHOLE: list[tuple[int, Scenario, Outcome]] = []
+
+
+def uninterrupted(pool: Pool, scenario: Scenario, folder: Path) -> Outcome:
+    """Train to the end at once; the same scenario only for the first test that asks for it."""
+    for num_ranks, known, outcome in _WHOLE:
+        if (num_ranks, known) == (pool.num_ranks, scenario):
+            return outcome
+    outcome = merge(pool.run(fit, scenario, str(folder / "whole")))
+    _WHOLE.append((pool.num_ranks, scenario, outcome))
+    return outcome
+
+
 def assert_resumes_with_the_same_bits(
     pool: Pool, folder: Path, scenario: Scenario, interrupt: Callable[..., None], *arguments: Any
 ) -> None:
     """Compare weights, optimizer state and report with those of a run that is not interrupted."""
-    whole = merge(pool.run(fit, scenario, str(folder / "whole")))
+    whole = uninterrupted(pool, scenario, folder)
     pool.run(interrupt, scenario, str(folder / "cut"), *arguments)
     resumed = merge(pool.run(resume, scenario, str(folder / "cut")))
     assert_same_bits(resumed, whole)
@@ -195,7 +208,7 @@ def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
         file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
 
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32", settings=EVERY_2_STEPS)
-    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
+    whole = uninterrupted(two_ranks, scenario, tmp_path)
     interrupt_and_damage(scenario, str(tmp_path / "cut"))
     assert_same_bits(merge(two_ranks.run(resume, scenario, str(tmp_path / "cut"))), whole)
     # The damaged one was replaced when its step was reached again, and aged.
@@ -205,7 +218,7 @@ def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
 
 def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
-    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
+    whole = uninterrupted(two_ranks, scenario, tmp_path)
     two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
     journal = tmp_path / "cut" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -245,7 +258,7 @@ def test_a_run_resumes_on_another_number_of_nodes(
 
 def test_the_journal_wins_over_the_planner_after_a_resume(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
-    whole = merge(two_ranks.run(fit, scenario, str(tmp_path / "whole")))
+    whole = uninterrupted(two_ranks, scenario, tmp_path)
     two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
     other = dataclasses.replace(scenario, shapes={**SHRINKING, 8: Shape(2, 2), 9: Shape(1, 2)})
     assert_same_bits(merge(two_ranks.run(resume, other, str(tmp_path / "cut"))), whole)

@@ -19,9 +19,9 @@ def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> N
         schedule="1f1b",
     )
     # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
-    # layer takes while it runs is 10 bytes a sample and its two ends.
+    # layer takes while it runs is 10 bytes a sample and its two ends; of what it gives all 9 wait.
     assert plan.peak_bytes == (
-        107 + 3 * 12 + 2 * 407 + 3 * 3 * (20 + 2),
+        107 + 3 * 12 + 9 * 1 + 2 * 407 + 3 * 3 * (20 + 2),
         407 + 3 * 2 * (10 + 2),
         2 * 407 + 3 * 1 * (20 + 2),
     )
@@ -158,13 +158,12 @@ def test_of_many_micro_batches_only_the_first_and_the_last_find_a_stage_alone() 
     assert 0.5 == ratio(1) < ratio(2) < ratio(8) < ratio(64) < 1.0
 
 
-def test_a_fetch_from_the_cache_costs_what_the_profile_says_for_every_micro_batch() -> None:
-    forced = {"lengths": (1,), "num_frozen": 2, "prefix_cached_s": 0.0}
-    one, four = (
-        plan_pipeline(
-            uniform(4, cached_fetch_s=7.0, fetch_s=100.0),
-            request(**forced, micro_batches=(count,)),
-        ).predicted_step_s
-        for count in (1, 4)
-    )
-    assert four - one == 3 * 7.0
+def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> None:
+    def step_s(count: int, **changes: Any) -> float:
+        wanted = request(lengths=(1,), num_frozen=2, micro_batches=(count,), **changes)
+        profile = uniform(4, cached_fetch_s=7.0, fetch_s=100.0)
+        return plan_pipeline(profile, wanted).predicted_step_s
+
+    cached, computed = {"prefix_cached_s": 0.0}, {"prefix_chunk": 4}
+    assert step_s(1, **cached) == step_s(4, **cached)
+    assert step_s(1, **computed) == step_s(4, **computed) == step_s(1, **cached) + 93.0 + 2 * 4

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from autopipe.plan.request import PipelinePlan, PlanRequest
-=======
 from autopipe.plan.request import PipelinePlan
->>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 from autopipe.plan.search import candidates, plan_pipeline, predict
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
@@ -56,110 +52,6 @@ def test_memory_limit_forces_a_pipeline_and_freezing_releases_it() -> None:
     assert max(*whole.peak_bytes, *half.peak_bytes) <= limit
 
 
-<<<<<<< HEAD
-def test_peak_bytes_are_weights_gradients_state_and_activations_in_flight() -> None:
-    model = profile(*(sublayer(layer, output_bytes=1.0, buffer_bytes=7) for layer in range(6)))
-    plan = predict(
-        model,
-        request(3, slots_per_node=3, global_batch=9, num_frozen=1),
-        boundaries=(1, 3, 4, 6),
-        num_micro_batches=3,
-        schedule="1f1b",
-    )
-    # A micro-batch of 3; 3, 2 and 1 of them in flight; ends of 1 byte a sample each. What a frozen
-    # layer takes while it runs is 10 bytes a sample and its two ends; of what it gives all 9 wait.
-    assert plan.peak_bytes == (
-        107 + 3 * 12 + 9 * 1 + 2 * 407 + 3 * 3 * (20 + 2),
-        407 + 3 * 2 * (10 + 2),
-        2 * 407 + 3 * 1 * (20 + 2),
-    )
-
-
-def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations() -> None:
-    def peaks(round_bytes: int) -> tuple[int, ...]:
-        wanted = request(lengths=(2,), num_frozen=4, micro_batches=(16,), round_bytes=round_bytes)
-        return predict(
-            uniform(7), wanted, boundaries=(4, 5, 7), num_micro_batches=16, schedule="1f1b"
-        ).peak_bytes
-
-    # Weights, moments and gradients of 1 and 2 layers; activations of 2 micro-batches and of 1.
-    first, second = 4 * 100 + 10 + 400 + 2 * 10, 2 * 400 + 20
-    assert peaks(0) == peaks(100) == (first, second)
-    assert peaks(130) == (first, second)
-    assert peaks(190) == (first - 130 + 190, second)
-    assert peaks(300) == (4 * 100 + 300 + 300, 2 * 300 + 300)
-    # No more can arrive than is held at last, and a tensor larger than a round travels alone.
-    assert peaks(10_000) == (2 * 700, 2 * 600)
-    assert peaks(1) == (first, second)
-
-
-def test_1f1b_holds_fewer_micro_batches_than_gpipe_on_every_stage() -> None:
-    state = 2 * 400
-    for schedule, in_flight in (("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))):
-        plan = predict(
-            uniform(8),
-            request(4),
-            boundaries=(0, 2, 4, 6, 8),
-            num_micro_batches=8,
-            schedule=schedule,
-        )
-        assert plan.peak_bytes == tuple(state + 2 * number * 20 for number in in_flight)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 8, 16])
-def test_uniform_stages_take_the_time_of_the_bubble_formula(
-    schedule: str, num_micro_batches: int
-) -> None:
-    plan = predict(
-        uniform(8),
-        request(4),
-        boundaries=(0, 2, 4, 6, 8),
-        num_micro_batches=num_micro_batches,
-        schedule=schedule,
-    )
-    stage_s = 16 * 2 * 3.0
-    assert plan.predicted_step_s == pytest.approx(
-        stage_s * (num_micro_batches + 4 - 1) / num_micro_batches
-    )
-
-
-def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
-    plan = predict(
-        uniform(1),
-        request(1, global_batch=7),
-        boundaries=(0, 1),
-        num_micro_batches=3,
-        schedule="gpipe",
-    )
-    assert plan.predicted_step_s == 7 * 3.0
-
-
-def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:
-    model = uniform(
-        3, optimizer_s_per_byte=0.01, step_overhead_s=5.0, all_reduce=sums(0.25, 100.0)
-    )
-    plan = predict(
-        model,
-        request(4, global_batch=2),
-        boundaries=(0, 2, 3),
-        num_micro_batches=1,
-        schedule="gpipe",
-    )
-    # 2 replicas pass on 2 (R - 1) / R = 1 time the 200 bytes.
-    assert plan.predicted_step_s == 3 * 3.0 + (0.25 + 200 / 100.0) + 200 * 0.01 + 5.0
-
-
-def test_messages_between_stages_count_latency_and_bytes_each_way() -> None:
-    model = profile(sublayer(0, output_bytes=10.0), sublayer(1), link=LinkCost(0.5, 20.0))
-    plan = predict(
-        model, request(global_batch=2), boundaries=(0, 1, 2), num_micro_batches=1, schedule="gpipe"
-    )
-    assert plan.predicted_step_s == 2 * 2 * 3.0 + 2 * (0.5 + 2 * 10.0 / 20.0)
-
-
-=======
->>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 def test_computed_prefix_moves_the_boundary_and_a_cached_one_does_not() -> None:
     forced: dict[str, Any] = {"lengths": (2,), "num_frozen": 12}
     # Twelve frozen forwards cost as much as two active layers.
@@ -309,20 +201,6 @@ def test_the_planner_overlooks_no_plan_that_gains_from_idle_neighbours(seed: int
     assert plan_pipeline(known, asked).predicted_step_s <= 1.01 * best.predicted_step_s
 
 
-<<<<<<< HEAD
-def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> None:
-    def step_s(count: int, **changes: Any) -> float:
-        wanted = request(lengths=(1,), num_frozen=2, micro_batches=(count,), **changes)
-        profile = uniform(4, cached_fetch_s=7.0, fetch_s=100.0)
-        return plan_pipeline(profile, wanted).predicted_step_s
-
-    cached, computed = {"prefix_cached_s": 0.0}, {"prefix_chunk": 4}
-    assert step_s(1, **cached) == step_s(4, **cached)
-    assert step_s(1, **computed) == step_s(4, **computed) == step_s(1, **cached) + 93.0 + 2 * 4
-
-
-=======
->>>>>>> 9f8bd30 (Divide the planner's tests into predictions and the search)
 def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() -> None:
     known = random_profile(random.Random(0))
     longer = known.lengthened(1.5)

@@ -13,6 +13,7 @@ from torch.optim import SGD
 from autodp.sampler import EpochSampler
 from pipetransformer import FreezeSchedule, Trainer
 from tests.adapted import answerer, classifier, timm_vit
+from tests.measured import measuring, once
 from tests.models import Entries
 from tests.pool import Pool
 
@@ -41,6 +42,7 @@ def build(kind: str) -> tuple[nn.Module, Entries]:
     return model.double(), Entries(entries)
 
 
+@measuring(once)
 def train(kind: str, length: int) -> dict[str, Tensor]:
     """Train in a pipeline, freezing a layer in the second epoch."""
     model, data = build(kind)

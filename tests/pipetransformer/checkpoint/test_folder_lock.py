@@ -23,7 +23,7 @@ from pipetransformer.checkpoint import saver as saving
 from pipetransformer.checkpoint.folder_lock import clear_folder, lock_folder
 from pipetransformer.checkpoint.format import write_shards
 from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.pool import Pool, another_process
 
 
 def make_trainer(folder: Path, **settings: Any) -> Trainer:
@@ -62,9 +62,8 @@ def assert_free(folder: Path) -> None:
 @contextmanager
 def another_run(folder: Path) -> Iterator[tuple[BaseProcess, Connection, int]]:
     """Let another process train in a folder; yield it, a pipe to it and its id."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=train_and_wait, args=(folder, theirs))
+    ours, theirs = multiprocessing.Pipe()
+    child = another_process(train_and_wait, folder, theirs)
     child.start()
     try:
         assert ours.poll(60.0)

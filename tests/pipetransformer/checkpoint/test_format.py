@@ -10,14 +10,13 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipetransformer.checkpoint.format import (
@@ -33,6 +32,7 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.snapshot import Snapshot
 from pipetransformer.errors import CorruptCheckpointError
+from tests.pool import Pool
 
 Shards = dict[str, dict[str, Tensor]]
 
@@ -134,15 +134,14 @@ def test_any_shard_name_gets_a_safe_file_of_its_own(tmp_path: Path) -> None:
     assert [checkpoint.read(name)["t"].item() for name in names] == list(range(len(names)))
 
 
-def _write_rank(folder: Path, rank: int) -> dict[str, ShardRecord]:
-    return write(folder, state_at(7)[rank])
+def write_as_rank(folder: Path) -> dict[str, ShardRecord]:
+    return write(folder, state_at(7)[dist.get_rank()])
 
 
-def test_processes_write_into_one_folder(tmp_path: Path) -> None:
+def test_processes_write_into_one_folder(two_ranks: Pool, tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path, 7)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        other = pool.submit(_write_rank, folder, 1)
-        records = _write_rank(folder, 0) | other.result(timeout=60)
+    first, second = two_ranks.run(write_as_rank, folder)
+    records = first | second
     records = {n: ShardRecord(**json.loads(json.dumps(asdict(r)))) for n, r in records.items()}
     publish(folder, records, {"step_scalar": 7 / 3}, keep=1)
     assert folder == tmp_path / "step-00000007"

@@ -8,10 +8,12 @@ from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.transition import transitions as steering
+from tests.measured import measuring, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
 
+@measuring(once)
 def plan_with(
     free: tuple[int | None, int | None], limit: int | None, length: int | None = None
 ) -> tuple[int, int] | str:
