@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from autocache import store as store_module
 from autocache.layout import RowField, RowLayout
 from autocache.store import NamelessFilesError, RowStore
+from tests.pool import another_process
 
 NUM_ROWS = 12
 # Lengths that are no multiple of the 8-byte words the check sums, and a scalar.
@@ -190,24 +192,23 @@ def test_a_row_overwritten_while_it_is_read_is_a_miss_but_no_damage(
     assert store.counts.corrupt_rows == 0
 
 
-def _read_and_write_in_another_process(path: Path, results: multiprocessing.Queue[object]) -> None:
+def read_and_write(path: Path, results: Connection) -> None:
     with RowStore.open(path, LAYOUT, NUM_ROWS) as store:
         ids = torch.arange(5)
         read = store.read(ids, [3])
         equal = all(torch.equal(read.rows[k], v) for k, v in make_rows(ids).items())
         store.write(ids + 5, 4, make_rows(ids + 5))
-        results.put((read.depth.tolist(), equal))
+        results.send((read.depth.tolist(), equal))
 
 
 def test_two_processes_see_each_others_rows(store: RowStore) -> None:
     ids = torch.arange(5)
     store.write(ids, 3, make_rows(ids))
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    child = spawn.Process(target=_read_and_write_in_another_process, args=(store.path, results))
+    results, theirs = multiprocessing.Pipe()
+    child = another_process(read_and_write, store.path, theirs)
     child.start()
     try:
-        assert results.get(timeout=60) == ([1] * 5, True)
+        assert results.poll(60) and results.recv() == ([1] * 5, True)
         child.join(timeout=60)
     finally:
         child.kill()

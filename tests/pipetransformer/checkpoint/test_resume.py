@@ -201,6 +201,14 @@ def resume_wrongly(folder: Path, settings: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def saved_run(two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two ranks to the end, and return their folder, which is only to be refused."""
+    folder = tmp_path_factory.mktemp("saved")
+    two_ranks.run(train, folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -217,10 +225,9 @@ def resume_wrongly(folder: Path, settings: dict[str, Any]) -> str:
     ids=str,
 )
 def test_another_run_s_checkpoint_is_refused_on_every_rank(
-    two_ranks: Pool, tmp_path: Path, settings: dict[str, Any], message: str
+    two_ranks: Pool, saved_run: Path, settings: dict[str, Any], message: str
 ) -> None:
-    two_ranks.run(train, tmp_path)
-    for text in two_ranks.run(resume_wrongly, tmp_path, settings):
+    for text in two_ranks.run(resume_wrongly, saved_run, settings):
         assert re.search(message, text)
 
 
