@@ -262,14 +262,7 @@ def test_python_autograd_functions_work(mode: str) -> None:
     assert_transparent(model, [1, 1, 1], ramp(5, 3).requires_grad_(), chunks=2, checkpoint=mode)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "always",
-        "except_last",
-        "never",
-    ],
-)
+@every_mode
 def test_a_layer_that_differentiates_inside_its_forward_works(mode: str) -> None:
     def slope(input: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -312,6 +305,11 @@ def test_in_place_work_that_the_plain_module_refuses_is_refused() -> None:
 @every_mode
 def test_an_output_may_be_changed_in_place_by_the_caller(mode: str) -> None:
     for chunks in (1, 2):
-        for module in (pair := (linears(3, 4)[:1], on_cpu(linears(3, 4)[:1], [1], chunks=chunks))):
+        for module in (
+            pair := (
+                linears(3, 4)[:1],
+                on_cpu(linears(3, 4)[:1], [1], chunks=chunks, checkpoint=mode),
+            )
+        ):
             module(ramp(4, 3)).add_(1).square_().sum().backward()
         assert_same_gradients(pair[1], pair[0])

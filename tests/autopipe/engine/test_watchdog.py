@@ -114,7 +114,7 @@ def test_a_wait_that_exceeds_its_limit_is_logged_once_and_raised_at_every_next_c
 
 
 def test_a_wait_s_time_begins_when_the_one_before_it_is_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = unwatched(monkeypatch)
     stream.watchdog.watch(FIRST, 5.0)
