@@ -1,4 +1,4 @@
-"""Hold the rules by which the packages are furnished: rooms, faces, names, sizes."""
+"""Hold the rules by which the house is furnished: rooms, faces, names, sizes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ def test_a_room_is_not_too_full(room: Path) -> None:
     assert len(files) <= (MOST_FILES_BESIDE_THE_ROOMS if has_rooms else MOST_FILES_OF_A_ROOM)
     assert has_rooms or sum(map(num_lines, files)) <= MOST_LINES_OF_A_ROOM
     assert [path.name for path in files if num_lines(path) > MOST_LINES_OF_A_FILE] == []
+
+
+def test_no_test_file_is_too_long() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert [name_of(path) for path in files if num_lines(path) > MOST_LINES_OF_A_FILE] == []
 
 
 def test_no_two_modules_share_a_name() -> None:
