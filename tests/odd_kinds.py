@@ -18,7 +18,6 @@ from tests.odd_layers import (
     ByChannel,
     Constants,
     Counting,
-    Function,
     Gain,
     Patches,
     Recurrent,
@@ -39,6 +38,7 @@ from tests.odd_layers import (
     mlp,
     spread,
 )
+from tests.pipes import Call
 
 Build = Callable[[], nn.Module]
 
@@ -147,7 +147,7 @@ MIDDLE: dict[str, Build] = {
     "tied_within": TiedWithin,
     "tanh": nn.Tanh,
     "identity": nn.Identity,
-    "spread": lambda: Function(spread),
+    "spread": lambda: Call(spread),
     "unused": Unused,
     "routed": Routed,
     "float_state": lambda: Scaled(rate=1.0),
@@ -179,7 +179,7 @@ ODD_MIDDLE: dict[str, Build] = {
     "same_memory_across": TiedAcross,
     "shared_table": SharedTable,
     "complex": Spectral,
-    "stop_gradient": lambda: Function(Tensor.detach),
+    "stop_gradient": lambda: Call(Tensor.detach),
     "in_place": lambda: nn.Hardtanh(-2.0, 2.0, inplace=True),
 }
 """Layers that may be refused."""

@@ -284,17 +284,6 @@ class Attention(nn.Module):
         return hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
 
 
-class Function(nn.Module):
-    """Apply a function without parameters."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(hidden)
-
-
 def spread(hidden: Tensor) -> Tensor:
     """Return the same values with other strides."""
     return hidden.transpose(0, 2).contiguous().transpose(0, 2)

@@ -16,7 +16,7 @@ from autopipe.profile import chain
 from autopipe.skip.skip_layers import pop, skippable, stash
 from tests.autopipe.balance.test_layer_costs import AddLeaves, Timed
 from tests.autopipe.profile.test_profile import Clock
-from tests.conformance.test_gpipe import Call, linears, on_cpu, ramp
+from tests.pipes import Call, linears, on_cpu, ramp
 
 
 def by_time(partitions: int, module: nn.Sequential, sample: Any, **options: Any) -> list[int]:

@@ -13,18 +13,17 @@ from torch.nn import functional as F
 
 from autopipe.engine.forward_pass import is_checkpointing, is_recomputing
 from autopipe.gpipe.module import GPipe
-from tests.conformance.test_gpipe import (
+from tests.pipes import (
     CLOSE,
-    MODES,
     Call,
     assert_same_gradients,
     assert_transparent,
+    every_mode,
     linears,
     on_cpu,
     ramp,
 )
 
-every_mode = pytest.mark.parametrize("mode", MODES)
 LOGS = {
     ("always", 1): ([(True, False)], [(False, True)]),
     ("always", 3): ([(True, False)] * 3, [(False, True)] * 3),

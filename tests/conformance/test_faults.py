@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from autopipe.engine.forward_pass import is_recomputing
 from autopipe.gpipe.module import GPipe
-from tests.conformance.test_gpipe import MODES, Call, linears, on_cpu, ramp
+from tests.pipes import Call, every_mode, linears, on_cpu, ramp
 
-every_mode = pytest.mark.parametrize("mode", MODES)
 # Only a hang takes this long; it is then an error instead.
 HANG_S = 20.0
 

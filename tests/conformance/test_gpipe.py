@@ -15,21 +15,7 @@ from torch import Tensor, nn
 from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partitions import flatten_sequential
 from autopipe.skip.skip_layers import skippable
-
-MODES = ("always", "except_last", "never")
-# Sums over micro-batches come in another order than over the mini-batch: a few units of float64.
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}
-
-
-class Call(nn.Module):
-    """Run a function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Any) -> Any:
-        return self.function(input)
+from tests.pipes import MODES, Call, assert_transparent, linears, on_cpu, ramp
 
 
 class Stringlike:
@@ -37,61 +23,6 @@ class Stringlike:
 
     def __str__(self) -> str:
         return "always"
-
-
-def on_cpu(module: nn.Sequential, balance: Any, **options: Any) -> GPipe:
-    """Wrap a module so that its partitions are on the CPU, also where there are GPUs."""
-    return GPipe(module, balance, devices=["cpu"] * len(balance), **options)
-
-
-def linears(*widths: int) -> nn.Sequential:
-    """Return linear layers and tanh, alike on every call, in float64."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        layers = [
-            layer
-            for width, after in zip(widths, widths[1:])  # noqa: B905
-            for layer in (nn.Linear(width, after), nn.Tanh())
-        ]
-        return nn.Sequential(*layers).double()
-
-
-def ramp(*shape: int) -> Tensor:
-    """Return float64 values between -1 and 1 that differ."""
-    generator = torch.Generator().manual_seed(5)
-    return torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
-
-
-def assert_same_gradients(found: nn.Module, expected: nn.Module, **tolerance: float) -> None:
-    """Compare the gradient of every parameter, None included."""
-    pairs = zip(found.named_parameters(), expected.named_parameters(), strict=True)
-    for (name, ours), (_, plain) in pairs:
-        assert (ours.grad is None) == (plain.grad is None), name
-        if ours.grad is not None and plain.grad is not None:
-            torch.testing.assert_close(ours.grad, plain.grad, **(tolerance or CLOSE))
-
-
-def assert_transparent(
-    module: nn.Sequential, balance: list[int], input: Any, **options: Any
-) -> None:
-    """Compare output, input gradients and every parameter's gradient with the plain module's."""
-    plain, model = copy.deepcopy(module), on_cpu(copy.deepcopy(module), balance, **options)
-    outputs, leaves = [], []
-    for runner in (plain, model):
-        given = input if isinstance(input, tuple) else (input,)
-        own = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in given)
-        output = runner(own if isinstance(input, tuple) else own[0])
-        assert isinstance(output, tuple) == isinstance(outputs[0] if outputs else output, tuple)
-        members = output if isinstance(output, tuple) else (output,)
-        sum(t.square().sum() for t in members if t.requires_grad).backward()  # type: ignore
-        outputs.append(output)
-        leaves.append(own)
-    torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
-    for ours, expected in zip(leaves[1], leaves[0], strict=True):
-        assert (ours.grad is None) == (expected.grad is None)
-        if expected.grad is not None:
-            torch.testing.assert_close(ours.grad, expected.grad, **CLOSE)
-    assert_same_gradients(model, plain)
 
 
 def test_attributes_hold_what_was_given() -> None:

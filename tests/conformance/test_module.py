@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.gpipe.module import GPipe
-from tests.conformance.test_gpipe import Call, assert_same_gradients, on_cpu, ramp
-from tests.conformance.test_transparency import every_mode, mean_loss, wrapped
+from tests.pipes import Call, assert_same_gradients, every_mode, mean_loss, on_cpu, ramp, wrapped
 
 
 @every_mode

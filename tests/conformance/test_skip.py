@@ -16,17 +16,16 @@ from autopipe.schedule import Op
 from autopipe.skip.routes import Namespace
 from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing
-from tests.conformance.test_gpipe import (
+from tests.pipes import (
     CLOSE,
-    MODES,
     Call,
     assert_same_gradients,
     assert_transparent,
+    every_mode,
     on_cpu,
     ramp,
 )
 
-every_mode = pytest.mark.parametrize("mode", MODES)
 Commands = Generator[Any, Tensor | None, Any]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from autopipe.skip.routes import Namespace, verify_skippables
 from autopipe.skip.skip_layers import pop, skippable, stash
-from tests.conformance.test_gpipe import on_cpu, ramp
 from tests.conformance.test_skip import (
     Commands,
     Decoder,
@@ -19,9 +18,9 @@ from tests.conformance.test_skip import (
     PopPop,
     StashCarol,
     StashStashPop,
-    every_mode,
     made,
 )
+from tests.pipes import every_mode, on_cpu, ramp
 
 
 def test_verification_names_each_mismatch_of_the_manual() -> None:

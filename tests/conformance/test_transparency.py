@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from autopipe.gpipe.module import GPipe
-from tests.conformance.test_gpipe import (
+from tests.pipes import (
     CLOSE,
     MODES,
     Call,
     assert_same_gradients,
     assert_transparent,
+    every_mode,
     linears,
+    mean_loss,
     on_cpu,
     ramp,
+    wrapped,
 )
-
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Square(torch.autograd.Function):
@@ -37,16 +36,6 @@ class Square(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (input,) = ctx.saved_tensors
         return 2 * input * gradients[0]
-
-
-def wrapped(mode: str = "except_last", chunks: int = 3) -> tuple[nn.Sequential, GPipe]:
-    """Return a plain model and its pipeline of three partitions."""
-    plain = linears(3, 5, 4, 2)
-    return plain, on_cpu(copy.deepcopy(plain), [1, 3, 2], chunks=chunks, checkpoint=mode)
-
-
-def mean_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
 
 
 @every_mode

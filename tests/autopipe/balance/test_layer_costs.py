@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from autopipe.balance.layer_costs import layer_bytes, layer_seconds
 from autopipe.profile import chain as chain_module
 from autopipe.skip.skip_layers import pop, skippable, stash
 from tests.autopipe.profile.test_profile import Clock
+from tests.pipes import Call
 
 
 @pytest.fixture
@@ -56,17 +57,6 @@ class AddLeaves(nn.Module):
         for _ in range(self.num_leaves):
             input = input + torch.rand_like(input, requires_grad=True)
         return input
-
-
-class Call(nn.Module):
-    """Call a function."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Any) -> Any:
-        return self.function(input)
 
 
 class PlainFork(nn.Module):
