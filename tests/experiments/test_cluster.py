@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 
 from experiments.cluster.train_vit import images, main
 from pipetransformer.report.records import RECORDS_FILE, read_records
+from tests.measured import measuring, never
 from tests.nodes import ROOT, Cluster, logs, run_nodes
 
 CLUSTER = ROOT / "experiments" / "cluster"
@@ -211,6 +212,7 @@ def test_a_folder_of_images_is_read_alike_each_time(tmp_path: Path) -> None:
     assert problem.model.head.out_features == 2
 
 
+@measuring(never)
 def test_the_script_trains_alone_on_a_folder_of_images(tmp_path: Path) -> None:
     make_images(tmp_path / "images")
     main(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from pipetransformer import Trainer, adamw
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
 from tests.live_bytes import LiveBytes
+from tests.measured import measuring, once
 from tests.models import NUM_CLASSES, NUM_FEATURES, Block, tiny_data
 from tests.pool import Pool
 from tests.scenario import Forced, Shape
@@ -31,8 +33,9 @@ ROUND_BYTES = 80_000
 NUM_SUBLAYERS = 8
 
 
-def start(length: int, **settings: Any) -> Trainer:
-    """Train two steps of an embedding, six blocks and a head, float32, AdamW."""
+@contextmanager
+def start(length: int, **settings: Any) -> Iterator[Trainer]:
+    """Build a trainer of an embedding, six blocks and a head, float32, AdamW."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(NUM_FEATURES, WIDTH),
@@ -52,7 +55,8 @@ def start(length: int, **settings: Any) -> Trainer:
         evaluate_every_epochs=0,
         **settings,
     )
-    return trainer
+    with measuring(once), trainer:
+        yield trainer
 
 
 def decision(
