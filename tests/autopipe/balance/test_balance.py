@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.profile import chain as chain_module
 from tests.autopipe.balance.test_layer_costs import (
-    AddLeaves,
     Call,
     Fork,
     Join,
@@ -36,26 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def timed(clock: Clock, *forward_s: float) -> nn.Sequential:
-    return nn.Sequential(*(Timed(clock, seconds) for seconds in forward_s))
-
-
 def growing_linears() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width + 1) for width in range(1, 7)))
-
-
-def test_layers_of_growing_time_are_balanced_by_it(clock: Clock) -> None:
-    module = timed(clock, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    assert balance_by_time(2, module, torch.rand(1)) == [4, 2]
-
-
-def test_layers_that_keep_more_and_more_leaves_are_balanced_by_them() -> None:
-    module = nn.Sequential(*(AddLeaves(num_leaves) for num_leaves in range(1, 7)))
-    assert balance_by_size(2, module, torch.rand(10, 100)) == [4, 2]
-
-
-def test_parameters_are_balanced_by_their_size() -> None:
-    assert balance_by_size(2, growing_linears(), torch.rand(7, 1), param_scale=100) == [4, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Prove that a GPipe module computes what the wrapped module does, forward and backward."""
+"""Prove what a mini-batch runs and repeats, what it keeps, and what is left when it fails.
+
+That it computes what the plain module does is in tests/conformance/test_transparency.py.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from autopipe.engine.forward_pass import is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
 from tests.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
+from tests.pipes import MODES, assert_same_gradients
 from tests.pool import Pool
-
-MODES = ("always", "except_last", "never")
 
 
 def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
@@ -27,32 +29,6 @@ def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in module.parameters()]
-
-
-def assert_equal_gradients(ours: nn.Module, theirs: nn.Module) -> None:
-    """Compare every parameter's gradient; float64 sums in another order differ by 1e-9 at most."""
-    names = [name for name, _ in theirs.named_parameters()]
-    for name, mine, other in zip(names, gradients(ours), gradients(theirs), strict=True):
-        assert mine is not None and other is not None, name
-        assert (mine - other).abs().max() <= 1e-9 + 1e-7 * other.abs().max(), name
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_takes_a_mean_over_something_else_than_samples(schedule: str) -> None:
-    plain, (x, y) = tiny_model(), batch()
-    ours = GPipe(tiny_model(), [2, 4], chunks=3)
-    kept = torch.tensor([1, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
-
-    def masked(output: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        labels, mask = target
-        losses = nn.functional.cross_entropy(output, labels, reduction="none")
-        return losses[mask].sum(), mask.sum()
-
-    loss = ours.step(x, (y, kept), masked, schedule=schedule)
-    expected = nn.functional.cross_entropy(plain(x)[kept], y[kept])
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
-    assert_equal_gradients(ours, plain)
 
 
 @dataclass(frozen=True)
