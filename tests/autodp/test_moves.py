@@ -12,8 +12,7 @@ import pytest
 from autodp.moves import Move, largest_incoming_bytes, plan_moves
 from autodp.topology import Topology
 from autopipe.plan.lengths import fitting_lengths
-from autopipe.plan.request import PipelinePlan
-from pipetransformer.transition.ownership import OPTIMIZER, place
+from pipetransformer.transition.ownership import OPTIMIZER, Ownership
 from tests.pool import Pool
 
 Holders = dict[str, frozenset[int]]
@@ -40,8 +39,7 @@ def pipeline_problems(num_problems: int) -> Iterator[tuple[Holders, Holders, Siz
         length = topology.length
         frozen = rng.randint(0, len(names) - length)
         cuts = sorted(rng.sample(range(frozen + 1, len(names)), length - 1))
-        plan = PipelinePlan(length, (frozen, *cuts, len(names)), 1, "1f1b", 1.0, ())
-        return place(names, topology, plan).shards()
+        return Ownership(tuple(names), topology, (frozen, *cuts, len(names))).shards()
 
     for _ in range(num_problems):
         num_ranks, slots = rng.choice([(2, 2), (4, 4), (4, 2), (6, 3), (8, 4), (12, 4)])

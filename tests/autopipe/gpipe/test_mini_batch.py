@@ -18,7 +18,7 @@ from autopipe.engine.forward_pass import is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
 from tests.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
-from tests.pipes import MODES, assert_same_gradients
+from tests.pipes import MODES
 from tests.pool import Pool
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopipe.plan.search import micro_batch_sizes, plan_pipeline, predict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipetransformer.processes.device_memory import free_bytes
+from pipetransformer.processes.world import free_bytes
 
 
 @pytest.mark.parametrize(
