@@ -373,7 +373,7 @@ def ending(run: Run) -> Ending:
     last = last_checkpoint(run)
     state = {
         f"{shard}: {name}": tensor
-        for shard in last.shard_names
+        for shard in last.records
         for name, tensor in last.read(shard).items()
     }
     return Ending(losses, state)

@@ -18,6 +18,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -86,12 +88,10 @@ def in_one_process(task: RivalTask) -> dict[str, Seconds]:
 def in_two_processes(minilm: str | None, sst2: str | None, which: int, answer: str) -> None:
     """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
     task = tasks(minilm, sst2)[which]
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE) if _rank() == 0 else None
     with make_trainer(task, (0,)) as trainer:
+        loop = PlainLoop(task, learning_rate=LEARNING_RATE) if trainer.is_main_process else None
         trainer.step()
-        found = []
-        for number in range(STEPS_PER_EPOCH - 1):
-            found.append(_pair(loop, trainer, number))
+        found = [_pair(loop, trainer, number) for number in range(STEPS_PER_EPOCH - 1)]
         if trainer.is_main_process:
             Path(answer).write_text(json.dumps(found))
 
@@ -112,21 +112,15 @@ def _pair(loop: PlainLoop | None, trainer: Trainer, number: int) -> tuple[float,
     return seconds[0], seconds[1]
 
 
-class _all_cores:
+@contextmanager
+def _all_cores() -> Iterator[None]:
     """Lend a step all cores of the machine."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(num_cores())
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self._before)
-
-
-def _rank() -> int:
-    import os
-
-    return int(os.environ.get("RANK", "0"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def plain_over_ours(pairs: Seconds, *, skip: int = 2) -> Ratio:

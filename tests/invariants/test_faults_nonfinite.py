@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
 from pipetransformer.errors import NonFiniteError
-from tests.measured import measuring, once
+from tests.measured import measuring, never, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -88,7 +88,7 @@ def spoil(trainer: Trainer, names: tuple[str, ...], value: float) -> list[Any]:
     return [parameters[name].register_hook(fill) for name in names]
 
 
-@measuring(once)
+@measuring(never)  # Equal costs: stages of equally many sublayers.
 def spoil_a_step(
     bad: dict[int, tuple[str, ...]], value: float, on_nonfinite: str, length: int
 ) -> tuple[str, list[str], bool]:

@@ -1,0 +1,168 @@
+"""Measure the activation cache against the machine's memory, and against what it spares.
+
+    read_vs_memcpy        a memory copy and a pass of the same check, over reading a batch of rows
+    write_vs_memcpy       likewise, over writing one
+    hit_step_overhead     a training step that reads its activations, over one that is given them
+    upgrade_vs_recompute  all frozen layers, over reading a row and running only the newly frozen
+
+Rows are ViT-B's (197 x 768 float32) in batches of 64, in memory that was touched before. Results
+are verified before their speed. Run it as `python -m experiments.benchmarks.cache`; the last line
+printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from autocache import HIDDEN, PrefixCache, PrefixStamps, RowContent, RowField, RowLayout, RowStore
+from experiments.benchmarks.pairs import Ratio, paired_ratio
+from experiments.benchmarks.rounds import num_cores
+
+TOKENS, WIDTH, BATCH, NUM_ROWS = 197, 768, 64, 512
+NUM_FROZEN, NUM_NEW = 6, 2
+LEAST = {"read_vs_memcpy": 0.8, "write_vs_memcpy": 0.8}
+MOST = {"hit_step_overhead": 1.05}
+
+
+def compare_with_memcpy(num_pairs: int) -> dict[str, Ratio]:
+    """Time reading and writing batches of rows, each beside a copy and a sum of as many bytes."""
+    layout = RowLayout((RowField(HIDDEN, (TOKENS, WIDTH), torch.float32),))
+    rows = torch.randn(NUM_ROWS, TOKENS, WIDTH)
+    target, words = torch.empty_like(rows[:BATCH]), TOKENS * WIDTH // 2
+    batches = _batches()
+    with RowStore.in_memory(layout, NUM_ROWS) as store:
+        for ids in torch.arange(NUM_ROWS).split(BATCH):
+            store.write(ids, 1, {HIDDEN: rows[ids]})
+        into = store.buffers(BATCH)
+        read = store.read(ids := next(batches), [1], into=into)
+        assert read.depth.all() and torch.equal(read.rows[HIDDEN], rows[ids])
+
+        def copy() -> None:
+            start = int(next(batches)[0]) % (NUM_ROWS - BATCH)
+            target.copy_(rows[start : start + BATCH])
+            target.view(torch.int64).view(BATCH, words).sum(1)
+
+        def write() -> None:
+            start = int((ids := next(batches))[0]) % (NUM_ROWS - BATCH)
+            store.write(ids, 1, {HIDDEN: rows[start : start + BATCH]})
+
+        return {
+            "read_vs_memcpy": _over(
+                lambda: store.read(next(batches), [1], into=into), copy, num_pairs
+            ),
+            "write_vs_memcpy": _over(write, copy, num_pairs),
+        }
+
+
+def compare_steps(num_pairs: int) -> dict[str, Ratio]:
+    """Time steps over the active half of a small Transformer, and fetches of the frozen half."""
+    torch.manual_seed(0)
+    tokens, width = 64, 256
+    layers = nn.ModuleList(
+        nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
+        for _ in range(2 * NUM_FROZEN)
+    )
+    frozen, active = layers[:NUM_FROZEN].eval(), layers[NUM_FROZEN:]
+    samples = torch.randn(NUM_ROWS, tokens, width)
+    stamps = PrefixStamps("eval")
+    for layer in frozen:
+        stamps.extend(layer.named_parameters())
+
+    def run_layers(batch: dict[str, Tensor], first: int, last: int) -> Tensor:
+        hidden = batch[HIDDEN] if first else batch["x"]
+        for layer in frozen[first:last]:
+            hidden = layer(hidden)
+        return hidden
+
+    def load(ids: Tensor) -> dict[str, Tensor]:
+        return {"x": samples[ids]}
+
+    def step(hidden: Tensor) -> None:
+        for layer in active:
+            hidden = layer(hidden)
+        hidden.square().mean().backward()
+        for parameter in active.parameters():
+            parameter.grad = None
+
+    content = RowContent((), checked=False)
+    layout = content.layout({"x": samples[:1]}, samples[:1])
+    batches = _batches()
+    with RowStore.in_memory(layout, NUM_ROWS) as store:
+        make = partial(PrefixCache, run_layers, chunk_size=32, stamps=stamps, content=content)
+        cached, computed = (make(store=one, device=torch.device("cpu")) for one in (store, None))
+        fetch = partial(cached.fetch, load=load, depth=NUM_FROZEN)
+        for ids in torch.arange(NUM_ROWS).split(BATCH):
+            fetch(ids)
+        ids = next(batches)
+        given = computed.fetch(ids, load, depth=NUM_FROZEN)[HIDDEN]
+        assert torch.equal(fetch(ids)[HIDDEN], given)
+
+        def upgrade() -> None:
+            ids = next(batches)
+            hidden = fetch(ids)[HIDDEN]  # Stands for the shallower row, of as many bytes.
+            run_new({HIDDEN: hidden})
+            store.write(ids, stamps[NUM_FROZEN], {HIDDEN: hidden})
+
+        def run_new(batch: dict[str, Tensor]) -> None:
+            with torch.no_grad():
+                for part in batch[HIDDEN].split(32):
+                    run_layers({HIDDEN: part}, NUM_FROZEN - NUM_NEW, NUM_FROZEN)
+
+        hits, _ = paired_ratio(
+            lambda: step(fetch(next(batches))[HIDDEN]), lambda: step(given), num_pairs=num_pairs
+        )
+        spared = _over(
+            upgrade, lambda: computed.fetch(next(batches), load, depth=NUM_FROZEN), num_pairs
+        )
+        return {"hit_step_overhead": hits, "upgrade_vs_recompute": spared}
+
+
+def _batches() -> Iterator[Tensor]:
+    """Yield the samples of one step after the other, in random order."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randperm(NUM_ROWS, generator=generator)[:BATCH]
+
+
+def _over(ours: Callable[[], object], theirs: Callable[[], object], num_pairs: int) -> Ratio:
+    """Return their time over ours."""
+    ratio, _ = paired_ratio(theirs, ours, num_pairs=num_pairs)
+    return ratio
+
+
+def main() -> int:
+    """Measure; fail where a figure misses what it must be."""
+    parser = argparse.ArgumentParser(description="Measure the activation cache.")
+    parser.add_argument("--pairs", type=int, default=48, help="interleaved pairs of each ratio")
+    num_pairs = parser.parse_args().pairs
+    torch.set_num_threads(num_cores())
+    found = {**compare_with_memcpy(num_pairs), **compare_steps(max(8, num_pairs // 3))}
+    for name, ratio in found.items():
+        print(f"{name:22} {ratio.median:6.3f}   95 % interval {ratio.low:.3f} to {ratio.high:.3f}")
+    print(
+        json.dumps(
+            {
+                **{name: ratio.median for name, ratio in found.items()},
+                "intervals": {name: [ratio.low, ratio.high] for name, ratio in found.items()},
+                "pairs": num_pairs,
+                "least": LEAST,
+                "most": MOST,
+                "torch": torch.__version__,
+                "cores": num_cores(),
+            }
+        )
+    )
+    misses = [name for name, least in LEAST.items() if found[name].median < least]
+    misses += [name for name, most in MOST.items() if found[name].median > most]
+    return 1 if misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
