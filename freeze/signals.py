@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -58,10 +59,10 @@ class GradientSignals:
             infinite if any gradient is.
         """
         squares = [
-            [_square(p.grad).double() for p in own if p.grad is not None]
-            for own in self._parameters
+            [_square(p.grad) for p in own if p.grad is not None] for own in self._parameters
         ]
-        sums = [torch.stack(own).sum() if own else self._one * 0 for own in squares]
+        joined = _stack(list(chain.from_iterable(squares)), like=self._one)
+        sums = [part.sum() for part in joined.split([len(own) for own in squares])]
         step = torch.stack([*sums, self._one])
         total = step[:-1].sum()
         if reduce is not None:
@@ -125,6 +126,13 @@ def layer_norms(
         squares[layer_of[name]].append(square)
     # fsum is exact whatever the order, which is that of the stages' answers.
     return tuple(math.sqrt(math.fsum(own)) if own else None for own in squares[:-1])
+
+
+def _stack(numbers: list[Tensor], *, like: Tensor) -> Tensor:
+    """Return 0-dim tensors as one of the device and dtype of another."""
+    if len({one.dtype for one in numbers}) > 1:
+        numbers = [one.to(like.dtype) for one in numbers]
+    return torch.stack(numbers).to(like.dtype) if numbers else like.new_empty(0)
 
 
 def _square(gradient: Tensor) -> Tensor:

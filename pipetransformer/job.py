@@ -46,18 +46,32 @@ def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
 def set_training(
     model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
 ) -> None:
-    """Put sublayers of frozen layers in eval mode, and the others in training mode.
+    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
+    set_modes(modes_of(model, indices, num_frozen=num_frozen))
+
+
+def modes_of(
+    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
+) -> list[tuple[nn.Module, bool]]:
+    """Return every module of sublayers with the flag it is to have: False in frozen layers.
 
     Each module gets the flag that the model's own `train()` or `eval()` gives it: one that keeps a
     part of itself in eval mode does so here.
     """
+    modes = []
     for index in indices:
         sublayer = model.sublayers[index]
         flags = model.flags(training=sublayer.layer >= num_frozen)
-        for module in sublayer.module.modules():
-            # Asked first, as a module is slow to take an attribute.
-            if module.training is not flags[module]:
-                module.training = flags[module]
+        modes += [(module, flags[module]) for module in sublayer.module.modules()]
+    return modes
+
+
+def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Give modules their flags."""
+    for module, flag in modes:
+        # Asked first, as a module is slow to take an attribute.
+        if module.training is not flag:
+            module.training = flag
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.trace import Recorder
 from freeze import GradientSignals
 from pipetransformer.errors import NonFiniteError
-from pipetransformer.job import Task, set_training, trained_parameters
+from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
@@ -99,6 +99,7 @@ class Stage:
             }
         )
         prefix = range(plan.boundaries[0] if self._index == 0 else 0)
+        self._modes = modes_of(task.model, self._trained, num_frozen=0)
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self.recorder: Recorder | None = None
@@ -148,7 +149,7 @@ class Stage:
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
         for parameter in self.parameters.values():
             parameter.grad = None
-        set_training(self._task.model, self._trained, num_frozen=0)
+        set_modes(self._modes)
         intrusion = self._watch.begin()
         own, first = self._own(ids)
         moment = TrainMoment(step, self._task.config.seed, first, len(ids))

@@ -34,7 +34,10 @@ class StageWatch:
 
     def __init__(self, task: Task, frozen: Sequence[int], trained: Sequence[int]) -> None:
         self._model = task.model
-        self._modules = self._module_ids()
+        self._children = [
+            (module._modules, tuple(module._modules.values()))
+            for module in task.model.model.modules()
+        ]
         self._watched = [
             _Watched(
                 task.model.sublayers[index].name,
@@ -52,7 +55,7 @@ class StageWatch:
         """Say what the user has changed since the last step, or ""; forget what was written."""
         for one in self._watched:
             one.version = one.tensor._version
-        if self._module_ids() != self._modules:
+        if any(tuple(now.values()) != then for now, then in self._children):
             return (
                 "modules of the model were added or replaced between two steps; change weights "
                 "in place, or start another Trainer"
@@ -85,9 +88,6 @@ class StageWatch:
             if one.values is None or not torch.equal(now, one.values):
                 return written_text(one.name, one.sublayer)
         return ""
-
-    def _module_ids(self) -> list[int]:
-        return [id(module) for module in self._model.model.modules()]
 
 
 def written_text(tensor: str, sublayer: str) -> str:
