@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.groups import link_device
-from autodp.waiting import waiting_for
+from autodp.sums import Sums, reserved_bytes, sums_of
 
 
 @dataclass
@@ -28,8 +27,7 @@ class _Bucket:
     A parameter no sample used has no gradient on any replica, and must have none afterwards, or
     the optimizer would decay it; its flag, summed with the gradients, tells it from one that only
     this replica did not use. A sum does not tell which replica brought a NaN into it; the last
-    flags, of which a replica sets only its own, do. What is summed is `message`: the bucket's own
-    memory or, over gloo, a GPU's bucket in host memory.
+    flags, of which a replica sets only its own, do.
     """
 
     parameters: list[nn.Parameter]
@@ -39,8 +37,7 @@ class _Bucket:
     in_use: Tensor
     nonfinite: Tensor
     missing: set[nn.Parameter] = field(default_factory=set)
-    work: dist.Work | None = None
-    message: Tensor | None = None
+    was_sent: bool = False
 
 
 class GradientReducer:
@@ -49,7 +46,7 @@ class GradientReducer:
     Args:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
         group: the replicas of the stage.
-        bucket_bytes: gradients are sent in messages of about this size.
+        bucket_bytes: gradients are summed in vectors of about this size.
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
@@ -60,12 +57,11 @@ class GradientReducer:
         *,
         bucket_bytes: int = 25 << 20,
     ) -> None:
-        self._group = group
         self._replica = dist.get_rank(group)
-        self._buckets = [
-            _make_bucket(own, dist.get_world_size(group))
-            for own in _fill_buckets(parameters, bucket_bytes)
-        ]
+        filled, replicas = _fill_buckets(parameters, bucket_bytes), dist.get_world_size(group)
+        num_bytes = sum(reserved_bytes(sum(_parts(own, replicas)), own[0].dtype) for own in filled)
+        self._sums = sums_of(group, parameters[0].device, num_bytes)
+        self._buckets = [_make_bucket(own, replicas, self._sums) for own in filled]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
@@ -77,7 +73,7 @@ class GradientReducer:
         """Start sending each bucket as soon as the coming backward has filled it."""
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
-            bucket.work = None
+            bucket.was_sent = False
         self._next = 0
         self.was_early = False
         self._armed = True
@@ -110,11 +106,11 @@ class GradientReducer:
             self._send(bucket)
         if again:
             self._overlaps, self.was_early = False, False
+            self._sums.complete()
             for bucket in self._buckets:
-                self._await(bucket)
                 self._send(bucket)
+        self._sums.complete()
         for bucket in self._buckets:
-            self._await(bucket)
             self._put_back(bucket)
 
     def nonfinite_replicas(self, parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -140,7 +136,7 @@ class GradientReducer:
         if not self._armed or not self._overlaps:
             return
         bucket = self._bucket_of[parameter]  # type: ignore[index]
-        self.was_early = self.was_early or bucket.work is not None
+        self.was_early = self.was_early or bucket.was_sent
         bucket.missing.discard(parameter)
         # Replicas must issue messages in the same order: a full bucket waits for those before it.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
@@ -159,32 +155,14 @@ class GradientReducer:
                 view.copy_(parameter.grad)
         bucket.nonfinite.zero_()
         bucket.nonfinite[self._replica] = _holds_nonfinite(bucket.gradients)
-        bucket.message = _on_link(bucket.flat, self._group)
-        with waiting_for("gradients of a stage", self._group):
-            bucket.work = dist.all_reduce(bucket.message, group=self._group, async_op=True)
-
-    def _await(self, bucket: _Bucket) -> None:
-        assert bucket.work is not None and bucket.message is not None
-        with waiting_for("gradients of a stage", self._group):
-            bucket.work.wait()
-        if bucket.message is not bucket.flat:
-            bucket.flat.copy_(bucket.message)
-        bucket.work = bucket.message = None
+        bucket.was_sent = True
+        self._sums.begin(bucket.flat)
 
     def _put_back(self, bucket: _Bucket) -> None:
         all_here = all(parameter.grad is not None for parameter in bucket.parameters)
         used = [True] * len(bucket.parameters) if all_here else (bucket.in_use > 0).tolist()
         for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
             parameter.grad = view if in_use else None
-
-
-def _on_link(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a bucket's memory, or a copy in host memory where the group moves only that."""
-    place = link_device(flat.device, group)
-    if place == flat.device:
-        return flat
-    host = torch.empty_like(flat, device=place, pin_memory=torch.cuda.is_available())
-    return host.copy_(flat)
 
 
 def _holds_nonfinite(values: Tensor) -> Tensor | bool:
@@ -213,11 +191,14 @@ def _fill_buckets(
     return groups
 
 
-def _make_bucket(parameters: list[nn.Parameter], num_replicas: int) -> _Bucket:
-    sizes = [parameter.numel() for parameter in parameters]
-    parts = (sum(sizes), len(parameters), num_replicas)
-    # Every value is written before it is sent; zeros would touch all of the memory here already.
-    flat = torch.empty(sum(parts), dtype=parameters[0].dtype, device=parameters[0].device)
+def _parts(parameters: list[nn.Parameter], num_replicas: int) -> tuple[int, int, int]:
+    """Return the values of a bucket's gradients and of its two kinds of flags."""
+    return sum(p.numel() for p in parameters), len(parameters), num_replicas
+
+
+def _make_bucket(parameters: list[nn.Parameter], num_replicas: int, sums: Sums) -> _Bucket:
+    sizes, parts = [p.numel() for p in parameters], _parts(parameters, num_replicas)
+    flat = sums.empty(sum(parts), parameters[0].dtype)
     gradients, in_use, nonfinite = flat.split(parts)
     # A gradient has its parameter's strides, as autograd's own: fused optimizers work on memory.
     views = [

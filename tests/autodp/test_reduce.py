@@ -154,10 +154,9 @@ def note_order_of_hooks() -> list[str]:
 
 
 def test_a_full_bucket_leaves_before_the_backward_goes_on(two_ranks: Pool) -> None:
-    assert (
-        two_ranks.run(note_order_of_hooks)
-        == [["at 3", "send", "at 2", "send", "at 1", "send", "at 0", "send", "end"]] * 2
-    )
+    expected = ["at 3", "send", "at 2", "send", "at 1", "send", "at 0", "send", "end"]
+    for events in two_ranks.run(note_order_of_hooks):
+        assert events[: len(expected)] == expected
 
 
 def finish_in_another_order_on_each_rank() -> list[float]:
@@ -254,7 +253,10 @@ def sum_copies() -> list[float]:
     """Sum gradients by way of copies of the buckets, as a GPU's are summed over gloo."""
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.full((3,), 1.0 + dist.get_rank())
-    with patch("autodp.reduce._on_link", lambda flat, group: flat.clone()):
+    with (
+        patch("autodp.sums.share_memory", lambda group, num_bytes: None),
+        patch("autodp.sums._on_link", lambda flat, group: flat.clone()),
+    ):
         reducer = GradientReducer([parameter], world())
         reducer.finish()
     reducer.close()

@@ -1,0 +1,144 @@
+"""Add up the ranks' vectors: by messages, or where the ranks share memory in that.
+
+    shared memory, 2 ranks      rank 0               rank 1
+    begin                       writes a             writes b            each into its own memory
+    complete                    a0 <- a0 + b0        b1 <- a1 + b1       each a part of the sum
+                                a1 <- b1             b0 <- a0            and the others' parts
+
+Between the lines all ranks tell each other that they are done. Every part is added up once, by one
+rank, and copied: the sums are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autodp.groups import link_device
+from autodp.shared_memory import share_memory
+from autodp.waiting import waiting_for
+
+_ALIGN_BYTES = 64
+
+
+class Sums(Protocol):
+    """Replace vectors by their sums over the ranks of a group."""
+
+    def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a vector; every rank asks for the same ones, in the same order."""
+
+    def begin(self, vector: Tensor) -> None:
+        """Say that a vector from `empty` is written; every rank does so in the same order."""
+
+    def complete(self) -> None:
+        """Wait until all vectors that were begun hold the sums.
+
+        Raises:
+            PeerError: a rank is gone, or silent for longer than the group allows.
+        """
+
+
+def sums_of(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Sums:
+    """Choose how the ranks of a group add up vectors of so many bytes together. Collective."""
+    if device.type == "cpu" and (pieces := share_memory(group, num_bytes)) is not None:
+        return SharedSums(group, pieces)
+    return MessageSums(group, device)
+
+
+def reserved_bytes(num_values: int, dtype: torch.dtype) -> int:
+    """Return what a vector takes of the bytes that `sums_of` is told."""
+    return -(-num_values * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class MessageSums(Sums):
+    """Send vectors as messages, while whatever comes before `complete` is computed."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._begun: list[tuple[Tensor, Tensor, dist.Work | None]] = []
+
+    def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        # Every value is written before it is sent; zeros would touch all of the memory already.
+        return torch.empty(num_values, dtype=dtype, device=self._device)
+
+    def begin(self, vector: Tensor) -> None:
+        message = _on_link(vector, self._group)
+        with waiting_for("gradients of a stage", self._group):
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+        self._begun.append((vector, message, work))
+
+    def complete(self) -> None:
+        begun, self._begun = self._begun, []
+        for vector, message, work in begun:
+            assert work is not None
+            with waiting_for("gradients of a stage", self._group):
+                work.wait()
+            if message is not vector:
+                vector.copy_(message)
+
+
+class SharedSums(Sums):
+    """Add up in memory that all ranks see; between them travels only that they are done."""
+
+    def __init__(self, group: dist.ProcessGroup, pieces: list[Tensor]) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._pieces = pieces
+        self._used_bytes = 0
+        self._ranks_vectors: dict[int, list[Tensor]] = {}
+        self._begun: list[tuple[Tensor, dist.Work | None]] = []
+
+    def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        first, last = self._used_bytes, self._used_bytes + num_values * dtype.itemsize
+        self._used_bytes += reserved_bytes(num_values, dtype)
+        vectors = [piece[first:last].view(dtype) for piece in self._pieces]
+        self._ranks_vectors[id(vectors[self._rank])] = vectors
+        return vectors[self._rank]
+
+    def begin(self, vector: Tensor) -> None:
+        self._begun.append((vector, self._all_get_here()))
+
+    def complete(self) -> None:
+        begun, self._begun = self._begun, []
+        vectors = []
+        for vector, work in begun:
+            self._await(work)
+            vectors.append([one.chunk(len(self._pieces)) for one in self._of(vector)])
+        # A short vector has fewer parts than there are ranks.
+        for parts in vectors:
+            if self._rank < len(parts[0]):
+                own = parts[self._rank][self._rank]
+                for rank, other in enumerate(parts):
+                    if rank != self._rank:
+                        own += other[self._rank]
+        self._await(self._all_get_here())
+        for parts in vectors:
+            for part in range(len(parts[0])):
+                if part != self._rank:
+                    parts[self._rank][part].copy_(parts[part][part])
+        # Whoever went on could change what others still copy.
+        self._await(self._all_get_here())
+
+    def _of(self, vector: Tensor) -> list[Tensor]:
+        return self._ranks_vectors[id(vector)]
+
+    def _all_get_here(self) -> dist.Work | None:
+        with waiting_for("gradients of a stage", self._group):
+            return dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+
+    def _await(self, work: dist.Work | None) -> None:
+        assert work is not None
+        with waiting_for("gradients of a stage", self._group):
+            work.wait()
+
+
+def _on_link(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a vector's memory, or a copy in host memory where the group moves only that."""
+    place = link_device(vector.device, group)
+    if place == vector.device:
+        return vector
+    host = torch.empty_like(vector, device=place, pin_memory=torch.cuda.is_available())
+    return host.copy_(vector)
