@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pipetransformer.planning import PLANS, Planner
+from pipetransformer.planning import PLANS, Planner, usual_prefix_chunk
 
 LearningRateSchedule = Callable[[float, int], float]
 Metric = Callable[[Tensor, Any], tuple[float, float]]
@@ -108,7 +108,8 @@ class TrainConfig:
         cache_views: how many fixed views to take of each sample of a training set that is
             augmented at random: epoch e reads view e modulo so many; None takes a new one each
             epoch, which cannot be cached.
-        prefix_chunk: samples the frozen prefix runs at a time, cached or not.
+        prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
+            share of the batch, at most 32.
         folder: where records and checkpoints go; None writes nothing.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
             folder; what is due while the save before is still written may be left out, with a
@@ -151,7 +152,7 @@ class TrainConfig:
     cache_limit_bytes: int | None = None
     cache_dtype: Literal["bfloat16", "float16"] | None = None
     cache_views: int | None = None
-    prefix_chunk: int = 8
+    prefix_chunk: int | None = None
     folder: str | Path | None = None
     checkpoint_every_epochs: int = 0
     checkpoint_every_steps: int = 0
@@ -191,6 +192,10 @@ class TrainConfig:
         """Tell whether checkpoints are written."""
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
+    def prefix_chunk_of(self, num_ranks: int) -> int:
+        """Return the samples that the frozen prefix runs at a time on so many ranks."""
+        return self.prefix_chunk or usual_prefix_chunk(self.global_batch_size, num_ranks)
+
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step; with scale_batch, global_batch_size for each replica."""
         return self.global_batch_size * (replicas if self.scale_batch else 1)
@@ -205,7 +210,7 @@ class TrainConfig:
         return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
 
     def _check_numbers(self) -> None:
-        for name in ("epochs", "global_batch_size", "prefix_chunk", "keep_checkpoints"):
+        for name in ("epochs", "global_batch_size", "keep_checkpoints"):
             self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
         for name in (
             "pipeline_length",
@@ -214,6 +219,7 @@ class TrainConfig:
             "freeze_interval_steps",
             "cache_limit_bytes",
             "cache_views",
+            "prefix_chunk",
         ):
             value = getattr(self, name)
             self._require(

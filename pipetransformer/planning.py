@@ -16,6 +16,8 @@ from autopipe.plan import (
 )
 from autopipe.profile import Profile
 
+_MOST_CHUNK = 32
+
 
 def _as_predicted(plan: PipelinePlan) -> float:
     return 1.0
@@ -69,6 +71,15 @@ def complete_request(
         cached_s = read_s if read_s < computed_s else None
     round_bytes = ROUND_BYTES if request.num_ranks > 1 else 0
     return replace(request, prefix_cached_s=cached_s, round_bytes=round_bytes)
+
+
+def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
+    """Return how many samples the frozen prefix runs at a time, where nobody says.
+
+    A rank's share of the batch, so that whole chunks are filled whatever the number of replicas;
+    beyond 32 samples more make a layer hardly faster, and take memory.
+    """
+    return min(_MOST_CHUNK, -(-global_batch // num_ranks))
 
 
 def _first_active(profile: Profile, request: PlanRequest) -> int:

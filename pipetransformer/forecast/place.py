@@ -12,9 +12,8 @@ from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
 from pipetransformer.adapters import LayeredModel
-from pipetransformer.config import TrainConfig
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.planning import complete_request
+from pipetransformer.planning import complete_request, usual_prefix_chunk
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def make_request(
         memory_limit_bytes=place.memory_bytes
         if memory_limit_bytes is None
         else memory_limit_bytes,
-        prefix_chunk=TrainConfig.prefix_chunk,
+        prefix_chunk=usual_prefix_chunk(global_batch, place.num_slots),
     )
     rate = place.cache_bytes_per_s if cached else None
     return complete_request(request, place.profile, cache_bytes_per_s=rate)

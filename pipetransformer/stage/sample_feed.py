@@ -64,6 +64,7 @@ class SampleFeed:
         self._required = (model.inputs[0], *model.targets)
         self._sides = model.sides_of(0, len(model.sublayers))
         self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *model.targets)))
+        self._chunk_size = task.config.prefix_chunk_of(world.size)
         self._num_views = task.config.cache_views or 1
         self._generation = -1
         self._content = RowContent(())
@@ -125,7 +126,7 @@ class SampleFeed:
                 self._content = RowContent(self._kept_of(self._first_sample()), checked=False)
             self._cache = PrefixCache(
                 prefix.run_layers,
-                chunk_size=self._task.config.prefix_chunk,
+                chunk_size=self._chunk_size,
                 stamps=prefix.stamps,
                 store=self._store if use_cache else None,
                 device=self._world.device,
@@ -229,7 +230,7 @@ class SampleFeed:
     def _probe_row(self) -> tuple[RowContent, RowLayout]:
         """Run one sample through the prefix."""
         batch = self._first_sample()
-        repeat = torch.zeros(self._task.config.prefix_chunk, dtype=torch.int64)
+        repeat = torch.zeros(self._chunk_size, dtype=torch.int64)
         chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}
         with torch.no_grad():
             hidden = self.prefix.run_layers(chunk, 0, self.prefix.depth)

@@ -228,7 +228,7 @@ class Decider:
             config.global_batch_size,
             num_frozen,
             memory_limit_bytes=self._memory_limit_bytes,
-            prefix_chunk=config.prefix_chunk,
+            prefix_chunk=config.prefix_chunk_of(self._world.size),
             lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),

@@ -24,7 +24,7 @@ from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("epochs", "global_batch_size", "prefix_chunk", "keep_checkpoints"),
+        ("epochs", "global_batch_size", "keep_checkpoints"),
         (0, -1, 1.5, "3", None, True),
     ),
     **dict.fromkeys(
@@ -35,6 +35,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
             "freeze_interval_steps",
             "cache_limit_bytes",
             "cache_views",
+            "prefix_chunk",
         ),
         (0, -1, 2.0, "8"),
     ),
