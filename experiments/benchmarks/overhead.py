@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.benchmarks.pairs import paired_ratio
-from experiments.demo import build_model, load_digits_split
+from experiments.digits import build_model, load_digits_split
 from pipetransformer import Trainer, adamw
 
 BATCH_SIZE = 32

@@ -7,7 +7,9 @@ MiniLM's shape on sentences.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from experiments.demo import build_model, load_digits_split
+from experiments.benchmarks.rounds import num_cores, seconds_of
+from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
 from pipetransformer.adapters import adapt
 
@@ -113,6 +116,25 @@ class PlainLoop:
     def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
         while True:
             yield from loader
+
+
+def plain_seconds(frozen_by_step: Sequence[int], *, num_timed: int = 20) -> float:
+    """Extrapolate what a plain loop on all cores takes for the demo's steps.
+
+    Args:
+        frozen_by_step: layers frozen in every step.
+        num_timed: steps whose median is taken, at each number of frozen layers.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    loop, total_s = PlainLoop(digits_task(), learning_rate=1e-3), 0.0
+    for frozen, number in sorted(Counter(frozen_by_step).items()):
+        loop.freeze(frozen)
+        loop.step()
+        times_s = [seconds_of(loop.step) for _ in range(num_timed)]
+        total_s += number * statistics.median(times_s)
+    torch.set_num_threads(before)
+    return total_s
 
 
 def _build_minilm(folder: str | None) -> nn.Module:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from experiments.demo import build_model, load_digits_split
+from experiments.digits import build_model, load_digits_split
 from pipetransformer import FreezeSchedule, Trainer, adamw, cosine_with_warmup
 from pipetransformer.data import SizedDataset
 

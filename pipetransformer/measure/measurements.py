@@ -40,10 +40,13 @@ from pipetransformer.measure.stretches import Need, cut_spans, forward, run_span
 from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
 from pipetransformer.processes import World, free_bytes, tightest
 
-_BUDGET_S = 4.0
+_BUDGET_S = 1.5
 """Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
 
-_MOST_ROUNDS, _MOST_SIZES = 7, 6
+_MOST_ROUNDS = 5
+
+_SHRINKS = (4, 2, 0)
+"""Halvings of the largest micro-batch to the sizes that are measured: a line needs no more."""
 
 _WORK_S = 0.01
 """What is computed between two messages while links are timed: enough to leave caches cold."""
@@ -189,14 +192,15 @@ def _choose_spans(
 ) -> dict[int, tuple[range, ...]]:
     """Return the micro-batch sizes to measure, ascending, with the spans in which to do so.
 
-    Sizes are halves of the largest that a sensible plan runs. One of twice a rank's share of the
-    batch occurs only where a stage has at most half of the layers, and is measured over half of
-    them: the more is in memory at once, the longer a layer takes. Where no single sublayer fits at
-    a size, it is left out, the smallest excepted. All ranks come to the same.
+    They are a sixteenth and a quarter of the largest that a sensible plan runs, and that. One of
+    twice a rank's share of the batch occurs only where a stage has at most half of the layers, and
+    is measured over half of them: the more is in memory at once, the longer a layer takes. Where
+    no single sublayer fits at a size, it is left out, the smallest excepted. All ranks come to the
+    same.
     """
     per_rank = -(-task.config.global_batch_size // world.size)
     largest = min(task.config.global_batch_size, 2 * per_rank)
-    sizes = sorted({max(1, largest >> halvings) for halvings in range(_MOST_SIZES)})
+    sizes = sorted({max(1, largest >> halvings) for halvings in _SHRINKS})
     gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
     least = tightest(gathered)
     limit = math.inf if least is None else least
