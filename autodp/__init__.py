@@ -1,14 +1,13 @@
 """Decide who trains what: topology, groups, moving state between ranks, sharding the data."""
 
 from autodp.groups import GroupPool, Groups, build_groups, link_device
-from autodp.messages import broadcast_json, gather_json
+from autodp.messages import PeerError, broadcast_json, gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import EpochSampler, mix_seed, split_evenly
 from autodp.topology import Topology
-from autodp.waiting import PeerError, waiting_for
 
 __all__ = [
     "EpochSampler",

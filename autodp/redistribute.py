@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autodp.groups import link_device
-from autodp.messages import gather_json
+from autodp.messages import gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, check_holders, plan_moves
 from autodp.pieces import Parcel, Piece, PieceTensor, Shard, cut
-from autodp.waiting import waiting_for
 
 
 class ShardStore(ABC):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autodp.groups import link_device
+from autodp.messages import waiting_for
 from autodp.shared_memory import share_memory
-from autodp.waiting import waiting_for
 
 _ALIGN_BYTES = 64
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autodp.messages import PeerError
 from autodp.moves import ROUND_BYTES
 from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
-from autodp.waiting import PeerError
 from tests.live_bytes import LiveBytes
 from tests.pool import Pool
 

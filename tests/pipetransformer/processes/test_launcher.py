@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autodp.messages import gather_json
-from autodp.waiting import PeerError
+from autodp.messages import PeerError, gather_json
 from pipetransformer import launch as start
 from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.launcher import _end, _first_cause
