@@ -71,7 +71,7 @@ class DemoSettings:
     """
 
     folder: str = "runs/demo"
-    epochs: int = 20
+    epochs: int = 18
     seed: int = 0
     published: bool = False
 

@@ -99,7 +99,8 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     plans, current = fastest_by_length(situation), situation.current
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
-    stay = same_stages(situation, current)
+    # A single stage stays what it is with as few micro-batches as fit by now.
+    stay = plans[1] if current.length == 1 else same_stages(situation, current)
 
     def remaining_s(plan: PipelinePlan) -> float:
         # Steps are counted at the current batch, which with scale_batch is not the other plan's.
