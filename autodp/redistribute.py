@@ -83,6 +83,7 @@ def move_shards(
         {name: after[piece.shard] for name, piece in pieces.items()},
         {name: piece.num_bytes for name, piece in pieces.items()},
         slots_per_node=slots_per_node,
+        round_bytes=ROUND_BYTES,
     )
     if moves and (link := link_device(device, group)).type != "cpu":
         # NCCL builds its communicator with all ranks, and some may have nothing to move.
