@@ -15,10 +15,15 @@ from autopipe.gpipe import (
     flatten_sequential,
     restore_batch_norm,
 )
+from autopipe.trace import Recorder, Span, Summary, Trace
 
 __all__ = [
     "DeferredBatchNorm",
     "GPipe",
+    "Recorder",
+    "Span",
+    "Summary",
+    "Trace",
     "balance",
     "convert_deferred_batch_norm",
     "flatten_sequential",

@@ -8,7 +8,7 @@ from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, flatten_sequential, restore_batch_norm
 from autopipe.plan import PipelinePlan
 from autopipe.profile import Profile
-from autopipe.trace import Trace
+from autopipe.trace import Recorder, Span, Summary, Trace
 from freeze import (
     AlphaSchedule,
     FreezeContext,
@@ -60,8 +60,11 @@ __all__ = [
     "PipelinePlan",
     "PlanSituation",
     "Profile",
+    "Recorder",
+    "Span",
     "StepResult",
     "Sublayer",
+    "Summary",
     "Trace",
     "TrainConfig",
     "Trainer",

@@ -6,9 +6,9 @@ recorder ─► span ─► trace ─► grid (text), picture, chrome, summary
 from autopipe.trace.picture import save_picture
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
-from autopipe.trace.summary import as_bytes
+from autopipe.trace.summary import Summary, as_bytes
 from autopipe.trace.trace import Trace
 
 __all__ = [
-    "Recorder", "Span", "Trace", "as_bytes", "save_picture",
+    "Recorder", "Span", "Summary", "Trace", "as_bytes", "save_picture",
 ]  # fmt: skip

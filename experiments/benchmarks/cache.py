@@ -61,66 +61,80 @@ def compare_with_memcpy(num_pairs: int) -> dict[str, Ratio]:
         }
 
 
-def compare_steps(num_pairs: int) -> dict[str, Ratio]:
-    """Time steps over the active half of a small Transformer, and fetches of the frozen half."""
-    torch.manual_seed(0)
-    tokens, width = 64, 256
-    layers = nn.ModuleList(
-        nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
-        for _ in range(2 * NUM_FROZEN)
-    )
-    frozen, active = layers[:NUM_FROZEN].eval(), layers[NUM_FROZEN:]
-    samples = torch.randn(NUM_ROWS, tokens, width)
-    stamps = PrefixStamps("eval")
-    for layer in frozen:
-        stamps.extend(layer.named_parameters())
+class _HalfFrozen:
+    """Hold a small Transformer whose lower half is frozen, and its samples."""
 
-    def run_layers(batch: dict[str, Tensor], first: int, last: int) -> Tensor:
+    def __init__(self, *, tokens: int = 64, width: int = 256) -> None:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
+            for _ in range(2 * NUM_FROZEN)
+        )
+        self._frozen, self._active = layers[:NUM_FROZEN].eval(), layers[NUM_FROZEN:]
+        self.samples = torch.randn(NUM_ROWS, tokens, width)
+        self.stamps = PrefixStamps("eval")
+        for layer in self._frozen:
+            self.stamps.extend(layer.named_parameters())
+
+    def load(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"x": self.samples[ids]}
+
+    def run_layers(self, batch: dict[str, Tensor], first: int, last: int) -> Tensor:
         hidden = batch[HIDDEN] if first else batch["x"]
-        for layer in frozen[first:last]:
+        for layer in self._frozen[first:last]:
             hidden = layer(hidden)
         return hidden
 
-    def load(ids: Tensor) -> dict[str, Tensor]:
-        return {"x": samples[ids]}
+    def run_new(self, hidden: Tensor) -> None:
+        """Run the newly frozen layers."""
+        with torch.no_grad():
+            for part in hidden.split(32):
+                self.run_layers({HIDDEN: part}, NUM_FROZEN - NUM_NEW, NUM_FROZEN)
 
-    def step(hidden: Tensor) -> None:
-        for layer in active:
+    def step(self, hidden: Tensor) -> None:
+        """Train the active half on its input."""
+        for layer in self._active:
             hidden = layer(hidden)
         hidden.square().mean().backward()
-        for parameter in active.parameters():
+        for parameter in self._active.parameters():
             parameter.grad = None
 
-    content = RowContent((), checked=False)
-    layout = content.layout({"x": samples[:1]}, samples[:1])
-    batches = _batches()
+
+def compare_steps(num_pairs: int) -> dict[str, Ratio]:
+    """Time steps over the active half of a small Transformer, and fetches of the frozen half."""
+    half, content, batches = _HalfFrozen(), RowContent((), checked=False), _batches()
+    layout = content.layout(half.load(torch.tensor([0])), half.samples[:1])
     with RowStore.in_memory(layout, NUM_ROWS) as store:
-        make = partial(PrefixCache, run_layers, chunk_size=32, stamps=stamps, content=content)
-        cached, computed = (make(store=one, device=torch.device("cpu")) for one in (store, None))
-        fetch = partial(cached.fetch, load=load, depth=NUM_FROZEN)
+        cached, computed = (
+            PrefixCache(
+                half.run_layers,
+                chunk_size=32,
+                store=one,
+                stamps=half.stamps,
+                device=torch.device("cpu"),
+                content=content,
+            )
+            for one in (store, None)
+        )
+        fetch, compute = (
+            partial(cache.fetch, load=half.load, depth=NUM_FROZEN) for cache in (cached, computed)
+        )
         for ids in torch.arange(NUM_ROWS).split(BATCH):
             fetch(ids)
-        ids = next(batches)
-        given = computed.fetch(ids, load, depth=NUM_FROZEN)[HIDDEN]
+        given = compute(ids := next(batches))[HIDDEN]
         assert torch.equal(fetch(ids)[HIDDEN], given)
 
         def upgrade() -> None:
-            ids = next(batches)
-            hidden = fetch(ids)[HIDDEN]  # Stands for the shallower row, of as many bytes.
-            run_new({HIDDEN: hidden})
-            store.write(ids, stamps[NUM_FROZEN], {HIDDEN: hidden})
-
-        def run_new(batch: dict[str, Tensor]) -> None:
-            with torch.no_grad():
-                for part in batch[HIDDEN].split(32):
-                    run_layers({HIDDEN: part}, NUM_FROZEN - NUM_NEW, NUM_FROZEN)
+            hidden = fetch(ids := next(batches))[HIDDEN]  # Of as many bytes as a shallower row.
+            half.run_new(hidden)
+            store.write(ids, half.stamps[NUM_FROZEN], {HIDDEN: hidden})
 
         hits, _ = paired_ratio(
-            lambda: step(fetch(next(batches))[HIDDEN]), lambda: step(given), num_pairs=num_pairs
+            lambda: half.step(fetch(next(batches))[HIDDEN]),
+            lambda: half.step(given),
+            num_pairs=num_pairs,
         )
-        spared = _over(
-            upgrade, lambda: computed.fetch(next(batches), load, depth=NUM_FROZEN), num_pairs
-        )
+        spared = _over(upgrade, lambda: compute(next(batches)), num_pairs)
         return {"hit_step_overhead": hits, "upgrade_vs_recompute": spared}
 
 

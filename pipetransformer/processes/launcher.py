@@ -35,7 +35,6 @@ from uuid import uuid4
 import torch
 
 from autodp import PeerError
-from autopipe.engine import LinkError
 from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.world import STORE_VARIABLE
 
@@ -184,7 +183,7 @@ def _enter(work: Callable[[], None], rank: int, environment: Mapping[str, str]) 
     try:
         work()
     except Exception as error:
-        name = _CONSEQUENCE if isinstance(error, (LinkError, PeerError)) else _FAILURE
+        name = _CONSEQUENCE if isinstance(error, PeerError) else _FAILURE
         with suppress(OSError):  # Another rank was first, or the launcher is gone.
             # Making a link is atomic, so the first one stays.
             os.symlink(str(rank), Path(environment[STORE_VARIABLE]).parent / name)

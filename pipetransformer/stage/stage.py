@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, split_evenly, waiting_for
-from autopipe.engine import StageReport, run_program
+from autopipe.engine import LinkError, StageReport, run_program
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.trace import Recorder
 from freeze import GradientSignals
-from pipetransformer.errors import NonFiniteError
+from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
@@ -143,7 +144,7 @@ class Stage:
                 the model was changed between two steps, or the loss depends on how the batch is
                 split.
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
-            LinkError, PeerError: a rank is gone, or silent for longer than a step may take.
+            PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start = time.perf_counter()
         # Freed here and not at the end of a step, gradients leave their memory to the forward.
@@ -155,10 +156,11 @@ class Stage:
         moment = TrainMoment(step, self._task.config.seed, first, len(ids))
         coming = None if next_ids is None else self._own(next_ids)[0]
         batches = MicroBatches(own, sizes := self._cut(own), rows, coming)
-        work = TrainWork(
-            self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
-        )
-        report = self._run(work, sizes)
+        with _naming_peers():
+            work = TrainWork(
+                self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
+            )
+            report = self._run(work, sizes)
         wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
@@ -199,7 +201,8 @@ class Stage:
                 ids, differs = own[begin : begin + per_step], False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut(ids), rows)
-                    differs = self._evaluate_round(layers, batches, sums)
+                    with _naming_peers():
+                        differs = self._evaluate_round(layers, batches, sums)
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
@@ -342,3 +345,12 @@ class Stage:
 
     def _first_active_layer(self) -> int:
         return self._task.model.sublayers[self.plan.boundaries[0]].layer
+
+
+@contextmanager
+def _naming_peers() -> Iterator[None]:
+    """Turn a link's error into the one that users know of: a rank is gone or silent."""
+    try:
+        yield
+    except LinkError as error:
+        raise PeerError(str(error)) from error
