@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.sums import Sums, reserved_bytes, sums_of
+from autodp.sums import MessageSums, Sums, reserved_bytes, sums_of
 
 
 @dataclass
@@ -47,6 +47,7 @@ class GradientReducer:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
         group: the replicas of the stage.
         bucket_bytes: gradients are summed in vectors of about this size.
+        on_one_node: whether the replicas may share memory; the same on all of them.
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
@@ -56,11 +57,15 @@ class GradientReducer:
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int = 25 << 20,
+        on_one_node: bool = True,
     ) -> None:
         self._replica = dist.get_rank(group)
         filled, replicas = _fill_buckets(parameters, bucket_bytes), dist.get_world_size(group)
         num_bytes = sum(reserved_bytes(sum(_parts(own, replicas)), own[0].dtype) for own in filled)
-        self._sums = sums_of(group, parameters[0].device, num_bytes)
+        device = parameters[0].device
+        self._sums = (
+            sums_of(group, device, num_bytes) if on_one_node else MessageSums(group, device)
+        )
         self._buckets = [_make_bucket(own, replicas, self._sums) for own in filled]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]

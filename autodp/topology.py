@@ -14,6 +14,7 @@ nodes, are spares. They are the stage and the replica after the last, and in no 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +91,10 @@ class Topology:
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage, one a replica."""
         return tuple(ranks[stage] for ranks in self._pipelines)
+
+    def is_on_one_node(self, ranks: Iterable[int]) -> bool:
+        """Tell whether all of some ranks are slots of one node."""
+        return len({rank // self.slots_per_node for rank in ranks}) == 1
 
     def _is_possible(self, length: int) -> bool:
         """Tell whether a pipeline stays within a node, or fills whole ones, and finds room."""

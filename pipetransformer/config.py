@@ -109,7 +109,7 @@ class TrainConfig:
             augmented at random: epoch e reads view e modulo so many; None takes a new one each
             epoch, which cannot be cached.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
-            share of the batch, at most 32.
+            share of the batch, rounded up to a multiple of 8 and at most 32.
         folder: where records and checkpoints go; None writes nothing.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
             folder; what is due while the save before is still written may be left out, with a

@@ -77,9 +77,10 @@ def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
     """Return how many samples the frozen prefix runs at a time, where nobody says.
 
     A rank's share of the batch, so that whole chunks are filled whatever the number of replicas;
-    beyond 32 samples more make a layer hardly faster, and take memory.
+    beyond 32 samples more make a layer hardly faster, and take memory. In multiples of 8, as
+    kernels compute the odd rows at a chunk's end in another way, with other last bits.
     """
-    return min(_MOST_CHUNK, -(-global_batch // num_ranks))
+    return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
 
 
 def _first_active(profile: Profile, request: PlanRequest) -> int:

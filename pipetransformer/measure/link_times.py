@@ -159,7 +159,9 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
 def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
     """Time what a stage does with gradients of so many bytes: copy, sum, and put in place."""
     parameter = nn.Parameter(torch.zeros(num_bytes // 4, device=world.device))
-    reducer = GradientReducer([parameter], group)
+    ranks = dist.get_process_group_ranks(group)
+    on_one_node = world.topology(1).is_on_one_node(ranks)
+    reducer = GradientReducer([parameter], group, on_one_node=on_one_node)
     gradient = torch.zeros_like(parameter)
 
     def have_gradient() -> None:

@@ -106,7 +106,11 @@ class Stage:
         self.recorder: Recorder | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
-            self._reducer = GradientReducer(list(self.parameters.values()), self._groups.stage)
+            self._reducer = GradientReducer(
+                list(self.parameters.values()),
+                self._groups.stage,
+                on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
+            )
 
     @property
     def index(self) -> int:
