@@ -110,11 +110,7 @@ class Trainer:
             self.world,
             timeline=self._timeline,
             deployment=self._deployment,
-            parts={
-                "transitions": self._transitions,
-                "report": self.report,
-                "log": self._log,
-            },
+            parts={"transitions": self._transitions, "report": self.report, "log": self._log},
             optimizer=traits,
         )
         self._trace: Trace | None = None

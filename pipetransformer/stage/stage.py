@@ -151,11 +151,7 @@ class Stage:
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start = time.perf_counter()
-        # Freed here and not at the end of a step, gradients leave their memory to the forward.
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        set_modes(self._modes)
-        intrusion = self._watch.begin()
+        intrusion = self._begin_step()
         own, first = self._own(ids)
         moment = TrainMoment(step, self._task.config.seed, first, len(ids))
         coming = None if next_ids is None else self._own(next_ids)[0]
@@ -190,6 +186,14 @@ class Stage:
         return StepResult(
             loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total)
         )
+
+    def _begin_step(self) -> str:
+        """Bring the stage into a step's state; say what the user has changed since, or ""."""
+        # Freed here and not at the end of a step, gradients leave their memory to the forward.
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        set_modes(self._modes)
+        return self._watch.begin()
 
     def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
