@@ -1,10 +1,14 @@
-"""Cache the frozen prefix's activations, shared by all processes of a node."""
+"""Cache the frozen prefix's activations, shared by all processes of a node.
+
+stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, content of a sample
+              └─► reader: rows read ahead ─► row_copy
+"""
 
 from __future__ import annotations
 
+from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
-from autocache.prefix import CacheStats, PrefixCache, RunLayers
 from autocache.stamp import PrefixStamps, chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 

@@ -1,12 +1,16 @@
-"""Decide who trains what: topology, groups, moving state between ranks, sharding the data."""
+"""Decide who trains what: topology, groups, moving state between ranks, sharding the data.
+
+topology ─► groups ─► reduce ─► sums: messages, or shared_memory within a node
+    └─────► moves ─► redistribute: shard_pieces in rounds       sampler: whose samples
+"""
 
 from autodp.groups import GroupPool, Groups, build_groups, link_device
 from autodp.messages import PeerError, broadcast_json, gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
-from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import EpochSampler, mix_seed, split_evenly
+from autodp.shard_pieces import Shard
 from autodp.topology import Topology
 
 __all__ = [

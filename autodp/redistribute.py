@@ -22,7 +22,7 @@ from torch import Tensor
 from autodp.groups import link_device
 from autodp.messages import gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, check_holders, plan_moves
-from autodp.pieces import Parcel, Piece, PieceTensor, Shard, cut
+from autodp.shard_pieces import Parcel, Piece, PieceTensor, Shard, cut
 
 
 class ShardStore(ABC):

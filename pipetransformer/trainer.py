@@ -15,21 +15,21 @@ from autopipe.trace import Span, Trace
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, Saved, resumes
-from pipetransformer.checks import (
-    check_world,
-    probe_sublayers,
-    refuse_model,
-    refuse_surroundings,
-)
 from pipetransformer.config import make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
-from pipetransformer.position import Timeline
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
+from pipetransformer.refusals import (
+    check_world,
+    probe_sublayers,
+    refuse_model,
+    refuse_surroundings,
+)
 from pipetransformer.report import FitReport, RunLog
+from pipetransformer.run_position import Timeline
 from pipetransformer.stage import FrozenPrefix, LossSums, SampleFeed, StepResult
 from pipetransformer.transition import Change, Decision, Deployment, Transitions
 from pipetransformer.verification import Verification, verify

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.engine.channel import Peer, Receiver, Sender
+from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.engine.executor import StageLinks, StageWork
-from autopipe.engine.forward_pass import is_recomputing
 from autopipe.engine.link import Payload
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
 from tests.models import tiny_data, tiny_model

@@ -5,13 +5,13 @@ schedule ─► executor ─► graph: a local autograd graph for every micro-ba
 """
 
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
-from autopipe.engine.forward_pass import (
+from autopipe.engine.current_micro_batch import (
     ForwardPass,
     current_forward_pass,
     is_checkpointing,
     is_recomputing,
 )
+from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.engine.graph import Starts, cut, total_bytes
 from autopipe.engine.link import Gradients, Link, LinkAbove, LinkBelow, Payload
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow

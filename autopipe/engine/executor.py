@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autopipe.engine.forward_pass import ForwardPass, running
+from autopipe.engine.current_micro_batch import ForwardPass, running
 from autopipe.engine.graph import (
     Roots,
     Starts,

@@ -1,6 +1,6 @@
 """Wrap a sequential module as a pipeline in one process: torchgpipe's documented interface.
 
-module ─► mini_batch ─► partition_work ─► engine/
+module ─► batch_run ─► partition_work ─► engine/
              └─ micro_batch: cut, join     └─ batch_norm, skip/
 """
 
@@ -10,7 +10,7 @@ from autopipe.gpipe.batch_norm import (
     restore_batch_norm,
 )
 from autopipe.gpipe.module import GPipe
-from autopipe.gpipe.partitions import flatten_sequential
+from autopipe.gpipe.partition_checks import flatten_sequential
 
 __all__ = [
     "DeferredBatchNorm", "GPipe", "convert_deferred_batch_norm", "flatten_sequential",

@@ -19,10 +19,15 @@ from torch import Tensor, nn
 
 from autopipe.engine import Payload
 from autopipe.gpipe.batch_norm import convert_deferred_batch_norm
+from autopipe.gpipe.batch_run import PipelineRun, run_forward
 from autopipe.gpipe.micro_batch import Batch, as_batch, as_payload, scatter, split_sizes
-from autopipe.gpipe.mini_batch import PipelineRun, run_forward
+from autopipe.gpipe.partition_checks import (
+    check_balance,
+    check_module,
+    check_sharing,
+    choose_devices,
+)
 from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, trained_tensors
-from autopipe.gpipe.partitions import check_balance, check_module, check_sharing, choose_devices
 from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.gpipe.step_loss import StepLoss
 from autopipe.schedule import SCHEDULES, forward_only

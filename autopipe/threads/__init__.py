@@ -1,8 +1,8 @@
 """Run stages as threads of one process: queues between them, and random numbers of their own."""
 
+from autopipe.threads.partition_threads import CallerSettings, run_together
 from autopipe.threads.randomness import Randomness, may_draw
 from autopipe.threads.thread_link import Crossing, ThreadLinkAbove, ThreadLinkBelow
-from autopipe.threads.workers import CallerSettings, run_together
 
 __all__ = [
     "CallerSettings", "Crossing", "Randomness", "ThreadLinkAbove", "ThreadLinkBelow", "may_draw",

@@ -30,7 +30,7 @@ import safetensors.torch
 from torch import Tensor
 
 from pipetransformer.checkpoint.snapshot import Shards
-from pipetransformer.durable import fsync, hash_json, replace_file
+from pipetransformer.durable_files import fsync, hash_json, replace_file
 from pipetransformer.errors import CorruptCheckpointError
 
 FORMAT_VERSION = 2

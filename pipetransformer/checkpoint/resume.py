@@ -31,7 +31,7 @@ from pipetransformer.checkpoint.format import (
     published,
 )
 from pipetransformer.config import TrainConfig
-from pipetransformer.durable import replace_file
+from pipetransformer.durable_files import replace_file
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World, agree, is_restarted, launcher_name
 from pipetransformer.transition import OPTIMIZER, WEIGHTS, shard_name, split_shard_name

@@ -31,8 +31,8 @@ from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
-from pipetransformer.position import Position, Timeline
 from pipetransformer.processes import World, agree, is_restarted
+from pipetransformer.run_position import Position, Timeline
 from pipetransformer.transition import Decider, Decision, Deployment, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from pipetransformer.checkpoint.format import (
     write_shards,
 )
 from pipetransformer.checkpoint.snapshot import Shards, Snapshot, num_bytes_of
-from pipetransformer.durable import check_plain
+from pipetransformer.durable_files import check_plain
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World
 

@@ -5,7 +5,7 @@ command ─► place (described), machine (measured) ─► answer ─► table
 
 from pipetransformer.forecast.command import add_plan_parser, run_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.place import profiled
+from pipetransformer.forecast.target import profiled
 
 __all__ = [
     "ModelChoice", "add_plan_parser", "build_named", "profiled", "run_plan",

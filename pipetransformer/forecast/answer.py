@@ -19,7 +19,7 @@ from autopipe.plan import (
 )
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
-from pipetransformer.forecast.place import Place
+from pipetransformer.forecast.target import Place
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipetransformer.durable import LineFile
+from pipetransformer.durable_files import LineFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -16,9 +16,9 @@ from autodp import Topology, gather_json
 from autopipe.profile import Profile
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
-from pipetransformer.position import Clock
 from pipetransformer.processes import World
 from pipetransformer.report.records import Records
+from pipetransformer.run_position import Clock
 from pipetransformer.stage import StepResult
 from pipetransformer.transition import Change, Decision
 

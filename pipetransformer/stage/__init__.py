@@ -2,13 +2,13 @@
 
 frozen_prefix ─► sample_feed ─► work ─► stage: forwards, backwards, sums, update
      node_store ─►┘               ▲
-       wiring: links and side_inputs     watch, nonfinite: what is refused
+       wiring: links and side_inputs     health, nonfinite: what is refused
 """
 
 from pipetransformer.stage.frozen_prefix import FrozenPrefix
+from pipetransformer.stage.health import written_text
 from pipetransformer.stage.sample_feed import SampleFeed
 from pipetransformer.stage.stage import Stage, StepResult
-from pipetransformer.stage.watch import written_text
 from pipetransformer.stage.work import LossSums
 
 __all__ = [

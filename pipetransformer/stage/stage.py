@@ -25,8 +25,8 @@ from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
+from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
-from pipetransformer.stage.watch import StageWatch
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,

@@ -23,8 +23,8 @@ from freeze import (
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import PlanSituation, complete_request, planner_of, same_stages
-from pipetransformer.position import Clock
 from pipetransformer.processes import World
+from pipetransformer.run_position import Clock
 from pipetransformer.transition.cost import TransitionCost
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.journal import Journal

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetransformer.durable import LineFile, fsync, hash_json
+from pipetransformer.durable_files import LineFile, fsync, hash_json
 
 _CHECK_DIGITS = 16
 _LOG = logging.getLogger(__name__)

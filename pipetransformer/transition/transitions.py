@@ -18,8 +18,8 @@ from freeze import FreezePolicy
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements, measure
-from pipetransformer.position import Clock, Timeline
 from pipetransformer.processes import World, free_bytes, tightest
+from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision

@@ -15,9 +15,9 @@ from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction
 from pipetransformer.processes import World
 from pipetransformer.verification.local import find_difference
+from pipetransformer.verification.model_copy import OwnForward, converted, make_twin
 from pipetransformer.verification.pipelined import compare_steps
 from pipetransformer.verification.tolerance import Tolerance
-from pipetransformer.verification.twin import OwnForward, converted, make_twin
 
 _LOGGER = logging.getLogger(__name__)
 

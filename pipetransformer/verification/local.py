@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipetransformer.adapters import LayeredModel, find_changed, named_tensors
 from pipetransformer.data import Batch, part_of
 from pipetransformer.loss import Loss, refuse_split
+from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance
-from pipetransformer.verification.twin import OwnForward
 
 _Result = TypeVar("_Result")
 

@@ -25,8 +25,8 @@ from pipetransformer.job import Task
 from pipetransformer.processes import World
 from pipetransformer.stage import FrozenPrefix, SampleFeed
 from pipetransformer.transition import Decision, Deployment
+from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance
-from pipetransformer.verification.twin import OwnForward
 
 
 @dataclass(frozen=True)

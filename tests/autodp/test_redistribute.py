@@ -15,8 +15,8 @@ from torch import Tensor
 
 from autodp.messages import PeerError
 from autodp.moves import ROUND_BYTES
-from autodp.pieces import Shard
 from autodp.redistribute import ShardStore, move_shards
+from autodp.shard_pieces import Shard
 from tests.live_bytes import LiveBytes
 from tests.pool import Pool
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from autopipe.engine.forward_pass import is_checkpointing, is_recomputing
+from autopipe.engine.current_micro_batch import is_checkpointing, is_recomputing
 from autopipe.gpipe.module import GPipe
 from tests.pipes import (
     CLOSE,

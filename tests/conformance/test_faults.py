@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.forward_pass import is_recomputing
+from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.gpipe.module import GPipe
 from tests.pipes import Call, every_mode, linears, on_cpu, ramp
 

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autodp.groups import Groups
 from autodp.moves import Move
-from autodp.pieces import Piece, PieceTensor, Shard
 from autodp.redistribute import ShardStore, _Journey
 from autodp.reduce import GradientReducer
+from autodp.shard_pieces import Piece, PieceTensor, Shard
 from autodp.topology import Topology
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.executor import StageLinks, StageWork, run_program

@@ -16,10 +16,10 @@ from torch.utils.data import IterableDataset
 
 from pipetransformer import LayeredModel, Trainer, cosine_with_warmup
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.checks.model_checks import refuse_model
-from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, constant, make_config
 from pipetransformer.loss import Loss, choose_loss
+from pipetransformer.refusals.model_checks import refuse_model
+from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {

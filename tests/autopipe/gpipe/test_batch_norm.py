@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.forward_pass import ForwardPass, running
+from autopipe.engine.current_micro_batch import ForwardPass, running
 from autopipe.gpipe.batch_norm import (
     DeferredBatchNorm,
     convert_deferred_batch_norm,

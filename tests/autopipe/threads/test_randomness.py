@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.forward_pass import ForwardPass, is_recomputing
+from autopipe.engine.current_micro_batch import ForwardPass, is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.threads.randomness import Randomness, may_draw
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.checkpoint.resume import note_launchers, resumes
-from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes.world import connect
+from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
 from tests.pipetransformer.checkpoint.test_resume import save
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipetransformer.durable import check_plain
+from pipetransformer.durable_files import check_plain
 from pipetransformer.transition.journal import Journal, read_journal
 
 FIRST = {"step": 200, "num_frozen": 4, "length": 2}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autocache.cached_prefix import PrefixCache
 from autocache.content import RowContent
-from autocache.prefix import PrefixCache
 from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autopipe.engine.forward_pass import is_recomputing
+from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
 from tests.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model

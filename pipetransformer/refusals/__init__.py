@@ -5,9 +5,9 @@ model_checks    what a model looks like
 sublayer_probe  what its sublayers do with two samples
 """
 
-from pipetransformer.checks.model_checks import refuse_model
-from pipetransformer.checks.run_checks import check_world, refuse_surroundings
-from pipetransformer.checks.sublayer_probe import probe_sublayers
+from pipetransformer.refusals.model_checks import refuse_model
+from pipetransformer.refusals.run_checks import check_world, refuse_surroundings
+from pipetransformer.refusals.sublayer_probe import probe_sublayers
 
 __all__ = [
     "check_world", "probe_sublayers", "refuse_model", "refuse_surroundings",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autodp.moves import ROUND_BYTES
-from autodp.pieces import Parcel, Piece, PieceTensor, cut
+from autodp.shard_pieces import Parcel, Piece, PieceTensor, cut
 
 
 def spec(name: str, num_values: int) -> PieceTensor:
