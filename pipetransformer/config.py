@@ -88,6 +88,9 @@ class TrainConfig:
         pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
+        micro_batch_size: samples of a micro-batch: fixes where a global batch is cut, whatever K
+            and R are. Dropout's masks belong to micro-batches, so that runs with one seed learn
+            the same on any devices; without it they depend on the pipelines that were chosen.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
             "published" follows the published rules, a function takes a `PlanSituation`.
@@ -142,6 +145,7 @@ class TrainConfig:
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
     micro_batches: int | None = None
+    micro_batch_size: int | None = None
     schedule: str | None = None
     plan: str | Planner = "fastest"
     memory_limit_bytes: int | None = None
@@ -175,6 +179,7 @@ class TrainConfig:
                 f"{self.global_batch_size}; each needs a sample: choose at most "
                 f"{self.global_batch_size}"
             )
+        self._check_micro_batch_size()
         if self.folder is None and (self.saves or self.resume):
             raise ValueError(
                 "checkpoint_every_epochs, checkpoint_every_steps and resume need a "
@@ -215,6 +220,7 @@ class TrainConfig:
         for name in (
             "pipeline_length",
             "micro_batches",
+            "micro_batch_size",
             "memory_limit_bytes",
             "freeze_interval_steps",
             "cache_limit_bytes",
@@ -239,6 +245,26 @@ class TrainConfig:
             self.max_grad_norm is None or _is_positive(self.max_grad_norm),
             "None or a number above 0",
         )
+
+    def _check_micro_batch_size(self) -> None:
+        size = self.micro_batch_size
+        if size is None:
+            return
+        if self.micro_batches is not None:
+            raise ValueError(
+                f"micro_batch_size is {size} and micro_batches is {self.micro_batches}; each "
+                "follows from the other: give one of them"
+            )
+        if self.plan == "published":
+            raise ValueError(
+                f"micro_batch_size is {size}, but plan='published' chooses the micro-batches "
+                "itself; leave one of them out"
+            )
+        if size > self.global_batch_size:
+            raise ValueError(
+                f"micro_batch_size is {size} for a global_batch_size of "
+                f"{self.global_batch_size}; choose at most {self.global_batch_size}"
+            )
 
     def _check_choices(self) -> None:
         for name, allowed in (

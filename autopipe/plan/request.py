@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from autopipe.plan.lengths import length_choices, replicas_of
-from autopipe.schedule import SCHEDULES
+from autopipe.schedule import SCHEDULES, micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class PlanRequest:
         lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
             slots idle only where no other is feasible.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
+        micro_batch_size: where it is fixed, samples of every micro-batch but a batch's last;
+            their number follows from it.
         schedules: schedules to consider; of two equally good ones the earlier is taken.
     Raises:
         ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
@@ -95,6 +97,7 @@ class PlanRequest:
     round_bytes: int = 0
     lengths: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
+    micro_batch_size: int | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
 
     def __post_init__(self) -> None:
@@ -106,6 +109,7 @@ class PlanRequest:
             ("prefix_chunk", self.prefix_chunk or 1, 1),
             ("round_bytes", self.round_bytes, 0),
             ("micro_batches", min(self.micro_batches or (1,)), 1),
+            ("micro_batch_size", 1 if self.micro_batch_size is None else self.micro_batch_size, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -134,6 +138,27 @@ class PlanRequest:
         """Return how many pipelines of a length train side by side."""
         return replicas_of(length, self.num_ranks, self.slots_per_node)
 
+    @property
+    def most_replicas(self) -> int:
+        """Return how many pipelines the batch has something for."""
+        return math.ceil(self.global_batch / (self.micro_batch_size or 1))
+
     def samples_of(self, length: int) -> int:
         """Return the samples of the largest replica in a step."""
-        return math.ceil(self.global_batch / self.replicas_of(length))
+        unit = self.micro_batch_size or 1
+        return min(
+            self.global_batch, unit * math.ceil(self.most_replicas / self.replicas_of(length))
+        )
+
+    def sizes_of(self, length: int, num_micro_batches: int) -> tuple[int, ...]:
+        """Return the sizes of the largest replica's micro-batches.
+
+        Args:
+            length: of its pipeline.
+            num_micro_batches: how many they are, where their size is not fixed.
+        """
+        num_samples = self.samples_of(length)
+        if self.micro_batch_size is None:
+            return micro_batch_sizes(num_samples, num_micro_batches)
+        whole, rest = divmod(num_samples, self.micro_batch_size)
+        return (self.micro_batch_size,) * whole + (rest,) * (rest > 0)

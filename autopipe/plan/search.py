@@ -17,7 +17,7 @@ from autopipe.plan.estimate import StepModel
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
-from autopipe.schedule import SCHEDULES, micro_batch_sizes, peak_in_flight
+from autopipe.schedule import SCHEDULES, peak_in_flight
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
@@ -100,7 +100,7 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
     What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
     """
     model = _model(profile, request)
-    sizes = micro_batch_sizes(request.samples_of(plan.length), plan.num_micro_batches)
+    sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
     return model.simulation(SCHEDULES[plan.schedule](plan.length, len(sizes)), sizes, split)
 
@@ -161,14 +161,15 @@ def _shapes(
     lengths = [
         length
         for length in wanted
-        if length <= model.num_units and request.replicas_of(length) <= request.global_batch
+        if length <= model.num_units and request.replicas_of(length) <= request.most_replicas
     ]
     shapes = []
     for length in lengths:
         num_samples = request.samples_of(length)
+        counts = request.micro_batches or _micro_batch_counts(length, num_samples)
         shapes += [
-            (length, micro_batch_sizes(num_samples, count))
-            for count in request.micro_batches or _micro_batch_counts(length, num_samples)
+            (length, request.sizes_of(length, count))
+            for count in (counts if request.micro_batch_size is None else (1,))
             if count <= num_samples
         ]
     if not shapes:

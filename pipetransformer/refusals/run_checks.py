@@ -37,6 +37,13 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         if os.environ.get("RANK", "0") == "0":
             _LOGGER.warning("%s: the run continues with at most %d", unfit, length)
     replicas = 1 if config.scale_batch else num_ranks // length
+    size = config.micro_batch_size or 1
+    if size > 1 and -(-config.global_batch_size // size) < replicas:
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} has fewer micro-batches of "
+            f"micro_batch_size {size} than the {replicas} replicas that may train; choose a "
+            f"micro_batch_size of at most {max(1, config.global_batch_size // replicas)}"
+        )
     if config.global_batch_size < replicas:
         raise ValueError(
             f"global_batch_size {config.global_batch_size} is smaller than the {replicas} "

@@ -12,6 +12,7 @@ At the end the loss of both samples is held against those of each.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
 
+_LOGGER = logging.getLogger(__name__)
+
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
@@ -42,14 +45,28 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
     Raises:
         ValueError: on every rank: the message names the first sublayer, and what it does.
     """
-    agree(lambda: _Probe(task, world.device, read(torch.arange(2))).run(), group=world.group)
+    probe = _Probe(task, world.device, read(torch.arange(2)))
+    agree(probe.run, group=world.group)
+    config = task.config
+    chosen = config.pipeline_length is None or config.micro_batches is None
+    cut_varies = world.size > 1 or config.memory_limit_bytes is not None
+    if probe.is_random and chosen and cut_varies and config.micro_batch_size is None:
+        if world.is_main:
+            _LOGGER.warning(
+                "%r draws random numbers for each micro-batch while it trains, and where a batch "
+                "is cut follows from the pipelines that are chosen: another run may draw others. "
+                "micro_batch_size=... fixes the cut",
+                probe.is_random,
+            )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Probe:
     task: Task
     device: torch.device
     samples: Batch
+    is_random: str = ""
+    """The first sublayer that draws random numbers in training."""
 
     def run(self) -> None:
         """Run the passes; refuse what the first that fails has found."""
@@ -73,7 +90,10 @@ class _Probe:
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
+                before = _random_state(self.device)
                 output = self._call(index, hidden, batch)
+                if not self.is_random and _random_state(self.device) != before:
+                    self.is_random = sublayer.name
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
                         # Not `grad`, which reentrant checkpointing does not allow.
@@ -93,9 +113,9 @@ class _Probe:
         value: Tensor | Batch = batch
         for index, sublayer in enumerate(self.task.model.sublayers):
             with self._lent(index, training=False):
-                before = torch.get_rng_state()
+                before = _random_state(self.device)
                 value = self._call(index, value, batch)
-                if not torch.equal(before, torch.get_rng_state()):
+                if _random_state(self.device) != before:
                     raise ValueError(
                         f"sublayer {sublayer.name!r} draws random numbers in eval mode, so that "
                         "its output as a frozen layer depends on who computes it; let it draw "
@@ -150,6 +170,14 @@ class _Probe:
         ):
             set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
             yield
+
+
+def _random_state(device: torch.device) -> bytes:
+    """Return the state of the generators that layers on a device draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

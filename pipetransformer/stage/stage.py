@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autodp import GradientReducer, Groups, Topology, mix_seed, split_evenly, waiting_for
+from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
 from autopipe.engine import LinkError, StageReport, run_program
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES, forward_only
@@ -25,6 +25,7 @@ from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
+from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
 from pipetransformer.stage.wiring import StageWiring
@@ -81,6 +82,9 @@ class Stage:
         self._replica = topology.replica_of(world.rank)
         self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
         self._groups = groups
+        self._cut = BatchCut(
+            topology.replicas, plan.num_micro_batches, task.config.micro_batch_size
+        )
         # A spare is a stage without sublayers, in a replica that has no samples.
         self._is_spare = topology.is_spare(world.rank)
         self._trained = range(
@@ -155,7 +159,7 @@ class Stage:
         own, first = self._own(ids)
         moment = TrainMoment(step, self._task.config.seed, first, len(ids))
         coming = None if next_ids is None else self._own(next_ids)[0]
-        batches = MicroBatches(own, sizes := self._cut(own), rows, coming)
+        batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
         with _naming_peers():
             work = TrainWork(
                 self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
@@ -204,11 +208,11 @@ class Stage:
         with torch.no_grad():
             # Every rank counts the largest replica's rounds, and hears of all others in each: a
             # spare, or a replica without examples, waits for a round and not for the whole.
-            most = split_evenly(num_samples, self.topology.replicas)[0]
+            most = self._cut.slices(num_samples)[0]
             for begin in range(0, most, per_step):
                 ids, differs = own[begin : begin + per_step], False
                 if len(ids):
-                    batches = MicroBatches(ids, self._cut(ids), rows)
+                    batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
                     with _naming_peers():
                         differs = self._evaluate_round(layers, batches, sums)
                 if any(self._sum_over_world([float(differs)])):
@@ -230,15 +234,9 @@ class Stage:
         work.finish_step()
         return self._evaluation_probe.finds_difference()
 
-    def _cut(self, ids: Tensor) -> tuple[int, ...]:
-        """Return the sizes of a replica's micro-batches; none without samples."""
-        if len(ids) == 0:
-            return ()
-        return split_evenly(len(ids), min(len(ids), self.plan.num_micro_batches))
-
     def _own(self, ids: Tensor) -> tuple[Tensor, int]:
         """Return this replica's slice of a batch, and where in the batch it begins."""
-        sizes = (*split_evenly(len(ids), self.topology.replicas), 0)
+        sizes = (*self._cut.slices(len(ids)), 0)
         first = sum(sizes[: self._replica])
         return ids[first : first + sizes[self._replica]], first
 

@@ -44,6 +44,7 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
         "memory_limit_bytes": config.memory_limit_bytes,
         "pipeline_length": config.pipeline_length,
         "micro_batches": config.micro_batches,
+        "micro_batch_size": config.micro_batch_size,
         "schedule": config.schedule,
     }
 
@@ -231,6 +232,7 @@ class Decider:
             prefix_chunk=config.prefix_chunk_of(self._world.size),
             lengths=self._lengths(num_frozen),
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
+            micro_batch_size=config.micro_batch_size,
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
         rate = measured.copy_bytes_per_s if config.cache else None
@@ -259,28 +261,49 @@ class Decider:
         )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
         num_frozen, reason = freeze.num_frozen, freeze.reason
-        entry = self._journal.recorded(clock.step) if self._journal is not None else None
-        if entry is not None:
-            recorded = Decision.from_json(entry["decision"])
-            if entry["world"] == self._shape:
+        recorded, fits = self._recorded(clock.step)
+        if recorded is not None:
+            if fits:
                 return recorded
             # Another world needs another pipeline, but what was frozen must stay what it was.
             num_frozen, reason = recorded.num_frozen, recorded.reason
         plan, use_cache = self.plan(clock, num_frozen)
+        self._check(plan, num_frozen)
+        return Decision(clock.step, num_frozen, plan, use_cache, reason)
+
+    def _recorded(self, step: int) -> tuple[Decision | None, bool]:
+        """Return what the journal to repeat has for a step, and whether it fits this world."""
+        entry = self._journal.recorded(step) if self._journal is not None else None
+        if entry is None:
+            return None, False
+        return Decision.from_json(entry["decision"]), entry["world"] == self._shape
+
+    def _check(self, plan: PipelinePlan, num_frozen: int) -> None:
+        """Refuse what a user's planner may not return."""
         first = self._task.model.first_active(num_frozen)
         if plan.boundaries[0] != first:
             raise ValueError(
                 f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
                 f"frozen layers the first active sublayer is {first}; plan the active ones"
             )
-        return Decision(clock.step, num_frozen, plan, use_cache, reason)
+        config, request = self._task.config, self._request(num_frozen)
+        if config.micro_batch_size is None:
+            return
+        batch = config.global_batch(request.replicas_of(plan.length))
+        sizes = replace(request, global_batch=batch).sizes_of(plan.length, plan.num_micro_batches)
+        if plan.num_micro_batches != len(sizes):
+            raise ValueError(
+                f"the planner wants {plan.num_micro_batches} micro-batches, but micro_batch_size "
+                f"{config.micro_batch_size} makes {len(sizes)} of a replica's samples; let it "
+                "return as many, or leave micro_batch_size out"
+            )
 
     def _review(self, clock: Clock, left: PipelinePlan, measured_s: float | None) -> Decision:
         current = self.current
         assert current is not None
-        entry = self._journal.recorded(clock.step) if self._journal is not None else None
-        if entry is not None and entry["world"] == self._shape:
-            return Decision.from_json(entry["decision"])
+        recorded, fits = self._recorded(clock.step)
+        if recorded is not None and fits:
+            return recorded
         kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
         if measured_s is None:
             return kept

@@ -198,7 +198,8 @@ class Transitions:
         self.decider.executed(decision, seconds if is_transition else None)
         if is_transition:
             self._pace.begin()
-            self._review = Review.of(before, decision, was_measured=step_before_s is not None)
+            if self._task.config.plan == "fastest":  # Other planners are obeyed, not corrected.
+                self._review = Review.of(before, decision, was_measured=step_before_s is not None)
         return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
 
     def _memory_limit_bytes(self) -> int | None:

@@ -64,7 +64,13 @@ def verify(
         twin = replace(
             task,
             model=make_twin(model, dtype),
-            config=replace(task.config, max_grad_norm=None, cache=False, on_nonfinite="raise"),
+            config=replace(
+                task.config,
+                max_grad_norm=None,
+                cache=False,
+                on_nonfinite="raise",
+                micro_batch_size=None,
+            ),
         )
         outcome = compare_steps(
             twin, world, own=own, batch=converted(batch, dtype), tolerance=Tolerance.of(dtype)

@@ -101,6 +101,39 @@ def test_dropout_depends_neither_on_the_run_nor_on_the_cut(two_ranks: Pool) -> N
     assert_equal(first, cut)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_fixed_micro_batch_size_makes_dropout_the_same_for_any_k_and_r(
+    two_ranks: Pool, size: int
+) -> None:
+    # 6 samples are 3 micro-batches of 2, or one of 4 and one of 2; of 26 the last step has 2.
+    count = -(-6 // size)
+    settings = {"micro_batch_size": size}
+    shapes = {"pipeline": Shape(2, count), "replicas": Shape(1, -(-count // 2))}
+    scenarios = {
+        name: Scenario({0: shape}, frozen=(0, 1), dropout=0.3, settings=settings)
+        for name, shape in shapes.items()
+    }
+    scenarios["both"] = dataclasses.replace(
+        scenarios["pipeline"], shapes={0: shapes["pipeline"], 4: shapes["replicas"]}
+    )
+    pipeline, replicas, both = (
+        merge(two_ranks.run(train_quickly, one)) for one in scenarios.values()
+    )
+    assert_equal(pipeline, replicas)
+    assert_equal(pipeline, both)
+
+
+def test_a_fixed_micro_batch_size_holds_on_four_processes(four_ranks: Pool) -> None:
+    settings = {"micro_batch_size": 1}
+    deep, mixed, wide = (
+        Scenario({0: shape}, frozen=(0, 1, 2), dropout=0.3, settings=settings)
+        for shape in (Shape(4, 6), Shape(2, 3), Shape(1, 2))
+    )
+    first = merge(four_ranks.run(train_quickly, deep))
+    for other in (mixed, wide):
+        assert_equal(first, merge(four_ranks.run(train_quickly, other)))
+
+
 def test_float32_losses_agree_to_a_ten_thousandth(two_ranks: Pool) -> None:
     scenario = Scenario(GROW_AND_SHRINK, frozen=(0, 1, 2), dtype="float32")
     assert merge(two_ranks.run(train, scenario)).losses == pytest.approx(

@@ -31,6 +31,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         (
             "pipeline_length",
             "micro_batches",
+            "micro_batch_size",
             "memory_limit_bytes",
             "freeze_interval_steps",
             "cache_limit_bytes",
@@ -90,6 +91,12 @@ def test_no_setting_but_the_label_goes_unchecked() -> None:
             {"micro_batches": 9, "global_batch_size": 8},
             "micro_batches is 9 for a global_batch_size of 8",
         ),
+        (
+            {"micro_batch_size": 9, "global_batch_size": 8},
+            "micro_batch_size is 9 for a global_batch_size of 8",
+        ),
+        ({"micro_batch_size": 4, "micro_batches": 2}, "follows from the other: give one of them"),
+        ({"micro_batch_size": 4, "plan": "published"}, "plan='published' chooses the micro-bat"),
     ],
     ids=str,
 )
@@ -192,6 +199,9 @@ def test_a_batch_smaller_than_the_replicas_is_refused() -> None:
         check_world(TrainConfig(global_batch_size=3), 4, 4)
     check_world(TrainConfig(global_batch_size=4), 4, 4)
     check_world(TrainConfig(global_batch_size=2, pipeline_length=2), 4, 4)
+    with pytest.raises(ValueError, match="fewer micro-batches of micro_batch_size 3 .* at most 2"):
+        check_world(TrainConfig(global_batch_size=8, micro_batch_size=3), 4, 4)
+    check_world(TrainConfig(global_batch_size=7, micro_batch_size=2), 4, 4)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8), nn.LazyBatchNorm2d()])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.search import micro_batch_sizes, plan_pipeline, predict
+from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.network import LinkCost
+from autopipe.schedule import micro_batch_sizes
 from tests.costs import profile, request, sublayer, sums, uniform
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopipe.plan.request import PipelinePlan
 from freeze.rules import FreezeSchedule
-from pipetransformer import Trainer
+from pipetransformer import Trainer, planning
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.pace import REVIEW_STEPS, Pace
@@ -93,9 +93,12 @@ def test_a_transition_records_what_steps_took_and_were_predicted_to_take(tmp_pat
     assert all(one["measured_step_s"] > 0 and one["predicted_step_s"] > 0 for one in outcomes)
 
 
-def pipelines_of(folder: Path, slowness: float, resume_at: int | None) -> list[Any]:
+def pipelines_of(
+    folder: Path, slowness: float, resume_at: int | None, name: str | None = "fastest"
+) -> list[Any]:
     """Train with a plan that goes from K = 1 to 2 at step 16, whose steps are made to take so
-    many times what was predicted; return (step, K, reason) of every transition.
+    many times what was predicted; return (step, K, reason) of every transition. The plan goes by
+    a name, or is the user's own.
     """
 
     def plan(situation: Any) -> PipelinePlan:
@@ -115,12 +118,13 @@ def pipelines_of(folder: Path, slowness: float, resume_at: int | None) -> list[A
         return bool(known(pace, factor))
 
     made: dict[str, Any] = {
-        "loss_fn": nn.CrossEntropyLoss(), "freeze": FreezeSchedule([0, 0]), "plan": plan,
+        "loss_fn": nn.CrossEntropyLoss(), "freeze": FreezeSchedule([0, 0]), "plan": name or plan,
         "folder": folder, "epochs": 20, "global_batch_size": 6, "progress": False,
         "freeze_interval_steps": 16, "checkpoint_every_steps": 20, "resume": "auto",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "note", note)
+        patch.setitem(planning.PLANS, "fastest", plan)  # type: ignore[arg-type]
         trainer = Trainer(tiny_model(), tiny_data(), **made)
         for _ in range(resume_at or 32):
             trainer.step()
@@ -142,6 +146,11 @@ def test_a_pipeline_that_turns_out_slower_is_left_again_once(
     assert (start[:2], there[:2], back[:2]) == ((0, 1), (16, 2), (16 + REVIEW_STEPS, 1))
     assert "back to K = 1, M = 2: K = 2, M = 2 takes" in back[2]
     kept = two_ranks.run(pipelines_of, tmp_path / "fast", 1e-6, None)[0]
+    assert [one[:2] for one in kept] == [(0, 1), (16, 2)]
+
+
+def test_a_planner_of_the_users_own_is_obeyed(two_ranks: Pool, tmp_path: Path) -> None:
+    kept = two_ranks.run(pipelines_of, tmp_path, 1e6, None, None)[0]
     assert [one[:2] for one in kept] == [(0, 1), (16, 2)]
 
 

@@ -1,0 +1,44 @@
+"""Say how a global batch is cut: into a slice for every replica, and that into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodp import split_evenly
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """Cut batches for one plan.
+
+    Args:
+        replicas: pipelines that share a batch.
+        num_micro_batches: into how many a replica cuts its slice, where their size is not fixed.
+        micro_batch_size: fixes where a global batch is cut, whatever the other two are; replicas
+            then share whole micro-batches. None splits evenly.
+    """
+
+    replicas: int
+    num_micro_batches: int
+    micro_batch_size: int | None
+
+    def slices(self, num_samples: int) -> tuple[int, ...]:
+        """Return how many samples of a batch each replica takes, in their order."""
+        if self.micro_batch_size is None:
+            return split_evenly(num_samples, self.replicas)
+        whole, rest = divmod(num_samples, self.micro_batch_size)
+        shares = split_evenly(whole + (rest > 0), self.replicas)
+        ends = [
+            min(sum(shares[: n + 1]) * self.micro_batch_size, num_samples)
+            for n in range(self.replicas)
+        ]
+        return tuple(end - begin for begin, end in zip((0, *ends), ends, strict=False))
+
+    def sizes(self, num_samples: int) -> tuple[int, ...]:
+        """Return the sizes of a replica's micro-batches; none without samples."""
+        if num_samples == 0:
+            return ()
+        if self.micro_batch_size is None:
+            return split_evenly(num_samples, min(num_samples, self.num_micro_batches))
+        whole, rest = divmod(num_samples, self.micro_batch_size)
+        return (self.micro_batch_size,) * whole + (rest,) * (rest > 0)
