@@ -1,4 +1,8 @@
-"""Copy rows of a field between a store's file and memory, and sum their words on the way."""
+"""Copy rows of a field between a store's file and memory, and check their words on the way.
+
+A row's check is the sum of its words, each times an odd factor of its place, modulo 2**64: it
+tells any one changed word, and words that changed their places.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +42,17 @@ def as_words(field: RowField, values: Tensor) -> Tensor:
     return (nn.functional.pad(flat, (0, gap_bytes)) if gap_bytes else flat).view(torch.int64)
 
 
+def factors_of(num: int) -> np.ndarray:
+    """Return (num,) odd uint64, one for each word of a row."""
+    return np.random.default_rng(0).integers(1 << 63, size=num, dtype=np.uint64) * 2 + 1
+
+
 def copy_out(
     source: np.ndarray,
     words: Tensor,
     out: Tensor,
     own: np.ndarray | None,
+    factors: np.ndarray,
     *,
     in_background: bool = False,
 ) -> np.ndarray:
@@ -53,38 +63,43 @@ def copy_out(
         words: the file's, (rows, words) int64.
         out: (B, words) int64.
         own: (B,) words that the rows have; None where all have all. The others become 0.
+        factors: (words,) uint64, of the check.
         in_background: whether to do so on the calling thread alone.
     Returns:
-        (B,) uint64 sums of their words.
+        (B,) uint64, their check.
     """
+    checks = np.empty(len(out), np.uint64)
+    copied = out.numpy().view(np.uint64)
     if own is not None:
         table, rows = words.numpy(), out.numpy()
         for row, slot, num in zip(rows, source.tolist(), own.tolist(), strict=True):
             row[:num] = table[slot, :num]
             row[num:] = 0
-        return rows.sum(1).view(np.uint64)
-    sums, index = torch.empty(len(out), dtype=torch.int64), torch.from_numpy(source)
+        return np.matmul(copied, factors, out=checks)
+    index = torch.from_numpy(source)
     for part in _blocks(out):
         if in_background:
             # Lets go of the interpreter meanwhile, and starts no threads of its own.
             np.take(words.numpy(), source[part], axis=0, out=out[part].numpy(), mode="clip")
-            np.sum(out[part].numpy(), axis=1, out=sums[part].numpy())
         else:
             torch.index_select(words, 0, index[part], out=out[part])
-            torch.sum(out[part], 1, out=sums[part])
-    return sums.numpy().view(np.uint64)
+        np.matmul(copied[part], factors, out=checks[part])
+    return checks
 
 
-def copy_in(ids: np.ndarray, values: Tensor, words: Tensor, own: np.ndarray | None) -> np.ndarray:
+def copy_in(
+    ids: np.ndarray, values: Tensor, words: Tensor, own: np.ndarray | None, factors: np.ndarray
+) -> np.ndarray:
     """Copy rows of a field into the file; as `copy_out`, the other way."""
-    if own is not None:
-        table, sums = words.numpy(), []
-        for row, slot, num in zip(values.numpy(), ids.tolist(), own.tolist(), strict=True):
-            table[slot, :num] = row[:num]
-            sums.append(row[:num].sum())
-        return np.array(sums, np.int64).view(np.uint64)
-    words[torch.from_numpy(ids)] = values
-    return values.sum(1).numpy().view(np.uint64)
+    given = values.numpy().view(np.uint64)
+    if own is None:
+        words[torch.from_numpy(ids)] = values
+        return np.matmul(given, factors)
+    table, checks = words.numpy().view(np.uint64), np.empty(len(ids), np.uint64)
+    for row, (slot, num) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):
+        table[slot, :num] = given[row, :num]
+        checks[row] = np.dot(given[row, :num], factors[:num])
+    return checks
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from autocache.layout import ALIGN_BYTES, RowLayout
 from autocache.mapped_file import TAG_WORDS, WORD_BYTES, FileShape, open_mapping, reserve
-from autocache.row_copy import as_words, copy_in, copy_out, num_words, own_words
+from autocache.row_copy import as_words, copy_in, copy_out, factors_of, num_words, own_words
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,6 +102,11 @@ class RowStore:
         self._words = [
             table.narrow(1, offset // WORD_BYTES, num_words(field))
             for field, offset in zip(layout.fields, layout.offsets, strict=False)
+        ]
+        factors, starts = factors_of(row_words), [start // WORD_BYTES for start in layout.offsets]
+        self._factors = [
+            factors[start : start + words.shape[1]]
+            for start, words in zip(starts, self._words, strict=False)
         ]
 
     @classmethod
@@ -247,7 +252,7 @@ class RowStore:
             in_background=in_background,
         )
         after, checks, _ = self._tags[ids].T
-        intact = _check_values(sums, before, lengths) == checks
+        intact = _check_values(sums, ids, before, lengths) == checks
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
@@ -311,13 +316,14 @@ class RowStore:
         )
         self._tags[ids, 0] = 0
         sums = np.zeros(len(ids), np.uint64)
-        for field, words in zip(self.layout.fields, self._words, strict=True):
+        parts = zip(self.layout.fields, self._words, self._factors, strict=True)
+        for field, words, factors in parts:
             values = rows[field.name].detach().cpu()
             values = values if len(kept) == len(values) else values.index_select(0, kept)
-            sums += copy_in(ids, as_words(field, values), words, own_words(field, own))
+            sums += copy_in(ids, as_words(field, values), words, own_words(field, own), factors)
         self._tags[ids, 2] = own
-        # Stamp and length enter the check, so that no bytes ever pass under another.
-        self._tags[ids, 1] = _check_values(sums, np.uint64(stamp), own)
+        # Place, stamp and length enter the check, so that no bytes ever pass under another.
+        self._tags[ids, 1] = _check_values(sums, ids, np.uint64(stamp), own)
         self._tags[ids, 0] = stamp
         self.counts.bytes_written += len(ids) * self.layout.row_bytes
 
@@ -349,10 +355,11 @@ class RowStore:
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         sums, rows = np.zeros(len(source), np.uint64), {}
-        for field, words in zip(self.layout.fields, self._words, strict=True):
+        parts = zip(self.layout.fields, self._words, self._factors, strict=True)
+        for field, words, factors in parts:
             copied = buffers[field.name][: len(source)]
             own = own_words(field, lengths)
-            sums += copy_out(source, words, copied, own, in_background=in_background)
+            sums += copy_out(source, words, copied, own, factors, in_background=in_background)
             values = copied.view(field.dtype)
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
@@ -361,11 +368,12 @@ class RowStore:
 
 
 def _check_values(
-    sums: np.ndarray, stamps: np.ndarray | np.uint64, lengths: np.ndarray
+    sums: np.ndarray, ids: np.ndarray, stamps: np.ndarray | np.uint64, lengths: np.ndarray
 ) -> np.ndarray:
-    """Return the check values of rows by the sums of their words, their stamps and lengths."""
-    # An odd factor, so that a length and a sum that differ by as much are not taken for equal.
-    return (sums + lengths * np.uint64(0x9E3779B97F4A7C15)) ^ stamps
+    """Return the check values of rows by their words' checks, places, stamps and lengths."""
+    # Odd factors, so that what differs by as much in two of them is not taken for equal.
+    places = ids.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    return (sums + places + lengths * np.uint64(0x9E3779B97F4A7C15)) ^ stamps
 
 
 def _checked_stamp(stamp: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -54,21 +55,28 @@ Planner = Callable[[PlanSituation], PipelinePlan]
 
 
 def complete_request(
-    request: PlanRequest, profile: Profile, *, cache_bytes_per_s: float | None
+    request: PlanRequest,
+    profile: Profile,
+    *,
+    cache_bytes_per_s: float | None,
+    reads_a_row: float = math.inf,
 ) -> PlanRequest:
     """Add to a request what follows from the costs: the prefix's reading, a transition's round.
 
     Args:
         request: states the prefix's chunk.
         cache_bytes_per_s: at which cached activations are read; None where they are not cached.
-            They are read where that is faster than computing them.
+            They are where that saves time; a row is written about as fast as it is read.
+        reads_a_row: how often a row will be read once it has been computed and written.
     """
     cached_s, frozen = None, range(_first_active(profile, request))
     if cache_bytes_per_s is not None and frozen:
         chunk = request.prefix_chunk or 1
         computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
-        read_s = profile.sublayers[frozen[-1]].output_bytes / cache_bytes_per_s
-        cached_s = read_s if read_s < computed_s else None
+        read_s = write_s = profile.prefix_bytes(request.num_frozen) / cache_bytes_per_s
+        saved_s = computed_s - read_s
+        if saved_s > 0 and reads_a_row * saved_s > write_s:
+            cached_s = read_s
     round_bytes = ROUND_BYTES if request.num_ranks > 1 else 0
     return replace(request, prefix_cached_s=cached_s, round_bytes=round_bytes)
 

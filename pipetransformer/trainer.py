@@ -86,6 +86,7 @@ class Trainer:
         check_world(self.config, world_size(), slots_of_a_node())
         resumes(self.config)  # Refuses a folder before anything is started.
         self._policy = as_policy(freeze)
+        self._caches = self.config.cache and not isinstance(self._policy, NeverFreeze)
         self._own_loss = loss_fn
         self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
         self._sampler = EpochSampler(len(train_dataset), seed=self.config.seed)
@@ -344,7 +345,7 @@ class Trainer:
         refuse_surroundings(trains=False)
         if self._transitions.have_begun:
             return
-        if self.config.cache and not isinstance(self._policy, NeverFreeze):
+        if self._caches:
             self._feed.check_repeatable()
         checkpoint = self._state.open()
         agree(self._log.open, group=self.world.group)
@@ -355,7 +356,9 @@ class Trainer:
         if checkpoint:
             self._state.restore(checkpoint, self._transitions)
         decider.open_journal(from_step=self.global_step if self._state.resumes else None)
-        self._log.start(self._transitions.clock(), decider.measurements.profile)
+        profile = decider.measurements.profile
+        cache_bytes = self._feed.most_bytes(profile) if self._caches else 0
+        self._log.start(self._transitions.clock(), profile, cache_bytes)
         if self.decision is None:
             self._note_change(self._transitions.decide_if_due(self.report.metrics))
 

@@ -126,6 +126,11 @@ class Profile:
         """Return the seconds of a frozen sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
 
+    def prefix_bytes(self, num_frozen: int) -> float:
+        """Return the bytes of a sample's activations behind so many frozen layers."""
+        below = [cost for cost in self.sublayers if cost.layer < num_frozen]
+        return below[-1].output_bytes if below else 0.0
+
     def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
         """Return the seconds of a sum over replicas.
 

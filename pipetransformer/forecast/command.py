@@ -16,6 +16,7 @@ from pipetransformer.forecast.named_model import BERTS, DTYPES, ModelChoice
 from pipetransformer.forecast.table import (
     answer_json,
     answer_text,
+    cache_text,
     frozen_text,
     parts_text,
     place_text,
@@ -46,6 +47,9 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", help="of a slot, such as 16GiB")
     parser.add_argument(
         "--plan", choices=tuple(PLANS), default="fastest", help="whose choice to take"
+    )
+    parser.add_argument(
+        "--samples", type=int, help="of the training set, to say what a cache of all of it takes"
     )
     parser.add_argument("--cached", action="store_true", help="read the frozen prefix's output")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
@@ -88,7 +92,10 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     ]
     tables = _published_tables(answers[0]) if options.plan == "published" else {}
     model = f"{choice.name} in {choice.dtype}"
-    say((_as_json if options.json else _as_text)(model, answers, tables))
+    if options.json:
+        say(_as_json(model, answers, tables))
+    else:
+        say(_as_text(model, answers, tables, options.samples))
     drawn = [] if options.picture is None else _draw(answers, tables, Path(options.picture))
     if drawn and not options.json:
         say("\n" + "\n".join(map(str, drawn)))
@@ -114,7 +121,8 @@ def _refuse(options: argparse.Namespace) -> None:
             f"--picture is {options.picture}, in a folder that does not exist; make "
             "the folder, or choose another"
         )
-    for name, value in (("--slots", options.slots), ("--batch", options.batch)):
+    for name in ("--slots", "--batch", "--samples"):
+        value = getattr(options, name[2:])
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; give at least 1")
 
@@ -137,10 +145,12 @@ def _published_tables(answer: Answer) -> Tables:
         return {}  # The rules know no length, as the answer says.
 
 
-def _as_text(model: str, answers: Sequence[Answer], tables: Tables) -> str:
+def _as_text(
+    model: str, answers: Sequence[Answer], tables: Tables, num_samples: int | None
+) -> str:
     found = answer_text(answers[0]) if len(answers) == 1 else frozen_text(answers)
-    texts = [place_text(model, answers[0]), found, *([table_text(tables)] if tables else [])]
-    return "\n\n".join(texts)
+    texts = [place_text(model, answers[0]), found, cache_text(answers, num_samples)]
+    return "\n\n".join(filter(None, [*texts, table_text(tables) if tables else ""]))
 
 
 def _as_json(model: str, answers: Sequence[Answer], tables: Tables) -> str:

@@ -95,18 +95,36 @@ def frozen_text(answers: Sequence[Answer]) -> str:
     return text_table(rows)
 
 
+def cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
+    """Say what caching the frozen prefix's activations takes, at every depth; "" at none."""
+    lines = []
+    for answer in answers:
+        if row_bytes := _cache_row_bytes(answer):
+            whole = f", {as_bytes(row_bytes * num_samples)} for all" if num_samples else ""
+            lines.append(
+                f"cache behind {answer.request.num_frozen} frozen layers: "
+                f"{as_bytes(row_bytes)} a sample{whole}"
+            )
+    return "\n".join(lines)
+
+
 def answer_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     chosen = answer.chosen
     return {
         "num_frozen": answer.request.num_frozen,
         "memory_limit_bytes": answer.request.memory_limit_bytes,
+        "cache_row_bytes": _cache_row_bytes(answer),
         "chosen": chosen.to_json(),
         "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, answer),
         "others": [other.to_json() for other in answer.others],
         "refusals": [refusal.to_json() for refusal in answer.refusals],
         "published": answer.paper.to_json(),
     }
+
+
+def _cache_row_bytes(answer: Answer) -> int:
+    return int(answer.place.profile.prefix_bytes(answer.request.num_frozen))
 
 
 def _stage_names(explained: ExplainedPlan, answer: Answer) -> list[str]:

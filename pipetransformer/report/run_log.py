@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from autocache import CacheStats
 from autodp import Topology, gather_json
 from autopipe.profile import Profile
+from autopipe.trace import as_bytes
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes import World
@@ -52,12 +54,13 @@ class RunLog:
         if self._config.folder is not None and self._world.is_main:
             self._records = Records(Path(self._config.folder))
 
-    def start(self, clock: Clock, profile: Profile) -> None:
+    def start(self, clock: Clock, profile: Profile, cache_bytes: int) -> None:
         """Begin to show progress.
 
         Args:
             clock: of the coming step.
             profile: tells messages from bubbles in the time waited.
+            cache_bytes: what a node's cache may come to take; 0 where nothing is cached.
         """
         self._profile = profile
         if self._config.progress and self._world.is_main:
@@ -70,6 +73,8 @@ class RunLog:
                 mininterval=interval_s,
                 maxinterval=interval_s,
             )
+            if cache_bytes:
+                self._bar.write(_cache_text(cache_bytes, Path(self._config.cache_folder)))
 
     def close(self) -> None:
         """Close the records, and leave the finished bar on the terminal."""
@@ -269,3 +274,15 @@ class RunLog:
                 topology.replicas,
                 ", ".join(map(str, topology.spares)),
             )
+
+
+def _cache_text(num_bytes: int, folder: Path) -> str:
+    """Say what a node's cache takes, and where it does not fit what to do."""
+    text = f"the cache takes up to about {as_bytes(num_bytes)} in {folder}"
+    if not folder.is_dir():
+        return text
+    free = shutil.disk_usage(folder).free
+    text += f", where {as_bytes(free)} are free"
+    if num_bytes > free:
+        text += "; cache_limit_bytes=, cache_dtype= or another cache_folder= make it fit"
+    return text

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autocache import CacheStats, PrefixCache, RowContent, RowField, RowLayout, RowStore
 from autodp import broadcast_json, gather_json
+from autopipe.profile import Profile
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
 from pipetransformer.job import Task
 from pipetransformer.processes import World
@@ -87,6 +88,16 @@ class SampleFeed:
                 "augmentation), so its activations cannot be cached; make it deterministic, cache "
                 "a few fixed views of each sample with cache_views=, or use cache=False"
             )
+
+    def most_bytes(self, profile: Profile) -> int:
+        """Return about how much a node's cache will take at most, whatever freezes."""
+        model, config = self._task.model, self._task.config
+        row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
+        if config.cache_dtype is not None:
+            computed = next(model.model.parameters()).dtype.itemsize
+            row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed
+        needed = int(row_bytes * self._num_views * len(self.dataset))
+        return min(needed, config.cache_limit_bytes or needed)
 
     def read(self, ids: Tensor, *, view: int = 0) -> Batch:
         """Read samples as they are in an epoch, or in a view; ids may exceed their number."""

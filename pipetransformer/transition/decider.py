@@ -5,6 +5,7 @@ Rank 0 decides; every rank calls at the same steps and hears the same answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -184,7 +185,7 @@ class Decider:
             clock.step,
             clock.max_steps - clock.step,
             self.measurements.profile.lengthened(self._lengthening),
-            self._request(num_frozen),
+            self._request(num_frozen, clock),
             current,
             self.predict_transition_s,
             self._task.config.scale_batch,
@@ -221,7 +222,7 @@ class Decider:
         if self._journal is not None:
             self._journal.close()
 
-    def _request(self, num_frozen: int) -> PlanRequest:
+    def _request(self, num_frozen: int, clock: Clock) -> PlanRequest:
         config, measured = self._task.config, self.measurements
         request = PlanRequest(
             self._world.size,
@@ -236,7 +237,19 @@ class Decider:
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
         rate = measured.copy_bytes_per_s if config.cache else None
-        return complete_request(request, measured.profile, cache_bytes_per_s=rate)
+        return complete_request(
+            request,
+            measured.profile,
+            cache_bytes_per_s=rate,
+            reads_a_row=self._reads_a_row(clock),
+        )
+
+    def _reads_a_row(self, clock: Clock) -> float:
+        """Return how often a sample comes again in the run, after it was computed and stored."""
+        if self.current is not None and self.current.use_cache:
+            return math.inf  # What is stored by now serves deeper layers, too.
+        fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
+        return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
 
     def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
         """Bring all sublayers' mean squared norms to every rank, and start a new interval."""
@@ -268,7 +281,7 @@ class Decider:
             # Another world needs another pipeline, but what was frozen must stay what it was.
             num_frozen, reason = recorded.num_frozen, recorded.reason
         plan, use_cache = self.plan(clock, num_frozen)
-        self._check(plan, num_frozen)
+        self._check(plan, clock, num_frozen)
         return Decision(clock.step, num_frozen, plan, use_cache, reason)
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
@@ -278,7 +291,7 @@ class Decider:
             return None, False
         return Decision.from_json(entry["decision"]), entry["world"] == self._shape
 
-    def _check(self, plan: PipelinePlan, num_frozen: int) -> None:
+    def _check(self, plan: PipelinePlan, clock: Clock, num_frozen: int) -> None:
         """Refuse what a user's planner may not return."""
         first = self._task.model.first_active(num_frozen)
         if plan.boundaries[0] != first:
@@ -286,7 +299,7 @@ class Decider:
                 f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
                 f"frozen layers the first active sublayer is {first}; plan the active ones"
             )
-        config, request = self._task.config, self._request(num_frozen)
+        config, request = self._task.config, self._request(num_frozen, clock)
         if config.micro_batch_size is None:
             return
         batch = config.global_batch(request.replicas_of(plan.length))

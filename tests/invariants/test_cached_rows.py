@@ -153,3 +153,13 @@ def test_evaluation_reads_rows_too_and_finds_what_it_would_compute() -> None:
         # The first of six evaluations fills rows, as does the fourth, by running one more layer.
         assert reads < 3 * NUM_SENTENCES if cache else reads >= 6 * NUM_SENTENCES
     assert found[True] == pytest.approx(found[False], rel=1e-12)
+
+
+@pytest.mark.parametrize(("epochs", "is_cached"), [(3, False), (4, True), (9, True)])
+def test_rows_that_would_not_be_read_again_are_not_written(epochs: int, is_cached: bool) -> None:
+    # Frozen from the third epoch on.
+    trainer, _ = train(
+        build_classifier(), Sentences(), epochs=epochs, freeze=FreezeSchedule([0, 0, 2])
+    )
+    assert trainer.decision is not None and trainer.decision.use_cache == is_cached
+    assert (trainer.report.cache_hits > 0) == is_cached

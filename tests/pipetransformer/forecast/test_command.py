@@ -117,8 +117,12 @@ def test_several_frozen_give_a_row_each_with_the_published_rules_beside(
 ) -> None:
     name = f"{HERE}:shapes_only"
     text = plan(capsys, name, "--cluster", cluster, "--frozen", "0, 2,4")
-    rows = [line.split() for line in text.splitlines()[3:]]
+    table, cache = text.split("\n\n")[1:]
+    rows = [line.split() for line in table.splitlines()]
     assert [row[0] for row in rows] == ["frozen", "0", "2", "4"]
+    assert [line.split(":")[0] for line in cache.splitlines()] == [
+        f"cache behind {num} frozen layers" for num in (2, 4)
+    ]
     values = json.loads(plan(capsys, name, "--cluster", cluster, "--frozen", "0,2,4", "--json"))
     for row, answer in zip(rows[1:], values["answers"], strict=True):
         assert int(row[1]) == answer["chosen"]["length"]
