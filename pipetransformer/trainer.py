@@ -91,7 +91,7 @@ class Trainer:
         self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
         self._sampler = EpochSampler(len(train_dataset), seed=self.config.seed)
         self.world = connect(self.config.device, timeout_s=self.config.setup_timeout_s)
-        self._prefix = FrozenPrefix(self._task)
+        self._prefix = FrozenPrefix(self._task, self.world.device)
         self._feed = self._feed_of(train_dataset)
         self._evaluation_feed = None if eval_dataset is None else self._feed_of(eval_dataset)
         self._deployment = Deployment(self._task, self.world, self._feed)

@@ -48,7 +48,8 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
     probe = _Probe(task, world.device, read(torch.arange(2)))
     agree(probe.run, group=world.group)
     config = task.config
-    chosen = config.pipeline_length is None or config.micro_batches is None
+    fixed = config.pipeline_length is not None and config.micro_batches is not None
+    chosen = isinstance(config.plan, str) and not fixed
     cut_varies = world.size > 1 or config.memory_limit_bytes is not None
     if probe.is_random and chosen and cut_varies and config.micro_batch_size is None:
         if world.is_main:

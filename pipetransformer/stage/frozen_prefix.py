@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor, nn
 
 from autocache import HIDDEN, PrefixStamps
@@ -11,10 +12,14 @@ from pipetransformer.data import Batch
 from pipetransformer.job import Task, in_mode, modules_of
 
 _LOGGER = logging.getLogger(__name__)
+_HOST = torch.device("cpu")
 
 
 class FrozenPrefix:
     """Hold how deep the frozen prefix is; whatever feeds stage 0 runs samples through it.
+
+    Where no sample has needed it for long, as all are cached, its weights leave a GPU's memory for
+    the host's, until one does.
 
     Attributes:
         depth: frozen layers.
@@ -24,8 +29,9 @@ class FrozenPrefix:
         generation: grows whenever any of them changes.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self._is_away, self._num_unneeded = False, 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
         self.stamps = PrefixStamps("eval")
@@ -40,6 +46,7 @@ class FrozenPrefix:
             on_stage_0: whether this rank holds the prefix.
             use_cache: whether reading rows is faster than computing them.
         """
+        self.come_back()
         self.stamps.truncate(min(num_frozen, len(self.stamps)))
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
@@ -50,10 +57,33 @@ class FrozenPrefix:
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1, in eval mode."""
+        self.come_back()
         model = self._task.model
         begin, end = model.first_active(first), model.first_active(last)
         with in_mode(model, self._modules, training=False):
             return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
+
+    def expect_fetch(self, num_samples: int, *, num_all: int) -> None:
+        """Note that samples come; where a whole set's have needed no layer, let these leave."""
+        if self._num_unneeded >= num_all and not self._is_away and self._device != _HOST:
+            self._move(_HOST)
+            self._is_away = True
+        self._num_unneeded += num_samples
+
+    def come_back(self) -> None:
+        """Have the weights where they are used; before they are moved or measured, too."""
+        self._num_unneeded = 0
+        if self._is_away:
+            self._move(self._device)
+            self._is_away = False
+
+    def _move(self, device: torch.device) -> None:
+        """Move the weights in place: whoever holds one of the tensors still holds it."""
+        is_edited = self._versions() != self._stamped
+        for index in self._sublayers():
+            for tensor in self._task.model.tensors(index).values():
+                tensor.data = tensor.data.to(device)
+        self._stamped = [] if is_edited else self._versions()
 
     def stamp_anew_if_edited(self) -> None:
         """Let no row hit that was made before the user changed the frozen layers' tensors."""

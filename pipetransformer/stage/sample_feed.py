@@ -161,8 +161,9 @@ class SampleFeed:
             return self.read(ids, view=view)
         if self._uses_store:
             self.prefix.stamp_anew_if_edited()
-        load = self._loader(view)
-        return self._cache.fetch(ids, load, depth=self.prefix.depth, row_ids=row_ids, keeps=keeps)
+        depth, load = self.prefix.depth, self._loader(view)
+        self.prefix.expect_fetch(len(ids), num_all=len(self.dataset))
+        return self._cache.fetch(ids, load, depth=depth, row_ids=row_ids, keeps=keeps)
 
     def read_ahead(self, row_ids: Tensor) -> None:
         """Have rows read while this step computes, where that is worth a thread."""

@@ -90,6 +90,7 @@ class Deployment:
 
     def held_bytes(self) -> int:
         """Return the bytes of weights, gradients and optimizer state on this rank's device."""
+        self._feed.prefix.come_back()
         if self.stage is None:
             return 0
         tensors = [t for shard in self.held_shards().values() for t in shard.values()]
@@ -110,6 +111,7 @@ class Deployment:
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
+        self._feed.prefix.come_back()
         self._held.weights_device = device
         try:
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
@@ -189,6 +191,7 @@ class Deployment:
 
         What comes needs their memory.
         """
+        self._feed.prefix.come_back()
         self._held.take_back()
         if self.stage is not None:
             self.stage.close()

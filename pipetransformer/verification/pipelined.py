@@ -54,7 +54,7 @@ def compare_steps(
         task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
     # Nothing is frozen, and so its data set never read.
-    feed = SampleFeed(task, world, range(num_samples), FrozenPrefix(task))
+    feed = SampleFeed(task, world, range(num_samples), FrozenPrefix(task, world.device))
     deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):

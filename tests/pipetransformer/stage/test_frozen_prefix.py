@@ -82,7 +82,7 @@ class Feed:
         config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
         loss_fn = Loss(nn.CrossEntropyLoss())
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
-        self.prefix = FrozenPrefix(task)
+        self.prefix = FrozenPrefix(task, ALONE.device)
         self.samples = SampleFeed(task, world, self.data, self.prefix)
 
     def set_depth(self, depth: int, *, use_cache: bool = True, on_stage_0: bool = True) -> None:
