@@ -14,7 +14,7 @@ from operator import add
 
 from autopipe.partition import PartCost, per_part
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
-from autopipe.profile import LinkCost, Profile
+from autopipe.profile import Profile
 from autopipe.schedule import Schedule
 
 
@@ -23,12 +23,7 @@ class StepModel:
 
     Args:
         profile: the measurements.
-        num_frozen: layers frozen at the bottom.
-        prefix_cached_s: seconds a sample to read the prefix's activations; None where they are
-            computed in each step.
-        slots_per_node: ranks of a node, which a longer pipeline leaves.
-        prefix_chunk: samples the prefix runs at a time; None for a micro-batch's.
-        round_bytes: what a transition brings at a time; 0 where none can come.
+        others: as in a `PlanRequest`.
     Raises:
         ValueError: nothing is left to train.
     """
@@ -40,8 +35,8 @@ class StepModel:
         num_frozen: int,
         prefix_cached_s: float | None,
         slots_per_node: int,
-        prefix_chunk: int | None = None,
-        round_bytes: int = 0,
+        prefix_chunk: int | None,
+        round_bytes: int,
     ) -> None:
         costs = profile.sublayers
         self.first_active = sum(cost.layer < num_frozen for cost in costs)
@@ -73,11 +68,7 @@ class StepModel:
         self._work: dict[int, tuple[list[float], list[float]]] = {}
 
     def work_s(self, sizes: tuple[int, ...]) -> PartCost:
-        """Return the function that says how many seconds a stage computes in a step.
-
-        Args:
-            sizes: samples of every micro-batch.
-        """
+        """Return the function that says how many seconds a stage computes in a step."""
         total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
@@ -108,9 +99,8 @@ class StepModel:
         In a step they are weights, gradients and optimizer state, the buckets in which replicas
         sum gradients, and for every micro-batch in flight what autograd saves and the activations
         at the stage's two ends; on stage 0 besides the frozen weights and what running them takes.
-        In a transition, which a stage leaves its gradients and activations for, a round of what
-        arrives comes in their place. Host memory is not counted, on no device: frozen layers'
-        optimizer state, the cache, a checkpoint that is being written.
+        In a transition a round of what arrives comes in the place of gradients and activations.
+        Host memory is not counted: frozen layers' optimizer state, the cache, a checkpoint.
 
         Args:
             sizes: samples of every micro-batch.
@@ -176,8 +166,7 @@ class StepModel:
     ) -> float:
         """Return seconds below which no schedule finishes a step; far cheaper than `step_s`.
 
-        A stage does all its work after the stages below have passed a first micro-batch up, and
-        before they pass its last gradient down.
+        A stage does all its work between the first activation from below and the last gradient.
         """
         forward, backward = self._cumulated_work(min(sizes))
         fetch_s = self.fetch_s(sizes)
@@ -204,15 +193,17 @@ class StepModel:
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
         last_stage = len(split) - 2
-        handling_s = tuple(self._link_above(stage).overhead_s for stage in range(last_stage))
+        # Pipelines begin at a node's first slot, so that the last slot's link leaves it.
+        links = [
+            self._profile.link if stage % self._slots_per_node else self._profile.node_link
+            for stage in range(1, last_stage + 1)
+        ]
         # Stage 0 also sends targets to the last stage.
-        targets_s = handling_s[-1] if handling_s else 0.0
+        targets_s = links[-1].overhead_s if links else 0.0
         return StageTimes(
             forward_s=tuple(
                 tuple(
-                    forward[last]
-                    - forward[first]
-                    + (targets_s if stage in (0, last_stage) else 0.0)
+                    forward[last] - forward[first] + targets_s * (stage in (0, last_stage))
                     for forward, _ in work
                 )
                 for stage, (first, last) in enumerate(pairwise(split))
@@ -222,20 +213,12 @@ class StepModel:
                 for first, last in pairwise(split)
             ),
             transfer_s=tuple(
-                tuple(
-                    self._link_above(stage).seconds(size * self._boundary_bytes[unit])
-                    for size in sizes
-                )
-                for stage, unit in enumerate(split[1:-1])
+                tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
+                for link, unit in zip(links, split[1:-1], strict=True)
             ),
             lead_s=(self.fetch_s(sizes), *(0.0,) * last_stage),
-            handling_s=handling_s,
+            handling_s=tuple(link.overhead_s for link in links),
         )
-
-    def _link_above(self, stage: int) -> LinkCost:
-        """Return the link from a stage to the next; pipelines begin at a node's first slot."""
-        leaves_node = (stage + 1) % self._slots_per_node == 0
-        return self._profile.node_link if leaves_node else self._profile.link
 
     def _cumulated_work(self, size: int) -> tuple[list[float], list[float]]:
         """Return the forward and backward seconds of the units below each index."""

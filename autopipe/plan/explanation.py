@@ -56,8 +56,8 @@ class ExplainedPlan:
         """Return the schedule as spans, to be drawn; what is kept are all of a stage's bytes."""
         peaks = self.plan.peak_bytes
         return [
-            Span(**vars(event), kept_bytes=peaks[event.stage], peak_bytes=peaks[event.stage])
-            for event in self.simulation.timeline
+            replace(span, kept_bytes=peaks[span.stage], peak_bytes=peaks[span.stage])
+            for span in self.simulation.timeline
         ]
 
 

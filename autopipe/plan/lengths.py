@@ -8,10 +8,7 @@ from __future__ import annotations
 
 
 def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
-    """Return the K that divide the world, and divide a node's slots or are a multiple of them.
-
-    They leave no slot idle, and are in ascending order.
-    """
+    """Return the lengths that leave no slot idle, in ascending order."""
     return tuple(
         length
         for length in range(1, num_ranks + 1)
@@ -21,10 +18,9 @@ def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
 
 
 def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths by what they are worth: first those that leave no slot idle.
+    """Return the lengths by how many slots train, most first.
 
-    Those that leave spares come after them, the ones with most training slots first. A later
-    choice is for where no length of the ones before it is feasible.
+    A later choice is for where no length of the ones before it is feasible.
     """
     exact = fitting_lengths(num_ranks, slots_per_node)
     by_slots: dict[int, list[int]] = {}

@@ -1,8 +1,6 @@
 """Choose a pipeline by the published rules, to stand beside ours in every comparison.
 
-Legend: K stages, M micro-batches, T the number of freeze decisions so far. K starts at the longest
-pipeline and halves while the largest partition stays within the largest at T = 0; sizes are
-parameter counts. M is the best of a table of throughputs that is made once for each K.
+Legend: K stages, M micro-batches, T the number of freeze decisions so far.
 
 Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
 our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
@@ -37,8 +35,6 @@ def paper_plan(
 ) -> PipelinePlan:
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 
-    It is a pure function: what held at T = 0 is worked out anew with nothing frozen.
-
     Args:
         profile, request: as for `plan_pipeline`.
         frozen_cost: lambda. The printed algorithm amounts to 0, and so do the published K.
@@ -72,9 +68,8 @@ def _gpipe(
 def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Table:
     """Return samples a second by M, simulated, for M in K, 2 K, .., 6 K, with nothing frozen.
 
-    The paper measures the table before training, once for each K; here the GPipe schedule is run
-    against the measured or modelled costs. A replica with fewer than K samples has one M, their
-    number; one with fewer than an M that was asked for has none.
+    The paper measures it before training, once for each K. A replica with fewer than K samples has
+    one M, their number; one with fewer than an M that was asked for has none.
 
     Raises:
         ValueError: the batch or the sublayers do not allow the length.
@@ -85,14 +80,7 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
     if not counts and request.micro_batches is None:
         counts = [num_samples]
     boundaries = paper_split(profile, 0, length)
-    at_first = replace(
-        request,
-        num_frozen=0,
-        memory_limit_bytes=None,
-        prefix_cached_s=None,
-        lengths=None,
-        micro_batches=None,
-    )
+    at_first = replace(request, num_frozen=0, prefix_cached_s=None)
     return {
         count: request.global_batch / _gpipe(profile, at_first, boundaries, count).predicted_step_s
         for count in counts
@@ -100,13 +88,14 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
 
 
 def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:
-    """Return the simulated table of every length that the rules may come to, longest first.
+    """Return the table of every length that the rules may come to, longest first.
 
     Raises:
         ValueError: the request excludes GPipe, or no length is possible.
     """
-    lengths = _lengths(profile, request)
-    return {length: throughput_table(profile, request, length) for length in lengths}
+    return {
+        length: throughput_table(profile, request, length) for length in _lengths(profile, request)
+    }
 
 
 def paper_length(
@@ -159,7 +148,7 @@ def paper_split(
 
 
 def _lengths(profile: Profile, request: PlanRequest) -> list[int]:
-    """Return every K that the rules may come to: the longest within a node, its half and so on."""
+    """Return the longest K within a node, its half and so on."""
     if "gpipe" not in request.schedules:
         raise ValueError(
             f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
@@ -190,10 +179,7 @@ def _sizes(profile: Profile, num_frozen: int) -> tuple[list[float], float]:
 
 
 def _largest(profile: Profile, num_frozen: int, length: int, frozen_cost: float) -> float:
-    """Return the largest partition as published, empty ones allowed; frozen ones add to the first.
-
-    It is told apart by what the rules balance, not by what is trained in the end.
-    """
+    """Return the largest partition as published, where parts may be empty."""
     sizes, frozen = _sizes(profile, num_frozen)
     extra = frozen_cost * frozen
     parts = [

@@ -13,10 +13,11 @@ way:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from autopipe.schedule import Instruction, Op, Schedule, peak_in_flight
+from autopipe.schedule import LETTERS, Instruction, Op, Schedule
+from autopipe.trace import Span
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class StageTimes:
     """State the seconds of every piece of a step.
 
     Args:
-        forward_s: one row a stage, one entry a micro-batch.
-        backward_s: likewise.
+        forward_s, backward_s: one row a stage, one entry a micro-batch.
         transfer_s: one row a boundary (of stages j and j + 1), one entry a micro-batch; holds for
             its activation and for its gradient.
         lead_s: each stage's work before its first instruction; empty for none.
@@ -49,17 +49,6 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Event:
-    """Say when a stage computed what, in seconds from the step's start."""
-
-    stage: int
-    op: Op
-    micro_batch: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
 class Simulation:
     """Hold a simulated step; the tuples have one entry a stage.
 
@@ -67,22 +56,19 @@ class Simulation:
         step_s: from the start to the end of the last stage.
         busy_s: leading work, forwards, recomputations, backwards and handling messages.
         idle_s: the rest of the step.
-        peak_in_flight: most micro-batches whose forward is done and whose backward is not.
         timeline: every forward, recomputation and backward, each stage's in its order.
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
-    timeline: tuple[Event, ...]
+    timeline: tuple[Span, ...]
 
     @property
     def company(self) -> float:
         """Return how many stages compute, itself included, while a stage does; the mean."""
         changes = sorted(
-            [(event.start_s, 1) for event in self.timeline]
-            + [(event.end_s, -1) for event in self.timeline]
+            change for span in self.timeline for change in ((span.start_s, 1), (span.end_s, -1))
         )
         number, work_s, company_s = 0, 0.0, 0.0
         for (start_s, change), (end_s, _) in pairwise(changes):
@@ -100,20 +86,18 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
             other, expect another order of messages, or leave messages unread.
     """
     clock = _Clock(times, len(schedule))
-    position = [0] * len(schedule)
+    waiting = [deque(program) for program in schedule]
     progress = True
     while progress:
         progress = False
-        for stage, program in enumerate(schedule):
-            while position[stage] < len(program) and clock.execute(
-                stage, program[position[stage]]
-            ):
-                position[stage] += 1
+        for stage, program in enumerate(waiting):
+            while program and clock.execute(stage, program[0]):
+                program.popleft()
                 progress = True
     stuck = [
-        f"stage {stage} waits for {program[done].op.value} {program[done].micro_batch}"
-        for stage, (program, done) in enumerate(zip(schedule, position, strict=True))
-        if done < len(program)
+        f"stage {stage} waits for {program[0].op.value} {program[0].micro_batch}"
+        for stage, program in enumerate(waiting)
+        if program
     ] + clock.unread()
     if stuck:
         raise ValueError(
@@ -125,17 +109,16 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
         step_s,
         tuple(clock.busy_s),
         tuple(step_s - busy for busy in clock.busy_s),
-        tuple(peak_in_flight(program) for program in schedule),
         tuple(clock.events),
     )
 
 
+@dataclass
 class _Link:
-    """Carry one kind of message to one stage, one at a time and in order."""
+    """Carry one kind of message over one boundary, one at a time and in order."""
 
-    def __init__(self) -> None:
-        self.free_s = 0.0
-        self.messages: deque[tuple[int, float]] = deque()
+    free_s: float = 0.0
+    messages: deque[tuple[int, float]] = field(default_factory=deque)
 
     def send(self, micro_batch: int, leaves_s: float, transfer_s: float) -> None:
         """Take a message over when the link is free; note when it arrives."""
@@ -162,49 +145,36 @@ class _Clock:
                 f"{num_stages - 1} boundaries"
             )
         self.now_s, self.busy_s = list(lead_s), list(lead_s)
-        self.events: list[Event] = []
-        # Boundary j's activations go to stage j + 1, its gradients to stage j.
+        self.events: list[Span] = []
+        # Boundary j lies between stages j and j + 1.
         self._activations = [_Link() for _ in times.transfer_s]
         self._gradients = [_Link() for _ in times.transfer_s]
 
     def execute(self, stage: int, instruction: Instruction) -> bool:
         """Carry out one instruction; return False where its message has not been sent yet."""
-        op, i = instruction.op, instruction.micro_batch
-        if op in (Op.FORWARD, Op.RECOMPUTE):
-            self._compute(stage, instruction, self._times.forward_s[stage][i])
-        elif op is Op.BACKWARD:
-            self._compute(stage, instruction, self._times.backward_s[stage][i])
-        elif op is Op.SEND_ACTIVATION:
-            self._spend(stage, self._handling_s[stage])
-            self._activations[stage].send(i, self.now_s[stage], self._times.transfer_s[stage][i])
-        elif op is Op.SEND_GRADIENT:
-            below = stage - 1
-            self._spend(stage, self._handling_s[below])
-            self._gradients[below].send(i, self.now_s[stage], self._times.transfer_s[below][i])
-        elif op is Op.RECV_ACTIVATION:
-            return self._receive(stage, i, self._activations[stage - 1], boundary=stage - 1)
-        else:
-            return self._receive(stage, i, self._gradients[stage], boundary=stage)
+        op, i, times = instruction.op, instruction.micro_batch, self._times
+        if op in LETTERS:
+            start_s = self.now_s[stage]
+            compute_s = times.backward_s if op is Op.BACKWARD else times.forward_s
+            self._spend(stage, compute_s[stage][i])
+            self.events.append(Span(stage, op, i, start_s, self.now_s[stage]))
+            return True
+        boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
+        goes_up = op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+        link = (self._activations if goes_up else self._gradients)[boundary]
+        if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+            self._spend(stage, self._handling_s[boundary])
+            link.send(i, self.now_s[stage], times.transfer_s[boundary][i])
+            return True
+        if not link.messages or link.messages[0][0] != i:
+            return False
+        self.now_s[stage] = max(self.now_s[stage], link.messages.popleft()[1])
+        self._spend(stage, self._handling_s[boundary])
         return True
-
-    def _compute(self, stage: int, instruction: Instruction, seconds: float) -> None:
-        start_s = self.now_s[stage]
-        self._spend(stage, seconds)
-        self.events.append(
-            Event(stage, instruction.op, instruction.micro_batch, start_s, self.now_s[stage])
-        )
 
     def _spend(self, stage: int, seconds: float) -> None:
         self.now_s[stage] += seconds
         self.busy_s[stage] += seconds
-
-    def _receive(self, stage: int, micro_batch: int, link: _Link, *, boundary: int) -> bool:
-        if not link.messages or link.messages[0][0] != micro_batch:
-            return False
-        _, arrives_s = link.messages.popleft()
-        self.now_s[stage] = max(self.now_s[stage], arrives_s)
-        self._spend(stage, self._handling_s[boundary])
-        return True
 
     def unread(self) -> list[str]:
         """Name the messages that were sent and that no stage received."""

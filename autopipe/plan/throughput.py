@@ -1,7 +1,4 @@
-"""Compare micro-batch counts by their throughput: tables by K and M, as text and drawn.
-
-Legend: K stages, M micro-batches.
-"""
+"""Compare micro-batch counts M by their throughput, for each pipeline length K."""
 
 from __future__ import annotations
 

@@ -9,7 +9,15 @@ from functools import cache
 import pytest
 
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
-from autopipe.schedule import SCHEDULES, Instruction, Op, Schedule, gpipe, one_f_one_b
+from autopipe.schedule import (
+    SCHEDULES,
+    Instruction,
+    Op,
+    Schedule,
+    gpipe,
+    one_f_one_b,
+    peak_in_flight,
+)
 
 
 def uniform(
@@ -102,11 +110,11 @@ def test_step_of_random_times_is_the_longest_path(name: str, seed: int) -> None:
 
 
 def test_1f1b_keeps_one_micro_batch_less_on_each_later_stage() -> None:
-    assert simulate(one_f_one_b(4, 8), uniform(4, 8)).peak_in_flight == (4, 3, 2, 1)
+    assert tuple(map(peak_in_flight, one_f_one_b(4, 8))) == (4, 3, 2, 1)
 
 
 def test_gpipe_keeps_all_micro_batches_on_every_stage() -> None:
-    assert simulate(gpipe(4, 8), uniform(4, 8)).peak_in_flight == (8, 8, 8, 8)
+    assert tuple(map(peak_in_flight, gpipe(4, 8))) == (8, 8, 8, 8)
 
 
 def test_link_carries_one_message_at_a_time_while_its_sender_computes_on() -> None:
