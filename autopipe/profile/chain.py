@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,11 +30,7 @@ class ProfiledSublayer:
     call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
 
     def run(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call it.
-
-        Raises:
-            TypeError: it returns something else than one tensor.
-        """
+        """Call it; a TypeError refuses what is not one tensor."""
         output = self.call(hidden, batch)
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -55,12 +50,8 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
         for module in everything.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    gradients = [
-        (parameter, parameter.grad, parameter.requires_grad)
-        for parameter in everything.parameters()
-    ]
-    for parameter, _, _ in gradients:
-        parameter.grad = None
+    gradients = [(p, p.grad, p.requires_grad) for p in everything.parameters()]
+    everything.zero_grad()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             yield everything
@@ -75,6 +66,10 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             buffer.copy_(value)
+
+
+def device_of(batch: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(batch.values())).device
 
 
 @dataclass(frozen=True)
@@ -105,19 +100,27 @@ def chain_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
-    sample = next(iter(batch.values()))
+
+    def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, int]:
+        """Run a forward; count the bytes that its graph keeps, each storage once."""
+        with saved_storages() as saved:
+            output = sublayer.run(hidden, batch)
+        held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
+        return output, sum(saved[address] for address in saved.keys() - held.keys())
+
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
-    with left_as_found([sublayer.module for sublayer in sublayers], sample.device) as modules:
+    with left_as_found([one.module for one in sublayers], device_of(batch)) as modules:
         modules.train()
-        forwards = _run_chain(sublayers, partial(_count_saved, batch))
+        forwards = _run_chain(sublayers, counted)
+    num_samples = len(next(iter(batch.values())))
     return [
         {
             "parameter_bytes": sum(p.nbytes for p in own),
             "gradient_bytes": sum(p.nbytes for p in own if p.requires_grad),
             "buffer_bytes": sum(b.nbytes for b in beside),
-            "saved_bytes": forward.measured / len(sample),
-            "output_bytes": forward.output.nbytes / len(sample),
+            "saved_bytes": forward.measured / num_samples,
+            "output_bytes": forward.output.nbytes / num_samples,
         }
         for own, beside, forward in zip(parameters, buffers, forwards, strict=True)
     ]
@@ -132,16 +135,6 @@ def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
         seen.update(own)
         left.append(list(own.values()))
     return left
-
-
-def _count_saved(
-    batch: Mapping[str, Tensor], sublayer: ProfiledSublayer, hidden: Tensor | None
-) -> tuple[Tensor, int]:
-    """Run a forward; also return the bytes that its graph keeps, each storage once."""
-    with saved_storages() as saved:
-        output = sublayer.run(hidden, batch)
-    held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
-    return output, sum(saved[address] for address in saved.keys() - held.keys())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -167,16 +160,14 @@ def saved_storages() -> Iterator[dict[int, int]]:
 
 
 def time_chain(
-    sublayers: Sequence[ProfiledSublayer],
-    modules: nn.ModuleList,
-    batch: Mapping[str, Tensor],
-    device: torch.device,
+    sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList, batch: Mapping[str, Tensor]
 ) -> list[list[float]]:
     """Time forward, backward and frozen forward; three lists with the seconds of each sublayer.
 
     All forwards precede all backwards, as in a step: with only one sublayer's activations alive,
     their memory is warm and every time about a tenth too short.
     """
+    device = device_of(batch)
 
     def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
         start_s = now_s(device)
@@ -194,9 +185,8 @@ def time_chain(
 
 def chain_seconds(sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]) -> float:
     """Return the seconds of one forward, backward and frozen forward of the whole chain."""
-    device = next(iter(batch.values())).device
-    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        return sum(map(sum, time_chain(sublayers, modules, batch, device)))
+    with left_as_found([one.module for one in sublayers], device_of(batch)) as modules:
+        return sum(map(sum, time_chain(sublayers, modules, batch)))
 
 
 def input_backward_shares(
@@ -208,10 +198,8 @@ def input_backward_shares(
 ) -> list[float]:
     """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1].
 
-    Backwards with and without gradients for the parameters take turns; the medians of the rounds
-    are compared.
+    Backwards with and without gradients for the parameters take turns.
     """
-    device = next(iter(batch.values())).device
     trained = [parameter for parameter in modules.parameters() if parameter.requires_grad]
     whole, inputs = list[list[float]](), list[list[float]]()
     modules.train()
@@ -220,19 +208,13 @@ def input_backward_shares(
             for parameter in trained:
                 parameter.requires_grad_(requires_grad)
             forwards = _run_chain(sublayers, lambda sub, hidden: (sub.run(hidden, batch), 0.0))
-            measured.append(_time_backwards(forwards, device))
-    return [
-        _share(statistics.median(part), statistics.median(full))
-        for full, part in zip(zip(*whole, strict=True), zip(*inputs, strict=True), strict=True)
-    ]
-
-
-def _share(part: float, full: float) -> float:
-    return min(1.0, part / full) if full else 0.0
+            measured.append(_time_backwards(forwards, device_of(batch)))
+    medians_s = zip(*np.median([inputs, whole], axis=1).tolist(), strict=True)
+    return [min(1.0, part_s / full_s) if full_s else 0.0 for part_s, full_s in medians_s]
 
 
 def _time_backwards(forwards: list[_Forward], device: torch.device) -> list[float]:
-    """Run the backwards from the last sublayer to the first; return their seconds, first first."""
+    """Run the backwards from the last sublayer to the first; return seconds by sublayer."""
     gradient: Tensor | None = torch.ones_like(forwards[-1].output)
     backward_s = []
     while forwards:

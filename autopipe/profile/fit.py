@@ -12,14 +12,10 @@ from operator import mul
 
 
 def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the times at the sizes on the line that fits all of them best.
+    """Return the times at ascending sizes on the line that fits all of them best.
 
     Deviations count relative to a time, so that the smallest size has as much to say as the
     largest. One size is left as it is.
-
-    Args:
-        sizes: ascending, at least 1.
-        seconds: one a size.
     """
     if len(sizes) == 1 or min(seconds) <= 0:
         return tuple(seconds)

@@ -42,8 +42,6 @@ class AllReduceCost:
         num_replicas: ranks that sum.
         num_bytes: measured sizes, ascending.
         seconds: one a size.
-    Raises:
-        ValueError: there are no replicas or sizes, or sizes do not ascend or lack a time.
     """
 
     num_replicas: int

@@ -10,12 +10,13 @@ from itertools import pairwise
 from operator import add, sub
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from autopipe.profile.chain import (
     ProfiledSublayer,
     chain_bytes,
+    device_of,
     input_backward_shares,
     left_as_found,
     time_chain,
@@ -58,11 +59,6 @@ class SublayerCost:
     def backward_s(self) -> tuple[float, ...]:
         """Return the seconds of the whole backward."""
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
-
-    def with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> SublayerCost:
-        """Return a cost with each kind of times changed."""
-        times: dict[str, Any] = {name: change(getattr(self, name)) for name in _TIMES}
-        return replace(self, **times)
 
 
 _TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
@@ -152,23 +148,21 @@ class Profile:
 
     def lengthened(self, factor: float) -> Profile:
         """Return a profile whose computing takes longer by a factor."""
-        return replace(
-            self,
-            sublayers=tuple(
-                cost.with_times(lambda seconds: tuple(factor * one for one in seconds))
-                for cost in self.sublayers
-            ),
-            optimizer_s_per_byte=factor * self.optimizer_s_per_byte,
-        )
+        longer = self._with_times(lambda seconds: tuple(factor * one for one in seconds))
+        return replace(longer, optimizer_s_per_byte=factor * self.optimizer_s_per_byte)
 
     def smoothed(self) -> Profile:
         """Return a profile whose times lie on a line over the sizes, a sublayer and kind."""
-        return replace(
-            self,
-            sublayers=tuple(
-                cost.with_times(partial(fitted, self.batch_sizes)) for cost in self.sublayers
-            ),
-        )
+        return self._with_times(partial(fitted, self.batch_sizes))
+
+    def _with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Profile:
+        """Return a profile with each kind of each sublayer's times changed."""
+
+        def changed(cost: SublayerCost) -> SublayerCost:
+            times: dict[str, Any] = {name: change(getattr(cost, name)) for name in _TIMES}
+            return replace(cost, **times)
+
+        return replace(self, sublayers=tuple(map(changed, self.sublayers)))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -177,24 +171,21 @@ class Profile:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
         """Rebuild a profile from `to_json`."""
-        sublayers = tuple(
-            SublayerCost(**{**cost, **{name: tuple(cost[name]) for name in _TIMES}})
-            for cost in values["sublayers"]
-        )
-        sums = tuple(
-            AllReduceCost(cost["num_replicas"], tuple(cost["num_bytes"]), tuple(cost["seconds"]))
-            for cost in values["all_reduce"]
-        )
-        return Profile(
-            **{
-                **values,
-                "batch_sizes": tuple(values["batch_sizes"]),
-                "sublayers": sublayers,
-                "link": LinkCost(**values["link"]),
-                "node_link": LinkCost(**values["node_link"]),
-                "all_reduce": sums,
-            }
-        )
+        rebuilt = {
+            "batch_sizes": tuple(values["batch_sizes"]),
+            "sublayers": tuple(SublayerCost(**_with_tuples(one)) for one in values["sublayers"]),
+            "link": LinkCost(**values["link"]),
+            "node_link": LinkCost(**values["node_link"]),
+            "all_reduce": tuple(
+                AllReduceCost(**_with_tuples(one)) for one in values["all_reduce"]
+            ),
+        }
+        return Profile(**{**values, **rebuilt})
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo that JSON turns tuples into lists."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
@@ -272,21 +263,16 @@ def profile_sublayers(
     Raises:
         TypeError: a sublayer returns something else than one tensor.
     """
-    device = next(iter(batches[-1].values())).device
     middle = batches[len(batches) // 2]
-    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
+    with left_as_found([one.module for one in sublayers], device_of(middle)) as modules:
         sizes = chain_bytes(sublayers, batches[-1])
-        rounds = _time_rounds(sublayers, modules, batches, device, repeats)
+        rounds = _time_rounds(sublayers, modules, batches, repeats)
         shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
+    # By size, kind (forward, backward, frozen) and sublayer.
+    medians_s = np.median(rounds, axis=0)
     costs = []
     for index, sublayer in enumerate(sublayers):
-        forward_s, backward_s, frozen_s = (
-            tuple(
-                statistics.median(chains[size][kind][index] for chains in rounds)
-                for size in range(len(batches))
-            )
-            for kind in range(3)
-        )
+        forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
         input_s = tuple(shares[index] * seconds for seconds in backward_s)
         costs.append(
             SublayerCost(
@@ -319,19 +305,11 @@ def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
     """
     costs = []
     for same in zip(*(chain.costs for chain in chains), strict=True):
-        forward_s, input_s, weight_s, frozen_s = (
-            tuple(second for cost in same for second in getattr(cost, name))
-            for name in ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
-        )
-        costs.append(
-            replace(
-                same[-1],
-                forward_s=forward_s,
-                input_backward_s=input_s,
-                weight_backward_s=weight_s,
-                frozen_s=frozen_s,
-            )
-        )
+        times: dict[str, Any] = {
+            name: tuple(second for cost in same for second in getattr(cost, name))
+            for name in _TIMES
+        }
+        costs.append(replace(same[-1], **times))
     return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
 
 
@@ -339,22 +317,19 @@ def time_rounds(
     sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]], *, repeats: int
 ) -> tuple[tuple[float, ...], ...]:
     """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
-    device = next(iter(batches[-1].values())).device
-    with left_as_found([sublayer.module for sublayer in sublayers], device) as modules:
-        return _totals(_time_rounds(sublayers, modules, batches, device, repeats))
+    with left_as_found([one.module for one in sublayers], device_of(batches[-1])) as modules:
+        return _totals(_time_rounds(sublayers, modules, batches, repeats))
 
 
 def _time_rounds(
     sublayers: Sequence[ProfiledSublayer],
     modules: nn.ModuleList,
     batches: Sequence[Mapping[str, Tensor]],
-    device: torch.device,
     repeats: int,
 ) -> list[list[list[list[float]]]]:
     """Time every batch in every round, as `time_chain` does, after a round to warm up."""
     return [
-        [time_chain(sublayers, modules, batch, device) for batch in batches]
-        for _ in range(repeats + 1)
+        [time_chain(sublayers, modules, batch) for batch in batches] for _ in range(repeats + 1)
     ][1:]
 
 
