@@ -1,22 +1,6 @@
 """Describe a cluster in a few numbers, read from a small TOML, so that it need not be at hand.
 
-nodes = 2
-slots_per_node = 8
-memory_bytes = 16e9                 # of a slot
-memory_bytes_per_s = 448e9
-efficiency = 0.5                    # of the peaks below, reached by large matrix products
-kernel_overhead_s = 8e-6
-
-[flops_per_s]
-float32 = 11.2e12
-
-[link]                              # between slots of a node
-latency_s = 10e-6
-bytes_per_s = 10e9
-
-[node_link]                         # between nodes; all of a node's slots share it
-latency_s = 20e-6
-bytes_per_s = 11e9
+docs/clusters/ has examples, and docs/planning.md says what the keys mean.
 """
 
 from __future__ import annotations
@@ -25,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +20,6 @@ if sys.version_info >= (3, 11):
 else:  # The standard library reads TOML from Python 3.11 on.
     import tomli as tomllib
 
-_KEYS = (
-    *("name", "nodes", "slots_per_node", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
-    *("efficiency", "link", "node_link", "kernel_overhead_s", "step_overhead_s", "read_s"),
-    "cache_bytes_per_s",
-)
 DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_SUM_BYTES = 1 << 40
 _FINITE = sys.float_info.max
@@ -54,20 +33,10 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """State what a cluster of equal nodes can do.
+    """State what a cluster of equal nodes can do, by the keys of its file.
 
-    Args:
-        name: for people.
-        nodes, slots_per_node: a slot is a device, or a share of one.
-        memory_bytes: of a slot.
-        memory_bytes_per_s: at which a slot reads and writes its memory.
-        flops_per_s: achieved by a slot in large matrix products, by dtype.
-        link: from a slot to another one of its node.
-        node_link: from a node to another; its slots share the rate.
-        kernel_overhead_s: what every kernel takes besides its arithmetic and its memory.
-        step_overhead_s: a step's time outside of all else.
-        read_s: what a slot takes to read a sample of the dataset.
-        cache_bytes_per_s: at which a slot reads cached activations; None where not said.
+    All are of a slot, a device or a share of one; but `node_link` is of a node, whose slots share
+    it. `flops_per_s` is achieved in large matrix products, by dtype.
     """
 
     name: str
@@ -101,9 +70,8 @@ class Cluster:
     def _all_reduce(self, num_replicas: int) -> AllReduceCost:
         """Price a ring in which each of R ranks sends 2 (R - 1) messages of 1 / R of the bytes.
 
-        Pipelines are consecutive ranks, so with several nodes every ring leaves its node. The
-        stages of a pipeline sum at the same time: as many rings as a node has stages share its
-        link. A ring is as slow as its slowest edge.
+        With several nodes every ring leaves its node, as pipelines are consecutive ranks, and as
+        many rings as a node has stages share its link. A ring is as slow as its slowest edge.
         """
         latency_s, bytes_per_s = self.link.latency_s, self.link.bytes_per_s
         if self.nodes > 1:
@@ -119,7 +87,7 @@ class Cluster:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster's TOML; the module's docstring shows one.
+    """Read a cluster's TOML.
 
     Raises:
         ValueError: the file cannot be read, is no TOML, lacks a key, has an unknown one, or gives
@@ -131,11 +99,10 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ValueError(f"the cluster's file cannot be read: {error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    table = _Table(str(path), values)
-    table.check_keys(_KEYS)
+    allowed = (*(field.name for field in fields(Cluster)), "efficiency")
+    table = _Table(str(path), values, allowed)
     nodes, slots = table.count("nodes"), table.count("slots_per_node")
     link = table.link("link") if slots > 1 else LinkCost(0.0, math.inf)
-    has_cache = "cache_bytes_per_s" in values
     return Cluster(
         name=table.take("name", "a text", lambda name: isinstance(name, str), Path(path).stem),
         nodes=nodes,
@@ -145,10 +112,12 @@ def load_cluster(path: str | Path) -> Cluster:
         flops_per_s=table.flops_per_s(),
         link=link,
         node_link=table.link("node_link") if nodes > 1 else link,
-        kernel_overhead_s=table.seconds("kernel_overhead_s", default=0.0),
-        step_overhead_s=table.seconds("step_overhead_s", default=0.0),
-        read_s=table.seconds("read_s", default=0.0),
-        cache_bytes_per_s=table.rate("cache_bytes_per_s") if has_cache else None,
+        kernel_overhead_s=table.number("kernel_overhead_s", default=0.0),
+        step_overhead_s=table.number("step_overhead_s", default=0.0),
+        read_s=table.number("read_s", default=0.0),
+        cache_bytes_per_s=table.rate("cache_bytes_per_s")
+        if "cache_bytes_per_s" in values
+        else None,
     )
 
 
@@ -158,14 +127,15 @@ class _Table:
 
     path: str
     values: Mapping[str, Any]
+    allowed: Sequence[str]
     prefix: str = ""
 
-    def check_keys(self, allowed: Sequence[str]) -> None:
-        unknown = [self.prefix + key for key in self.values if key not in allowed]
+    def __post_init__(self) -> None:
+        unknown = [self.prefix + key for key in self.values if key not in self.allowed]
         if unknown:
             raise ValueError(
                 f"{self.path} has unknown key(s) {', '.join(unknown)}; allowed are "
-                f"{', '.join(self.prefix + key for key in allowed)}"
+                f"{', '.join(self.prefix + key for key in self.allowed)}"
             )
 
     def take(
@@ -185,7 +155,7 @@ class _Table:
         return count
 
     def number(
-        self, key: str, *, least: float, most: float = _FINITE, default: float | None = None
+        self, key: str, *, least: float = 0, most: float = _FINITE, default: float | None = None
     ) -> float:
         """Return a number in the unit that its key names; a text with a unit is refused."""
         number: float = self.take(
@@ -195,9 +165,6 @@ class _Table:
             default,
         )
         return float(number)
-
-    def seconds(self, key: str, *, default: float | None = None) -> float:
-        return self.number(key, least=0, default=default)
 
     def rate(self, key: str) -> float:
         return self.number(key, least=1, most=math.inf)
@@ -219,14 +186,12 @@ class _Table:
 
     def link(self, key: str) -> LinkCost:
         table = self._table(key, ("latency_s", "bytes_per_s"))
-        return LinkCost(table.seconds("latency_s"), table.rate("bytes_per_s"))
+        return LinkCost(table.number("latency_s"), table.rate("bytes_per_s"))
 
     def _table(self, key: str, allowed: Sequence[str]) -> _Table:
         wanted = f"a table [{key}] with keys out of {', '.join(allowed)}"
         values = self.take(key, wanted, lambda value: isinstance(value, dict))
-        table = _Table(self.path, values, f"{key}.")
-        table.check_keys(allowed)
-        return table
+        return _Table(self.path, values, allowed, f"{key}.")
 
 
 def parse_bytes(text: str) -> int:

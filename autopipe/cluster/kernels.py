@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,11 +59,8 @@ class SublayerKernels:
 def count_kernels(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[SublayerKernels]:
-    """Count every sublayer's passes; the modules are left as they were.
+    """Count every sublayer's passes over a batch, all on the meta device.
 
-    Args:
-        sublayers: bottom first, with parameters and buffers on the meta device.
-        batch: (B, ...) tensors on the meta device.
     Raises:
         ValueError: a sublayer looks at the values of its input, which are not there.
         TypeError: it returns something else than one tensor.
@@ -101,13 +98,11 @@ def _count(
     sublayer: ProfiledSublayer, below: Tensor | None, batch: Mapping[str, Tensor]
 ) -> tuple[SublayerKernels, Tensor]:
     """Count a sublayer's kernels; also return its output."""
-    trained = [parameter for parameter in sublayer.module.parameters() if parameter.requires_grad]
+    trained = nn.ParameterList(p for p in sublayer.module.parameters() if p.requires_grad)
     forward, backward, output = _train(sublayer, below, batch)
-    for parameter in trained:
-        parameter.requires_grad_(False)
+    trained.requires_grad_(False)
     _, input_backward, _ = _train(sublayer, below, batch)
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    trained.requires_grad_(True)
     sublayer.module.eval()
     with torch.no_grad(), _KernelCounter() as frozen:
         sublayer.run(below, batch)
@@ -150,12 +145,8 @@ class _KernelCounter(TorchDispatchMode):
         if _starts_kernel(func, inputs, outputs):
             count = flop_registry.get(func.overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-            num_bytes = _touched_bytes(outputs)
-            num_bytes += (
-                _touched_bytes([*outputs, *inputs[1:]])
-                if func.overloadpacket in _GATHERS
-                else _touched_bytes(inputs)
-            )
+            read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
+            num_bytes = _touched_bytes([*outputs, *read])
             self.kernels.append(Kernel(str(func.overloadpacket), flops, num_bytes))
         return result
 
@@ -176,21 +167,18 @@ def _touched_bytes(tensors: Sequence[Tensor]) -> int:
 class _FusedKernels(TorchFunctionMode):
     """Run attention and dropout as the single kernels that GPUs have for them.
 
-    Elsewhere torch takes them apart, and a backward keeps what no GPU keeps: the probabilities of
-    all pairs of tokens, and a mask in the activations' dtype.
+    Taken apart, they keep the probabilities of all pairs of tokens, and a mask in the
+    activations' dtype.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _SCALED_ATTENTION:
-            return _attention(*args, **kwargs)
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             # No mode is asked about what a function of torch calls in turn.
             with _replaced_attention():
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        fused = {_SCALED_ATTENTION: _attention, F.dropout: _dropout}
+        return fused.get(func, func)(*args, **kwargs)
 
 
 _SCALED_ATTENTION = F.scaled_dot_product_attention

@@ -12,6 +12,7 @@ Source: the roofline model (Williams, Waterman and Patterson 2009), here kernel 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -78,14 +79,14 @@ def modelled_profile(
 
 def _dtype_of(sublayers: Sequence[ProfiledSublayer]) -> str:
     """Return the dtype of most parameters, by its name."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[torch.dtype]()
     for sublayer in sublayers:
         for parameter in sublayer.module.parameters():
-            name = str(parameter.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + parameter.numel()
+            sizes[parameter.dtype] += parameter.numel()
     if not sizes:
         raise ValueError("the sublayers have no parameters; there is nothing to train")
-    return max(sizes, key=lambda name: sizes[name])
+    ((dtype, _),) = sizes.most_common(1)
+    return str(dtype).removeprefix("torch.")
 
 
 def _batch(sample: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
@@ -96,8 +97,9 @@ def _batch(sample: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
 
 
 def _adamw_bytes(parameters: Sequence[Tensor]) -> int:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(_ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in trained)
+    return sum(
+        _ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in parameters if p.requires_grad
+    )
 
 
 def _cost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -66,13 +67,13 @@ class KeptMemory:
         self._released.extend(self._inputs)
         self._inputs = [self._keep(tensor) for tensor in tensors if tensor is not None]
 
-    def release(self, view: _View) -> None:
-        self._released.append(view)
-
     def _pack(self, tensor: Tensor) -> _Saved:
+        # Detached, because a graph must not hold its own output.
+        saved = _Saved(tensor.detach(), tensor._version)
         base = tensor if tensor._base is None else tensor._base
-        view = None if isinstance(base, nn.Parameter) else self._keep(tensor)
-        return _Saved(self, tensor, view)
+        if not isinstance(base, nn.Parameter):
+            weakref.finalize(saved, self._released.append, self._keep(tensor))
+        return saved
 
     def _keep(self, tensor: Tensor) -> _View:
         if tensor.layout is not torch.strided:
@@ -102,19 +103,12 @@ class KeptMemory:
             del self._storages[view.storage]
 
 
+@dataclass(eq=False)
 class _Saved:
     """Hold a saved tensor in a graph; its end tells that the graph let go of it."""
 
-    __slots__ = ("memory", "tensor", "version", "view")
-
-    def __init__(self, memory: KeptMemory, tensor: Tensor, view: _View | None) -> None:
-        # Detached, because a graph must not hold its own output.
-        self.memory, self.tensor, self.view = memory, tensor.detach(), view
-        self.version = tensor._version
-
-    def __del__(self) -> None:
-        if self.view is not None:
-            self.memory.release(self.view)
+    tensor: Tensor
+    version: int
 
 
 def _unpack(saved: _Saved) -> Tensor:

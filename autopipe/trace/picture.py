@@ -12,20 +12,14 @@ from autopipe.trace.chrome import lanes
 from autopipe.trace.span import Span
 from autopipe.trace.summary import StageSummary, as_bytes, summarize
 
-_COLOURS = {
-    Op.FORWARD: "#3b6fb6",
-    Op.RECOMPUTE: "#e3a63a",
-    Op.BACKWARD: "#3f9d6b",
-    Op.SEND_ACTIVATION: "#8fb3dd",
-    Op.SEND_GRADIENT: "#94cdad",
-}
 _KINDS = {
-    Op.FORWARD: "forward",
-    Op.RECOMPUTE: "recomputation",
-    Op.BACKWARD: "backward",
-    Op.SEND_ACTIVATION: "activation sent",
-    Op.SEND_GRADIENT: "gradient sent",
+    Op.FORWARD: ("forward", "#3b6fb6"),
+    Op.RECOMPUTE: ("recomputation", "#e3a63a"),
+    Op.BACKWARD: ("backward", "#3f9d6b"),
+    Op.SEND_ACTIVATION: ("activation sent", "#8fb3dd"),
+    Op.SEND_GRADIENT: ("gradient sent", "#94cdad"),
 }
+"""What is drawn: its name and its colour."""
 _INK, _FAINT, _IDLE = "#2b2f36", "#8a919c", "#f0f1f3"
 _WIDTH_INCHES, _LEFT, _RIGHT = 12.0, 0.085, 0.885
 _STAGE_HEIGHT, _LANE_HEIGHT, _SPACE, _GAP = 1.0, 0.26, 0.06, 0.22
@@ -45,8 +39,8 @@ def save_picture(
         ValueError: nothing was computed.
     """
     summary = summarize(spans)
-    # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
-    # pyplot, leaves the caller's backend and open figures alone.
+    # Loaded only for a picture: training needs no matplotlib. Without pyplot the caller's backend
+    # and open figures are left alone.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -68,8 +62,10 @@ def save_picture(
         )
         _draw_bars(axes, lane, start_s, total_ms)
         _name(axes, lane, stages[lane.stage])
-    shown = [op for op in _KINDS if op in {span.op for span in spans}]
-    handles = [Patch(color=_COLOURS[op], label=_KINDS[op]) for op in shown]
+    shown = {span.op for span in spans}
+    handles = [
+        Patch(color=color, label=kind) for op, (kind, color) in _KINDS.items() if op in shown
+    ]
     _dress(figure, axes, heading or (summary.title, summary.times), handles)
     figure.savefig(path)
 
@@ -118,7 +114,7 @@ def _draw_bars(axes: Any, lane: _Lane, start_s: float, total_ms: float) -> None:
         length_ms = max(span.duration_s * 1e3, 1.2 / points_a_ms)
         axes.broken_barh(
             [(start_ms, length_ms)], (lane.top, lane.height),
-            facecolor=_COLOURS[span.op], edgecolor="white", zorder=2,
+            facecolor=_KINDS[span.op][1], edgecolor="white", zorder=2,
             linewidth=0.6 if length_ms * points_a_ms > 3 else 0,
         )  # fmt: skip
         room = length_ms * points_a_ms / _POINTS_A_CHARACTER

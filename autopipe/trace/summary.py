@@ -78,8 +78,8 @@ class Summary:
         checkpointed = f" ({self.num_checkpointed} checkpointed)" if self.num_checkpointed else ""
         steps = "" if self.num_steps == 1 else f", mean of {self.num_steps} steps"
         return (
-            f"{self.schedule}: {_number(self.num_stages, 'stage')}, "
-            f"{_number(self.num_micro_batches, 'micro-batch', 'micro-batches')}"
+            f"{self.schedule}: {self.num_stages} stage{'s' if self.num_stages != 1 else ''}, "
+            f"{self.num_micro_batches} micro-batch{'es' if self.num_micro_batches != 1 else ''}"
             f"{checkpointed}{steps}"
         )
 
@@ -93,35 +93,25 @@ class Summary:
 
     def __str__(self) -> str:
         """Return the tables."""
-        stages = [
-            (
-                stage.stage,
-                f"{stage.busy_fraction:.1%}",
-                stage.peak_in_flight,
-                stage.peak_graphs,
-                as_bytes(stage.peak_bytes),
-            )
-            for stage in self.stages
+        stages: list[tuple[object, ...]] = [
+            ("stage", "busy", "in flight", "graphs", "activations")
         ]
-        columns = ("stage", "busy", "in flight", "graphs", "activations")
-        tables = [f"{self.title}\n{self.times}", _table(columns, stages)]
+        for s in self.stages:
+            busy, kept = f"{s.busy_fraction:.1%}", as_bytes(s.peak_bytes)
+            stages.append((s.stage, busy, s.peak_in_flight, s.peak_graphs, kept))
+        tables = [f"{self.title}\n{self.times}", _table(stages)]
         if self.links:
-            columns = ("link", "activations", "gradients", "sent a step", "copied")
-            tables.append(_table(columns, self._link_rows()))
+            tables.append(_table(self._link_rows()))
         return "\n\n".join(tables)
 
     def _link_rows(self) -> list[tuple[str, ...]]:
-        rows: dict[str, tuple[float, ...]] = {
-            f"{link.below}-{link.above}": (
-                link.activation_bytes,
-                link.gradient_bytes,
-                link.activation_bytes + link.gradient_bytes,
-                link.copied_bytes,
-            )
-            for link in self.links
-        }
+        rows: dict[str, tuple[float, ...]] = {}
+        for link in self.links:
+            up, down = link.activation_bytes, link.gradient_bytes
+            rows[f"{link.below}-{link.above}"] = (up, down, up + down, link.copied_bytes)
         rows["all"] = tuple(map(sum, zip(*rows.values(), strict=True)))
-        return [(name, *map(as_bytes, values)) for name, values in rows.items()]
+        columns = ("link", "activations", "gradients", "sent a step", "copied")
+        return [columns, *((name, *map(as_bytes, values)) for name, values in rows.items())]
 
 
 def summarize(spans: Sequence[Span]) -> Summary:
@@ -204,15 +194,10 @@ def as_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def _number(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Align columns to the right, under their names."""
-    cells = [list(columns), *([str(value) for value in row] for row in rows)]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    )
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    """Align columns to the right, under their names in the first row."""
+    columns = [[str(value) for value in column] for column in zip(*rows, strict=True)]
+    for column in columns:
+        width = max(map(len, column))
+        column[:] = [cell.rjust(width) for cell in column]
+    return "\n".join(map("  ".join, zip(*columns, strict=True)))
