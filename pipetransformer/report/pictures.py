@@ -48,7 +48,6 @@ def draw_report(runs: Runs, path: Path) -> None:
     Raises:
         ValueError: there is no epoch in the run.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -60,12 +59,10 @@ def draw_report(runs: Runs, path: Path) -> None:
         )
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(12, 8), dpi=110, layout=layout)
-    FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic(
         [["loss", "speed"], ["accuracy", "speed"], ["frozen", "parts"], ["shape", "parts"]]
     )
     for axes in panels.values():
-        # Only what carries information: two spines and a faint grid.
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e6ea")
         axes.set_axisbelow(True)
@@ -127,19 +124,17 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps = _of_kind(records, "step")
-    steady = {"drawstyle": "steps-post", "linewidth": 2.0}
+    steady: Any = {"drawstyle": "steps-post", "linewidth": 2.0}
     _line(frozen, steps, "frozen", color=OWN_COLOR, **steady)
     _line(shape, steps, "length", color=OWN_COLOR, label="stages (K)", **steady)
-    dashed = {"linestyle": "--", **steady}
-    _line(shape, steps, "replicas", color=SECOND_COLOR, label="replicas (R)", **dashed)
+    _line(shape, steps, "replicas", color=SECOND_COLOR, label="replicas (R)", ls="--", **steady)
     for axes in (frozen, shape):
         axes.margins(y=0.15)
         axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         for index, event in enumerate(_of_kind(records, "transition")):
             label = "transition" if index == 0 else None
-            style: Any = {"color": MARK_COLOR, "linestyle": ":", "linewidth": 1.2}
-            axes.axvline(event["elapsed_s"], label=label, **style)
+            axes.axvline(event["elapsed_s"], color=MARK_COLOR, ls=":", lw=1.2, label=label)
     frozen.set_title("Freezing and topology", loc="left", fontweight="bold")
     frozen.set_ylabel("frozen layers")
     shape.set_ylabel("K and R")
@@ -169,9 +164,9 @@ def _draw_breakdown(axes: Axes, runs: Runs) -> None:
             mean = {part: total / num_epochs for part, total in total_breakdown(records).items()}
             places.append(places[-1] + 1.0 + width)
             bars.append(mean)
-            top = (places[-1], sum(mean.values()))
             label = f"mean\n{name}".replace(" ", "\n")
-            axes.annotate(label, top, ha="center", va="bottom", fontsize="small")
+            top = sum(mean.values())
+            axes.text(places[-1], top, label, ha="center", va="bottom", fontsize="small")
     bottoms = [0.0] * len(bars)
     for name, color in CATEGORY_COLORS.items():
         heights = [bar.get(name, 0.0) for bar in bars]
@@ -186,7 +181,6 @@ def _draw_breakdown(axes: Axes, runs: Runs) -> None:
 
 
 def _colored(runs: Runs) -> Iterator[tuple[str, list[Record], str]]:
-    """Yield each run's name, records and color."""
     colors = (*OTHER_COLORS[: len(runs) - 1], OWN_COLOR)
     for (name, records), color in zip(runs.items(), colors, strict=True):
         yield name, records, color

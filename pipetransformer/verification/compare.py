@@ -45,7 +45,7 @@ def verify(
 
     Args:
         task, world: what is to be trained, and where.
-        model: a copy of the task's, complete on rank 0; it is changed.
+        model: complete on rank 0.
         loss_fn: the user's own; None is the model's.
         batch: two samples or more, in host memory.
     Raises:

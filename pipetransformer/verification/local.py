@@ -8,6 +8,8 @@ depends on how a batch is split, and a loss that does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -34,7 +36,7 @@ def find_difference(own: OwnForward, loss_fn: Loss, batch: Batch, tolerance: Tol
                 "is split; use a layer without running statistics"
             )
         again = own(batch)[0]
-        if tolerance.differ(again.nan_to_num(), expected[0].nan_to_num()):
+        if tolerance.difference(again.nan_to_num(), expected[0].nan_to_num()):
             return (
                 "the forward gives another output for the same batch: it draws random numbers "
                 "that could not be switched off, perhaps; set its dropout to 0 before the model "
@@ -56,17 +58,16 @@ def _compare_forward(
 ) -> str:
     """Compare the model's output with that of its sublayers in order."""
     layered, ours = _recorded(model.model, model.run, batch)
-    if not tolerance.differ(layered, expected):
+    by = tolerance.difference(layered, expected)
+    if not by:
         return ""
-    shared = [name for name in outputs if name in ours]
-    wrong = [name for name in shared if tolerance.differ(ours[name], outputs[name])]
-    where = (
-        f"first in the output of {wrong[0]!r}" if wrong else "behind the last module they share"
-    )
+    shared = (name for name in outputs if name in ours)
+    wrong = (name for name in shared if tolerance.difference(ours[name], outputs[name]))
+    first = next(wrong, None)
+    where = f"first in the output of {first!r}" if first else "behind the last module they share"
     return (
         "the model's own forward and its sublayers in order give other outputs "
-        f"({tolerance.describe(layered, expected)}), {where}; give the LayeredModel sublayers "
-        "that do all that the forward does"
+        f"({by}), {where}; give the LayeredModel sublayers that do all that the forward does"
     )
 
 
@@ -80,10 +81,10 @@ def _find_split(model: LayeredModel, batch: Batch, tolerance: Tolerance) -> str:
         joined = torch.cat(
             [model.call(index, part_of(value, cut), sides=part_of(batch, cut)) for cut in cuts]
         )
-        if tolerance.differ(joined, whole):
+        if by := tolerance.difference(joined, whole):
             return (
                 f"the output of sublayer {sublayer.name!r} depends on how a batch is split "
-                f"({tolerance.describe(joined, whole)}); let it treat each sample by itself"
+                f"({by}); let it treat each sample by itself"
             )
         value = whole
     return ""
@@ -104,17 +105,12 @@ def _recorded(
     """Run something, and note the output of each module, in the order in which they end."""
     outputs: dict[str, Tensor] = {}
 
-    def note(name: str, output: object) -> None:
+    def note(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
             outputs.setdefault(name, output.detach().clone())
 
-    handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: note(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(partial(note, name)))
         return run(batch), outputs
-    finally:
-        for handle in handles:
-            handle.remove()

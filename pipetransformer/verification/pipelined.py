@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autodp import broadcast_json, gather_json
 from autopipe.plan import PipelinePlan
 from pipetransformer.adapters import LayeredModel, named_tensors
-from pipetransformer.data import Batch, part_of
+from pipetransformer.data import Batch
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 from pipetransformer.stage import FrozenPrefix, SampleFeed
@@ -43,9 +43,7 @@ def compare_steps(
 ) -> str:
     """Return what differs first, in a sentence, or ""; the same on every rank. Collective.
 
-    Args:
-        task, own: with twins of the model, complete on rank 0; `own` is nowhere else.
-        world, batch, tolerance: see `verify`; every step has the same samples.
+    Task and `own` have twins of the model, complete on rank 0; `own` is nowhere else.
     """
     reference = _Reference(task, own, batch) if own is not None else None
     for index in range(len(task.model.sublayers)):
@@ -53,18 +51,15 @@ def compare_steps(
         held = task.model.tensors(index).items()
         task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
-    # Nothing is frozen, and so its data set never read.
-    feed = SampleFeed(task, world, range(num_samples), FrozenPrefix(task, world.device))
+    samples = [{name: t[i] for name, t in batch.items()} for i in range(num_samples)]
+    feed = SampleFeed(task, world, samples, FrozenPrefix(task, world.device))
     deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):
             deployment.change(Decision(number, 0, plan, False, "to verify"))
             stage = deployment.active_stage
             result = stage.train_step(
-                torch.arange(num_samples),
-                _BatchRows(batch),
-                step=number,
-                learning_rate_factor=1.0,
+                torch.arange(num_samples), feed.rows(0), step=number, learning_rate_factor=1.0
             )
             step = _publish(reference.step() if reference else None, task.model, world)
             found = _compare(
@@ -79,19 +74,6 @@ def compare_steps(
         deployment.close()
         feed.close()
     return ""
-
-
-class _BatchRows:
-    """Give stage 0 the samples of a batch."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def fetch(self, ids: Tensor) -> Batch:
-        return part_of(self._batch, ids)
-
-    def read_ahead(self, ids: Tensor) -> None:
-        """Need nothing: all is there."""
 
 
 def _plans(model: LayeredModel, world: World, num_samples: int) -> Iterator[PipelinePlan]:
@@ -110,18 +92,14 @@ class _Reference:
     """Train the model's own forward in a plain loop, on rank 0."""
 
     def __init__(self, task: Task, own: OwnForward, batch: Batch) -> None:
-        self._own, self._batch = own, batch
-        model = own.model.model.train()
-        for name, parameter in model.named_parameters():
+        self._own, self._batch, self._model = own, batch, own.model.model.train()
+        for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(name in task.trainable)
-        self._named = [(n, p) for n, p in model.named_parameters() if n in task.trainable]
-        self._model = model
+        self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._optimizer = task.optimizer(self._named) if self._named else None
 
     def step(self) -> _Step:
-        """Take a step."""
-        for _, parameter in self._named:
-            parameter.grad = None
+        self._model.zero_grad()
         _, loss = self._own(self._batch)
         if loss.requires_grad:
             loss.backward()
@@ -162,10 +140,9 @@ def _compare(
     tolerance: Tolerance,
 ) -> tuple[int, str] | None:
     """Return where in the model this rank finds the first difference, and what it is."""
-    if tolerance.differ(torch.tensor([loss]), torch.tensor([step.loss])):
+    if tolerance.difference(torch.tensor([loss]), torch.tensor([step.loss])):
         return -1, f"the loss is {loss:.9g}, and {step.loss:.9g} in a plain loop"
-    found = [float(g.abs().max()) for g in step.gradients.values() if g.numel()]
-    largest = max(found, default=0.0)
+    largest = max((float(g.abs().max()) for g in step.gradients.values() if g.numel()), default=0)
     for index in range(len(model.sublayers)):
         for name, tensor in model.tensors(index).items():
             if tensor.is_meta:
@@ -177,8 +154,7 @@ def _compare(
                     state = "no gradient" if ours is None else "a gradient"
                     return index, f"{name!r} has {state}, unlike in a plain loop"
                 if ours is not None and expected is not None:
-                    if tolerance.differ(ours.cpu(), expected, scale=1e-3 * largest):
-                        by = tolerance.describe(ours.cpu(), expected)
+                    if by := tolerance.difference(ours.cpu(), expected, scale=1e-3 * largest):
                         return index, f"the gradient of {name!r} differs {by}"
             if wrong := _compare_tensor(name, tensor, step, expected, tolerance):
                 return index, wrong
@@ -195,7 +171,7 @@ def _compare_tensor(
             return ""  # Adam divides by what may be rounding alone.
         told = gradient.abs() > 1e-9
         ours, expected = ours[told], expected[told]
-    if tolerance.differ(ours, expected):
+    if by := tolerance.difference(ours, expected):
         kind = "the weight" if isinstance(tensor, nn.Parameter) else "the buffer"
-        return f"{kind} {name!r} differs after the update {tolerance.describe(ours, expected)}"
+        return f"{kind} {name!r} differs after the update {by}"
     return ""

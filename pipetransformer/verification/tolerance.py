@@ -23,20 +23,17 @@ class Tolerance:
     def of(dtype: torch.dtype) -> Tolerance:
         return Tolerance(1e-9, 1e-7) if dtype == torch.float64 else Tolerance(1e-6, 1e-4)
 
-    def differ(self, one: Tensor, other: Tensor, *, scale: float = 0.0) -> bool:
-        """Tell whether tensors differ in shape, by more than is allowed, or by a NaN.
+    def difference(self, one: Tensor, other: Tensor, *, scale: float = 0.0) -> str:
+        """Say how tensors differ: in shape, by more than is allowed, or by a NaN; "" if not.
 
         What is allowed goes by the largest value, or by `scale` if that is larger.
         """
-        if one.shape != other.shape or one.numel() == 0:
-            return one.shape != other.shape
-        largest = max(float(other.abs().max()), scale)
-        allowed = self.absolute + self.relative * largest
-        return not float((one.double() - other.double()).abs().max()) <= allowed
-
-    def describe(self, one: Tensor, other: Tensor) -> str:
-        """Say by how much they differ."""
         if one.shape != other.shape:
             return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
+        if one.numel() == 0:
+            return ""
+        largest = float(other.abs().max())
         difference = float((one.double() - other.double()).abs().max())
-        return f"by {difference:.3g} where the largest is {float(other.abs().max()):.3g}"
+        if difference <= self.absolute + self.relative * max(largest, scale):
+            return ""
+        return f"by {difference:.3g} where the largest is {largest:.3g}"
