@@ -151,8 +151,7 @@ class _Table:
 
     def count(self, key: str) -> int:
         wanted = "a whole number, at least 1"
-        count: int = self.take(key, wanted, lambda value: type(value) is int and value >= 1)
-        return count
+        return int(self.take(key, wanted, lambda value: type(value) is int and value >= 1))
 
     def number(
         self, key: str, *, least: float = 0, most: float = _FINITE, default: float | None = None

@@ -55,19 +55,19 @@ def modelled_profile(
             f"{', '.join(cluster.flops_per_s)}; add it, or choose another dtype"
         )
     small, large = (_batch(sample, size) for size in _COUNTED)
-    counts = (count_kernels(sublayers, small), count_kernels(sublayers, large))
+    counts = count_kernels(sublayers, small), count_kernels(sublayers, large)
     sizes = count_bytes(sublayers, large)
+    for own, parameters in zip(
+        sizes, unshared(s.module.parameters() for s in sublayers), strict=True
+    ):
+        own["optimizer_bytes"] = _adamw_bytes(parameters)
     kernel_s = partial(cluster.kernel_s, dtype)
-    costs = tuple(
-        _cost(sublayer, counts, kernel_s, {**own, "optimizer_bytes": _adamw_bytes(parameters)})
-        for sublayer, *counts, own, parameters in zip(
-            sublayers, *counts, sizes, unshared(s.module.parameters() for s in sublayers),
-            strict=True,
-        )
-    )  # fmt: skip
     return Profile(
         batch_sizes=BATCH_SIZES,
-        sublayers=costs,
+        sublayers=tuple(
+            _cost(sublayer, counts, kernel_s, own)
+            for sublayer, own, *counts in zip(sublayers, sizes, *counts, strict=True)
+        ),
         read_s=cluster.read_s,
         optimizer_s_per_byte=_UPDATE_PASSES / cluster.memory_bytes_per_s,
         step_overhead_s=cluster.step_overhead_s,
@@ -108,7 +108,7 @@ def _cost(
     kernel_s: _KernelTime,
     sizes: Mapping[str, Any],
 ) -> SublayerCost:
-    times = {}
+    times: dict[str, tuple[float, ...]] = {}
     for kind in ("forward", "input_backward", "backward", "frozen"):
         small, large = (getattr(count, kind) for count in counts)
         if len(small) != len(large):
@@ -118,17 +118,10 @@ def _cost(
                 "sizes cannot be told from these; measure it on a machine instead"
             )
         times[kind] = tuple(_seconds(small, large, size, kernel_s) for size in BATCH_SIZES)
+    forward_s, input_s, backward_s, frozen_s = times.values()
+    weight_s = tuple(max(0.0, b - i) for b, i in zip(backward_s, input_s, strict=True))
     return SublayerCost(
-        name=sublayer.name,
-        layer=sublayer.layer,
-        forward_s=times["forward"],
-        input_backward_s=times["input_backward"],
-        weight_backward_s=tuple(
-            max(0.0, whole - part)
-            for whole, part in zip(times["backward"], times["input_backward"], strict=True)
-        ),
-        frozen_s=times["frozen"],
-        **sizes,
+        sublayer.name, sublayer.layer, forward_s, input_s, weight_s, frozen_s, **sizes
     )
 
 

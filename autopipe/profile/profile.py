@@ -274,17 +274,9 @@ def profile_sublayers(
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
         input_s = tuple(shares[index] * seconds for seconds in backward_s)
+        times = forward_s, input_s, tuple(map(sub, backward_s, input_s)), frozen_s
         costs.append(
-            SublayerCost(
-                sublayer.name,
-                sublayer.layer,
-                forward_s,
-                input_s,
-                tuple(map(sub, backward_s, input_s)),
-                frozen_s,
-                optimizer_bytes=0,
-                **sizes[index],
-            )
+            SublayerCost(sublayer.name, sublayer.layer, *times, optimizer_bytes=0, **sizes[index])
         )
     return MeasuredChain(tuple(costs), _totals(rounds))
 

@@ -76,14 +76,13 @@ class KeptMemory:
         return saved
 
     def _keep(self, tensor: Tensor) -> _View:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is torch.strided:
+            whole = tensor.untyped_storage()
+            view = _View(whole.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            total_bytes = whole.nbytes()
+        else:
             # Other layouts have several storages; the tensor stands for them.
-            return self._hold(_View(id(tensor), 0, tensor.nbytes), tensor.nbytes)
-        storage = tensor.untyped_storage()
-        view = _View(storage.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        return self._hold(view, storage.nbytes())
-
-    def _hold(self, view: _View, total_bytes: int) -> _View:
+            view, total_bytes = _View(id(tensor), 0, tensor.nbytes), tensor.nbytes
         kept_bytes = self.num_bytes
         storage = self._storages.setdefault(view.storage, _Storage(total_bytes))
         before = storage.num_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,15 +55,6 @@ class Clocks:
         return came_s
 
 
-@dataclass
-class _Note:
-    """Hold a span whose times have not been read."""
-
-    span: Span
-    start: Moment
-    end: Moment
-
-
 class Recorder:
     """Note what one stage does in one step: when, what it sends and what it keeps.
 
@@ -86,7 +77,7 @@ class Recorder:
         self._device = device
         self._clocks = Clocks() if clocks is None else clocks
         self._clocks.watch(device)
-        self._notes: list[_Note] = []
+        self._readers: list[Callable[[], Span]] = []
         self._memory = KeptMemory()
         self._start = self._clocks.mark(None)
         self._num_transfers = 0
@@ -95,7 +86,11 @@ class Recorder:
     @property
     def spans(self) -> list[Span]:
         """Return all spans in the order in which they ended; devices are waited for."""
-        return [replace(note.span, start_s=note.start(), end_s=note.end()) for note in self._notes]
+        return [read() for read in self._readers]
+
+    def _note(self, span: Span, start: Moment, end: Moment) -> None:
+        """Keep a span whose times are read later."""
+        self._readers.append(lambda: replace(span, start_s=start(), end_s=end()))
 
     @contextmanager
     def span(self, instruction: Instruction, *, sent_bytes: int = 0) -> Iterator[None]:
@@ -120,12 +115,12 @@ class Recorder:
                 step=self.step, num_in_flight=self._in_flight, num_graphs=self._graphs,
                 kept_bytes=memory.num_bytes, peak_bytes=memory.peak_bytes,
             )  # fmt: skip
-            note = _Note(span, self._start, self._clocks.mark(self._device))
-            self._notes.append(note)
+            start, end = self._start, self._clocks.mark(self._device)
+            self._note(span, start, end)
             if sent_bytes and not self._num_transfers:
                 peer = self.stage + (1 if instruction.op is Op.SEND_ACTIVATION else -1)
                 sent = replace(span, peer=peer, num_bytes=sent_bytes, payload_bytes=sent_bytes)
-                self._notes.append(_Note(sent, note.start, note.end))
+                self._note(sent, start, end)
 
     def starts_forward(self) -> None:
         """Let the present span begin only now, after a wait for room."""
@@ -158,4 +153,4 @@ class Recorder:
             self.stage, instruction.op, instruction.micro_batch, 0.0, 0.0, copied_bytes,
             payload_bytes, peer, self.step,
         )  # fmt: skip
-        self._notes.append(_Note(span, start, self._clocks.mark(device)))
+        self._note(span, start, self._clocks.mark(device))

@@ -8,12 +8,11 @@ depends on how a batch is split, and a loss that does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from pipetransformer.adapters import LayeredModel, find_changed, named_tensors
 from pipetransformer.data import Batch, part_of
@@ -103,14 +102,12 @@ def _recorded(
     model: nn.Module, run: Callable[[Batch], _Result], batch: Batch
 ) -> tuple[_Result, dict[str, Tensor]]:
     """Run something, and note the output of each module, in the order in which they end."""
+    names = {module: name for name, module in model.named_modules() if name}
     outputs: dict[str, Tensor] = {}
 
-    def note(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, Tensor):
-            outputs.setdefault(name, output.detach().clone())
+    def note(module: nn.Module, _inputs: object, output: object) -> None:
+        if module in names and isinstance(output, Tensor):
+            outputs.setdefault(names[module], output.detach().clone())
 
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(partial(note, name)))
+    with register_module_forward_hook(note):
         return run(batch), outputs
