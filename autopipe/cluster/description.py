@@ -54,7 +54,6 @@ class Cluster:
 
     @property
     def num_slots(self) -> int:
-        """Return the slots of all nodes."""
         return self.nodes * self.slots_per_node
 
     def kernel_s(self, dtype: str, flops: float, num_bytes: float) -> float:

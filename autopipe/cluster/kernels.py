@@ -41,14 +41,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SublayerKernels:
-    """Hold the kernels of a sublayer's passes over a batch.
-
-    Args:
-        forward: in train mode, with gradients recorded.
-        input_backward: of the backward that gives the input's gradient alone.
-        backward: of the whole one, its parameters' gradients added to existing ones.
-        frozen: forward in eval mode without gradients.
-    """
+    """Hold the kernels of a sublayer's passes, as in `SublayerCost`; of the whole backward."""
 
     forward: tuple[Kernel, ...]
     input_backward: tuple[Kernel, ...]
@@ -97,7 +90,6 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _count(
     sublayer: ProfiledSublayer, below: Tensor | None, batch: Mapping[str, Tensor]
 ) -> tuple[SublayerKernels, Tensor]:
-    """Count a sublayer's kernels; also return its output."""
     trained = nn.ParameterList(p for p in sublayer.module.parameters() if p.requires_grad)
     forward, backward, output = _train(sublayer, below, batch)
     trained.requires_grad_(False)
@@ -146,7 +138,8 @@ class _KernelCounter(TorchDispatchMode):
             count = flop_registry.get(func.overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
-            num_bytes = _touched_bytes([*outputs, *read])
+            # Of an expanded tensor those bytes that exist.
+            num_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*outputs, *read))
             self.kernels.append(Kernel(str(func.overloadpacket), flops, num_bytes))
         return result
 
@@ -157,11 +150,6 @@ def _starts_kernel(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor
         return False
     is_view = storages(outputs).keys() <= storages(inputs).keys()
     return not is_view or func._schema.is_mutable
-
-
-def _touched_bytes(tensors: Sequence[Tensor]) -> int:
-    """Sum the bytes of the tensors; of an expanded one those that exist."""
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 class _FusedKernels(TorchFunctionMode):

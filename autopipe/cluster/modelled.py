@@ -57,10 +57,11 @@ def modelled_profile(
     small, large = (_batch(sample, size) for size in _COUNTED)
     counts = count_kernels(sublayers, small), count_kernels(sublayers, large)
     sizes = count_bytes(sublayers, large)
-    for own, parameters in zip(
-        sizes, unshared(s.module.parameters() for s in sublayers), strict=True
-    ):
-        own["optimizer_bytes"] = _adamw_bytes(parameters)
+    parameters_of = unshared(sublayer.module.parameters() for sublayer in sublayers)
+    for own, parameters in zip(sizes, parameters_of, strict=True):
+        own["optimizer_bytes"] = sum(
+            _ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in parameters if p.requires_grad
+        )
     kernel_s = partial(cluster.kernel_s, dtype)
     return Profile(
         batch_sizes=BATCH_SIZES,
@@ -94,12 +95,6 @@ def _batch(sample: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
         name: torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
         for name, tensor in sample.items()
     }
-
-
-def _adamw_bytes(parameters: Sequence[Tensor]) -> int:
-    return sum(
-        _ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in parameters if p.requires_grad
-    )
 
 
 def _cost(

@@ -28,10 +28,7 @@ _BYTES_PER_MILLION = 4e6
 
 
 def paper_plan(
-    profile: Profile,
-    request: PlanRequest,
-    *,
-    frozen_cost: float = FROZEN_COST,
+    profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
 ) -> PipelinePlan:
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 

@@ -12,7 +12,7 @@ way:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -121,7 +121,6 @@ class _Link:
     messages: deque[tuple[int, float]] = field(default_factory=deque)
 
     def send(self, micro_batch: int, leaves_s: float, transfer_s: float) -> None:
-        """Take a message over when the link is free; note when it arrives."""
         self.free_s = max(self.free_s, leaves_s) + transfer_s
         self.messages.append((micro_batch, self.free_s))
 
@@ -146,9 +145,8 @@ class _Clock:
             )
         self.now_s, self.busy_s = list(lead_s), list(lead_s)
         self.events: list[Span] = []
-        # Boundary j lies between stages j and j + 1.
-        self._activations = [_Link() for _ in times.transfer_s]
-        self._gradients = [_Link() for _ in times.transfer_s]
+        # By what they carry and by boundary; boundary j lies between stages j and j + 1.
+        self._links = defaultdict[tuple[str, int], _Link](_Link)
 
     def execute(self, stage: int, instruction: Instruction) -> bool:
         """Carry out one instruction; return False where its message has not been sent yet."""
@@ -161,7 +159,7 @@ class _Clock:
             return True
         boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
         goes_up = op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
-        link = (self._activations if goes_up else self._gradients)[boundary]
+        link = self._links["activation" if goes_up else "gradient", boundary]
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
             self._spend(stage, self._handling_s[boundary])
             link.send(i, self.now_s[stage], times.transfer_s[boundary][i])
@@ -178,10 +176,8 @@ class _Clock:
 
     def unread(self) -> list[str]:
         """Name the messages that were sent and that no stage received."""
-        kinds = {"activation": self._activations, "gradient": self._gradients}
         return [
             f"{kind} {i} over boundary {boundary} is never received"
-            for kind, links in kinds.items()
-            for boundary, link in enumerate(links)
+            for (kind, boundary), link in sorted(self._links.items(), key=lambda item: item[0])
             for i, _ in link.messages
         ]

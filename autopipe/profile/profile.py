@@ -138,13 +138,13 @@ class Profile:
         if num_replicas == 1:
             return 0.0
         measured = {cost.num_replicas: cost for cost in self.all_reduce}
-        nearest = min((n for n in measured if n >= num_replicas), default=None)
-        if nearest is None:
+        enough = [n for n in measured if n >= num_replicas]
+        if not enough:
             raise ValueError(
                 f"the profile has sums over {list(measured)} replicas, none over "
                 f"{num_replicas}; profile the cluster that is planned for"
             )
-        return measured[nearest].at(num_bytes)
+        return measured[min(enough)].at(num_bytes)
 
     def lengthened(self, factor: float) -> Profile:
         """Return a profile whose computing takes longer by a factor."""

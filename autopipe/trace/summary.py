@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.schedule import LETTERS, SCHEDULES, Op, Schedule, StageProgram, forward_only
+from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only
 from autopipe.trace.span import Span, programs
 
 
@@ -92,7 +92,6 @@ class Summary:
         )
 
     def __str__(self) -> str:
-        """Return the tables."""
         stages: list[tuple[object, ...]] = [
             ("stage", "busy", "in flight", "graphs", "activations")
         ]
@@ -144,9 +143,7 @@ def summarize(spans: Sequence[Span]) -> Summary:
 def _recognize(ran: dict[int, StageProgram], num_micro_batches: int, recomputed: set[int]) -> str:
     """Name the schedule that orders instructions as they were measured."""
     size = (max(ran) + 1, num_micro_batches)
-    known: dict[str, Schedule] = {
-        name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()
-    }
+    known = {name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()}
     known["forward only"] = forward_only(*size)
     for name, schedule in known.items():
         if all(

@@ -1,14 +1,4 @@
-"""Trace steps: when each stage ran which instruction, what it kept, and what was under way.
-
-    with model.trace() as trace:
-        loss_fn(model(input), target).backward()
-    print(trace.grid())
-    print(trace.summary())
-    trace.save_chrome("step.json")  # for ui.perfetto.dev
-    trace.save_picture("step.png")
-
-Run a step before: the first one of a process also pays for what torch sets up once.
-"""
+"""Trace steps: when each stage ran which instruction, what it kept, and what was under way."""
 
 from __future__ import annotations
 
@@ -29,7 +19,8 @@ from autopipe.trace.summary import Summary, summarize
 class Trace:
     """Hold the spans of the steps that ran while it was open.
 
-    It keeps no tensor alive. On CUDA devices all times are the device's, and reading them waits
+    Run a step before: the first one of a process also pays for what torch sets up once. A trace
+    keeps no tensor alive. On CUDA devices all times are the device's, and reading them waits
     for it; stages that share a stream there are busy with each other's work, too. On the CPU a
     stage whose thread waits for a core is busy: trace with no more stages than cores.
 

@@ -1,13 +1,4 @@
-"""Report: one picture and a table of what a run did and where its time went.
-
-+--------------------+---------------------------+
-| loss               | samples per second        |
-| accuracy           |                           |
-+--------------------+---------------------------+
-| frozen layers      | seconds of each epoch by  |
-| K and R            | category, others beside   |
-+--------------------+---------------------------+
-"""
+"""Report: one picture and a table of what a run did and where its time went."""
 
 from __future__ import annotations
 
@@ -23,8 +14,7 @@ if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training nee
     from matplotlib.axes import Axes
 
 OWN_COLOR, OTHER_COLORS = "#0b6fb8", ("#8a8f98", "#59a14f")
-SECOND_COLOR = "#e6842a"
-MARK_COLOR = "#c44e52"
+SECOND_COLOR, MARK_COLOR = "#e6842a", "#c44e52"
 CATEGORY_COLORS = {
     "compute": "#0b6fb8",
     "bubble": "#9ecae1",
@@ -84,7 +74,7 @@ def breakdown_table(runs: Runs) -> str:
     columns = [total_breakdown(records) for records in runs.values()]
     rows = [["seconds", *runs]]
     for name in CATEGORY_COLORS:
-        rows.append([_spoken(name), *(f"{column[name]:.1f}" for column in columns)])
+        rows.append([name.replace("_", "-"), *(f"{column[name]:.1f}" for column in columns)])
     rows.append(["sum", *(f"{sum(column.values()):.1f}" for column in columns)])
     return text_table(rows)
 
@@ -170,7 +160,7 @@ def _draw_breakdown(axes: Axes, runs: Runs) -> None:
     bottoms = [0.0] * len(bars)
     for name, color in CATEGORY_COLORS.items():
         heights = [bar.get(name, 0.0) for bar in bars]
-        axes.bar(places, heights, 0.8, bottoms, color=color, label=_spoken(name))
+        axes.bar(places, heights, 0.8, bottoms, color=color, label=name.replace("_", "-"))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_title("Where each epoch's time went", loc="left", fontweight="bold")
     # Headroom for the notes above the other runs' bars.
@@ -207,7 +197,3 @@ def _share_time(upper: Axes, lower: Axes) -> None:
     upper.sharex(lower)
     upper.tick_params(labelbottom=False)
     lower.set(xlabel="seconds since the start", xlim=(0, None))
-
-
-def _spoken(name: str) -> str:
-    return name.replace("all_reduce", "all-reduce")

@@ -28,12 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Collect a rank's times, and write and show the run's on rank 0.
-
-    Args:
-        world: the ranks; an epoch's breakdown is their mean.
-        config: says where records go, and whether and how progress is shown.
-    """
+    """Collect a rank's times, and write and show the run's on rank 0."""
 
     def __init__(self, world: World, config: TrainConfig) -> None:
         self._world, self._config = world, config
@@ -46,11 +41,7 @@ class RunLog:
         self._changed_step = 0
 
     def open(self) -> None:
-        """Open the records; seconds count from now on.
-
-        Raises:
-            ValueError: see `Records`.
-        """
+        """Open the records; seconds count from now on."""
         if self._config.folder is not None and self._world.is_main:
             self._records = Records(Path(self._config.folder))
 
@@ -132,11 +123,7 @@ class RunLog:
             self._bar.update(clock.step + 1 - self._bar.n)
 
     def change(self, change: Change) -> dict[str, Any] | None:
-        """Note what happened between two steps.
-
-        Returns:
-            a transition's entry for the run's report; None where nothing had to be done.
-        """
+        """Note what happened between two steps; return a transition's entry for the report."""
         decision, before = change.decision, change.before
         if not change.is_transition:
             return None
@@ -197,27 +184,17 @@ class RunLog:
         self._epoch_samples, self._epoch_loss = 0, 0.0
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
-        """Note an evaluation."""
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
     def checkpoint(self, saved: Saved) -> None:
-        """Note that a checkpoint has been written."""
-        self._record(
-            "checkpoint",
-            saved.step,
-            seconds=saved.stopped_s,
-            written_s=saved.written_s,
-            bytes=saved.num_bytes,
-        )
+        seconds = {"seconds": saved.stopped_s, "written_s": saved.written_s}
+        self._record("checkpoint", saved.step, **seconds, bytes=saved.num_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank 0's part of the unfinished epoch, as plain values."""
-        return {
-            "spent": dict(self._spent),
-            "samples": self._epoch_samples,
-            "loss": self._epoch_loss,
-        }
+        spent = dict(self._spent)
+        return {"spent": spent, "samples": self._epoch_samples, "loss": self._epoch_loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""

@@ -49,9 +49,7 @@ def verify(
         loss_fn: the user's own; None is the model's.
         batch: two samples or more, in host memory.
     Raises:
-        VerificationError: on every rank: they differ, or the model cannot be copied, called or
-            made deterministic.
-        ValueError: the batch has fewer than two samples.
+        VerificationError, ValueError: see `Trainer.verify`.
     """
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
@@ -33,7 +34,7 @@ def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
         vars(twin.tensor(name)).update(vars(tensor))
     twin.convert(dtype)
     roots = [twin.model, *(sublayer.module for sublayer in twin.sublayers)]
-    for module in (module for root in roots for module in root.modules()):
+    for module in chain.from_iterable(root.modules() for root in roots):
         only_drops = "drop" in type(module).__name__.lower()
         for name in _CHANCES if only_drops else _DROPOUTS:
             chance = vars(module).get(name)
@@ -64,7 +65,9 @@ class OwnForward:
         sides = model.sides_of(0, len(model.sublayers))
         keywords = {n: batch[n] for n in (*model.inputs[1:], *sides) if n in batch}
         first = batch[model.inputs[0]]
-        answers_loss = self.loss_fn is None and _is_of_transformers(model.model)
+        kinds = type(model.model).__mro__
+        is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in kinds)
+        answers_loss = self.loss_fn is None and is_of_transformers
         if answers_loss:
             keywords |= {name: batch[name] for name in model.targets}
         answer = model.model(first, **keywords)
@@ -75,10 +78,6 @@ class OwnForward:
         assert loss_fn is not None, "choose_loss has found one"
         value = loss_fn(output, model.targets_of(batch))
         return output, value[0] / value[1] if isinstance(value, tuple) else value
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def _output_of(answer: Any) -> Tensor:
