@@ -50,13 +50,9 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Hold a simulated step; the tuples have one entry a stage.
+    """Hold a simulated step: the seconds in which each stage was busy or idle, and what it ran.
 
-    Args:
-        step_s: from the start to the end of the last stage.
-        busy_s: leading work, forwards, recomputations, backwards and handling messages.
-        idle_s: the rest of the step.
-        timeline: every forward, recomputation and backward, each stage's in its order.
+    Leading work and handling messages are busy time, too, but no spans.
     """
 
     step_s: float

@@ -232,12 +232,9 @@ def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float
 
 @dataclass(frozen=True)
 class MeasuredChain:
-    """Hold what measuring a chain of sublayers gave.
+    """Hold what measuring a chain of sublayers gave, bottom first; times are medians of rounds.
 
-    Args:
-        costs: bottom first; times are the medians of the rounds.
-        rounds_s: the seconds of all sublayers' forward, backward and frozen forward; a row a
-            batch, an entry a round.
+    `rounds_s` has a row a batch: in each round the sum of all the sublayers' times.
     """
 
     costs: tuple[SublayerCost, ...]

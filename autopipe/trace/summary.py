@@ -11,13 +11,9 @@ from autopipe.trace.span import Span, programs
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Sum up one stage.
+    """Sum up one stage: in which part of the steps' time it computed, and the most it kept.
 
-    Args:
-        stage: its number.
-        busy_fraction: part of the steps' time in which it computed.
-        peak_in_flight, peak_graphs: most micro-batches of which it kept anything, or a graph.
-        peak_bytes: most activations kept at once.
+    That is micro-batches of which it kept anything, or a graph, and bytes of activations.
     """
 
     stage: int
@@ -29,12 +25,9 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """Sum up what crossed between two stages in a step, on average.
+    """Sum up what crossed between two stages in a step, on average; skips pass by neighbours.
 
-    Args:
-        below, above: the stages; not neighbours where skips go straight.
-        activation_bytes, gradient_bytes: sent up and down.
-        copied_bytes: of both; what is not copied was handed over in shared memory.
+    Of activations (up) and gradients (down) what is not copied was handed over in shared memory.
     """
 
     below: int

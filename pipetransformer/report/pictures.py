@@ -30,11 +30,8 @@ Runs: TypeAlias = Mapping[str, list[Record]]
 
 
 def draw_report(runs: Runs, path: Path) -> None:
-    """Draw a run as a PNG: learning, freezing and topology, throughput, time by category.
+    """Draw runs as a PNG of 1320 x 880 pixels.
 
-    Args:
-        runs: the run that is reported, after those that are drawn beside it.
-        path: the picture to write, 1320 x 880 pixels.
     Raises:
         ValueError: there is no epoch in the run.
     """
