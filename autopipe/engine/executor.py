@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from autopipe.engine.graph import (
     total_bytes,
     versions,
 )
-from autopipe.engine.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.engine.link import Gradients, Link, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
 
@@ -82,10 +82,10 @@ class StageWork(ABC):
 class StageLinks:
     """Hold a stage's links; the ends of a pipeline lack one of them."""
 
-    below: LinkBelow | None = None
-    above: LinkAbove | None = None
+    below: Link | None = None
+    above: Link | None = None
 
-    def __iter__(self) -> Iterator[LinkBelow | LinkAbove]:
+    def __iter__(self) -> Iterator[Link]:
         return iter([link for link in (self.below, self.above) if link is not None])
 
 
@@ -102,29 +102,6 @@ class StageReport:
     compute_s: float
     wait_s: float
     peak_in_flight: int
-
-
-@dataclass
-class _Flight:
-    """Hold, by micro-batch, what a step keeps between a forward and its backward."""
-
-    inputs: dict[int, Payload] = field(default_factory=dict)
-    """From their arrival to the forward; checkpointed ones to the backward."""
-    anchors: dict[int, Gradients] = field(default_factory=dict)
-    """What gets the inputs' gradients, while their graph is alive."""
-    outputs: dict[int, Payload] = field(default_factory=dict)
-    roots: dict[int, Roots] = field(default_factory=dict)
-    """Of the graphs that are alive."""
-    versions: dict[int, list[int]] = field(default_factory=dict)
-    """Of a checkpointed micro-batch's inputs, where its outputs need a gradient."""
-    gradients: dict[int, Gradients] = field(default_factory=dict)
-    input_gradients: dict[int, Gradients] = field(default_factory=dict)
-    peak: int = 0
-
-    def keep(self, i: int, roots: Roots) -> None:
-        """Keep a micro-batch's graph."""
-        self.roots[i] = roots
-        self.peak = max(self.peak, len(self.roots))
 
 
 class StageRun:
@@ -153,7 +130,18 @@ class StageRun:
         backwards = [ins for ins in program if ins.op is Op.BACKWARD]
         self._last_backward = backwards[-1] if backwards else None
         self._checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
-        self._flight = _Flight()
+        # By micro-batch, what is kept between a forward and its backward. Inputs are kept from
+        # their arrival to the forward; checkpointed ones to the backward.
+        self._inputs: dict[int, Payload] = {}
+        # What gets the inputs' gradients, while their graph is alive.
+        self._anchors: dict[int, Gradients] = {}
+        self._outputs: dict[int, Payload] = {}
+        self._roots: dict[int, Roots] = {}
+        # Of a checkpointed micro-batch's inputs, where its outputs need a gradient.
+        self._versions: dict[int, list[int]] = {}
+        self._gradients: dict[int, Gradients] = {}
+        self._input_gradients: dict[int, Gradients] = {}
+        self._peak = 0
         self._spent_s: dict[str, float] = {}
         self._retain = False
         for link in links:
@@ -188,27 +176,27 @@ class StageRun:
                 self._record(self._recorder, instruction)
         for link in self._links:
             self._timed("wait", link.flush)
-        return StageReport(self._spent_s["compute"], self._spent_s["wait"], self._flight.peak)
+        return StageReport(self._spent_s["compute"], self._spent_s["wait"], self._peak)
 
     def take_input_gradients(self) -> dict[int, Gradients]:
         """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
-        gradients, self._flight.input_gradients = self._flight.input_gradients, {}
+        gradients, self._input_gradients = self._input_gradients, {}
         return gradients
 
     def _record(self, recorder: Recorder, instruction: Instruction) -> None:
         """Execute an instruction; note when, what it sends, and what is kept then."""
-        op, i, flight = instruction.op, instruction.micro_batch, self._flight
+        op, i = instruction.op, instruction.micro_batch
         sent_bytes = 0
         if op is Op.SEND_ACTIVATION:
-            sent_bytes = total_bytes(flight.outputs[i].tensors)
+            sent_bytes = total_bytes(self._outputs[i].tensors)
         elif op is Op.SEND_GRADIENT:
-            sent_bytes = total_bytes(flight.input_gradients[i])
+            sent_bytes = total_bytes(self._input_gradients[i])
         with recorder.span(instruction, sent_bytes=sent_bytes):
             self._execute(op, i)
             recorder.keeps(
-                in_flight=len(flight.roots.keys() | flight.inputs.keys()),
-                graphs=len(flight.roots),
-                inputs=[t for payload in flight.inputs.values() for t in payload.tensors],
+                in_flight=len(self._roots.keys() | self._inputs.keys()),
+                graphs=len(self._roots),
+                inputs=[t for payload in self._inputs.values() for t in payload.tensors],
             )
 
     def _execute(self, op: Op, i: int) -> None:
@@ -219,10 +207,15 @@ class StageRun:
             self._timed("compute", self._recompute, i)
         elif op is Op.BACKWARD:
             self._timed("compute", self._backward, i)
-        elif op in (Op.RECV_ACTIVATION, Op.SEND_GRADIENT):
-            self._reach_below(op, i, self._links.below)
+        elif op is Op.RECV_ACTIVATION:
+            self._inputs[i] = self._timed("wait", _present(self._links.below).receive, i)
+        elif op is Op.SEND_ACTIVATION:
+            _present(self._links.above).send(i, self._outputs.pop(i))
+        elif op is Op.RECV_GRADIENT:
+            received = self._timed("wait", _present(self._links.above).receive, i)
+            self._gradients[i] = received.tensors
         else:
-            self._reach_above(op, i, self._links.above)
+            _present(self._links.below).send(i, Payload(self._input_gradients.pop(i)))
 
     def _timed(self, kind: str, work: Callable[..., _T], *arguments: int) -> _T:
         start = time.perf_counter()
@@ -230,31 +223,17 @@ class StageRun:
         self._spent_s[kind] += time.perf_counter() - start
         return result
 
-    def _reach_below(self, op: Op, i: int, link: LinkBelow | None) -> None:
-        assert link is not None, "the first stage has nobody below"
-        if op is Op.RECV_ACTIVATION:
-            self._flight.inputs[i] = self._timed("wait", link.receive, i)
-        else:
-            link.send_gradients(i, self._flight.input_gradients.pop(i))
-
-    def _reach_above(self, op: Op, i: int, link: LinkAbove | None) -> None:
-        assert link is not None, "the last stage has nobody above"
-        if op is Op.SEND_ACTIVATION:
-            link.send(i, self._flight.outputs.pop(i))
-        else:
-            self._flight.gradients[i] = self._timed("wait", link.receive_gradients, i)
-
     def _prepare_forward(self, i: int) -> None:
         if self._links.above is not None:
             self._timed("wait", self._links.above.reserve, i)
         if self._links.below is None:
-            self._flight.inputs[i] = self._work.first_input(i)
+            self._inputs[i] = self._work.first_input(i)
         if self._recorder is not None:
             self._recorder.starts_forward()
 
     def _forward(self, i: int) -> None:
-        flight, checkpointing = self._flight, i in self._checkpointed
-        before = versions(flight.inputs[i])
+        checkpointing = i in self._checkpointed
+        before = versions(self._inputs[i])
         with running(ForwardPass(i, self._num_micro_batches, checkpointing=checkpointing)):
             outputs = self._work.forward(i, self._enter(i))
             if checkpointing:
@@ -262,28 +241,30 @@ class StageRun:
                 # is it known which outputs need a gradient.
                 outputs = cut(outputs)
                 if any(map(needs_gradient, outputs.tensors)):
-                    flight.versions[i] = before
+                    self._versions[i] = before
             loss = self._finish(i, outputs)
         if self._links.above is not None:
-            flight.outputs[i] = outputs
+            self._outputs[i] = outputs
         if self._last_backward is not None and not checkpointing:
-            flight.keep(i, Roots.of(outputs, loss))
+            self._keep(i, outputs, loss)
 
     def _enter(self, i: int) -> Payload:
         """Start a graph; nobody here holds its inputs, so that a skip can be freed when popped."""
-        flight = self._flight
-        inputs = flight.inputs[i] if i in self._checkpointed else flight.inputs.pop(i)
-        flight.anchors[i], entered = enter(inputs)
+        inputs = self._inputs[i] if i in self._checkpointed else self._inputs.pop(i)
+        self._anchors[i], entered = enter(inputs)
         return entered
 
     def _finish(self, i: int, outputs: Payload) -> Tensor | None:
         return None if self._links.above is not None else self._work.finish(i, outputs)
 
+    def _keep(self, i: int, outputs: Payload, loss: Tensor | None) -> None:
+        self._roots[i] = Roots.of(outputs, loss)
+        self._peak = max(self._peak, len(self._roots))
+
     def _recompute(self, i: int) -> None:
-        flight = self._flight
-        if i not in flight.versions:
+        if i not in self._versions:
             return
-        if versions(flight.inputs[i]) != flight.versions[i]:
+        if versions(self._inputs[i]) != self._versions[i]:
             raise RuntimeError(
                 f"micro-batch {i}: the input of a checkpointed partition was changed in place, so "
                 "its forward cannot be repeated; let the partition's first layers work out of "
@@ -295,16 +276,16 @@ class StageRun:
         ):
             outputs = self._work.forward(i, self._enter(i))
             loss = self._finish(i, outputs)
-        flight.keep(i, Roots.of(outputs, loss))
+        self._keep(i, outputs, loss)
 
     def _backward(self, i: int) -> None:
-        flight, gradients = self._flight, self._flight.gradients.pop(i, None)
+        gradients = self._gradients.pop(i, None)
         again = self._retain and i not in self._checkpointed
-        roots = flight.roots.get(i) if again else flight.roots.pop(i, None)
-        anchors = flight.anchors[i] if again else flight.anchors.pop(i)
+        roots = self._roots.get(i) if again else self._roots.pop(i, None)
+        anchors = self._anchors[i] if again else self._anchors.pop(i)
         if not self._retain:
-            flight.inputs.pop(i, None)
-        flight.input_gradients[i] = (None,) * len(anchors)
+            self._inputs.pop(i, None)
+        self._input_gradients[i] = (None,) * len(anchors)
         if roots is None:
             return
         starts: Starts = roots.starts
@@ -315,7 +296,12 @@ class StageRun:
             assert gradients is not None, "a backward before its gradient"
             starts, values = roots.with_gradients(gradients)
         if starts:
-            flight.input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
+            self._input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
+
+
+def _present(link: Link | None) -> Link:
+    assert link is not None, "the ends of a pipeline have no neighbour beyond them"
+    return link
 
 
 def run_program(

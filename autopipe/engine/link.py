@@ -28,40 +28,21 @@ class Payload:
 
 
 class Link(ABC):
-    """Connect a stage to a neighbour."""
+    """Connect a stage to a neighbour: activations go up, the gradients of their tensors down."""
 
-    @abstractmethod
-    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
+    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:  # noqa: B027 - optional
         """Prepare a step of this program with micro-batches of these sizes."""
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Wait until everything sent has been taken over."""
-
-
-class LinkBelow(Link):
-    """Connect a stage to the one below: activations come in, gradients go out."""
-
-    @abstractmethod
-    def receive(self, micro_batch: int) -> Payload:
-        """Wait for a micro-batch; its tensors are leaves that say whether they need a gradient."""
-
-    @abstractmethod
-    def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
-        """Send what the tensors received for this micro-batch are owed."""
-
-
-class LinkAbove(Link):
-    """Connect a stage to the one above: activations go out, gradients come in."""
-
-    @abstractmethod
-    def reserve(self, micro_batch: int) -> None:
+    def reserve(self, micro_batch: int) -> None:  # noqa: B027 - optional
         """Wait until the stage above has room for one more micro-batch."""
 
     @abstractmethod
     def send(self, micro_batch: int, payload: Payload) -> None:
-        """Send a micro-batch."""
+        """Send what the neighbour gets of a micro-batch."""
 
     @abstractmethod
-    def receive_gradients(self, micro_batch: int) -> Gradients:
-        """Wait for the gradients of the tensors sent for this micro-batch."""
+    def receive(self, micro_batch: int) -> Payload:
+        """Wait for it; activations are leaves that say whether they need a gradient."""
+
+    def flush(self) -> None:  # noqa: B027 - optional
+        """Wait until everything sent has been taken over."""

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from autopipe.engine.channel import Receiver, Sender, TensorSpec
-from autopipe.engine.link import Gradients, LinkAbove, LinkBelow, Payload
+from autopipe.engine.link import Link, Payload
 from autopipe.schedule import Op, StageProgram
 
 
-class ProcessLinkBelow(LinkBelow):
+class ProcessLinkBelow(Link):
     """Receive activations from the rank below, and send it their gradients.
 
     A hidden state is one tensor here. Where it needs no gradient (all below is frozen) none is
@@ -41,12 +41,12 @@ class ProcessLinkBelow(LinkBelow):
         needs_gradient = receiver.spec.requires_grad and torch.is_grad_enabled()
         return Payload((hidden.requires_grad_(needs_gradient),))
 
-    def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
+    def send(self, micro_batch: int, payload: Payload) -> None:
         spec = self.activations.spec
         assert spec is not None, "gradients of an activation that never came"
         if not spec.requires_grad:
             return
-        gradient = gradients[0]
+        gradient = payload.tensors[0]
         if gradient is None:
             # A stage that ignores its input still owes the neighbour, who waits, a gradient.
             gradient = spec.empty(self._sizes[micro_batch], self.activations.device).zero_()
@@ -56,7 +56,7 @@ class ProcessLinkBelow(LinkBelow):
         self.gradients.flush()
 
 
-class ProcessLinkAbove(LinkAbove):
+class ProcessLinkAbove(Link):
     """Send activations to the rank above, and receive their gradients.
 
     Args:
@@ -75,9 +75,6 @@ class ProcessLinkAbove(LinkAbove):
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         self.gradients.begin(_order(program, Op.RECV_GRADIENT), sizes)
-
-    def reserve(self, micro_batch: int) -> None:
-        """Wait for nothing: the sender bounds what is under way."""
 
     def send(self, micro_batch: int, payload: Payload) -> None:
         hidden = payload.tensors[0]
@@ -103,10 +100,10 @@ class ProcessLinkAbove(LinkAbove):
             )
         self.activations.send(hidden)
 
-    def receive_gradients(self, micro_batch: int) -> Gradients:
+    def receive(self, micro_batch: int) -> Payload:
         spec = self.gradients.spec
         assert spec is not None, "gradients of an activation that was never sent"
-        return (self.gradients.receive(micro_batch),) if spec.requires_grad else (None,)
+        return Payload((self.gradients.receive(micro_batch) if spec.requires_grad else None,))
 
     def flush(self) -> None:
         self.activations.flush()

@@ -24,8 +24,7 @@ from autopipe.threads import (
     CallerSettings,
     Crossing,
     Randomness,
-    ThreadLinkAbove,
-    ThreadLinkBelow,
+    ThreadLink,
     may_draw,
     run_together,
 )
@@ -153,7 +152,6 @@ class PipelineRun:
         self, skips: Sequence[SkipEdge], recorders: Sequence[Recorder | None]
     ) -> list[StageLinks]:
         """Lay a way up and a way down between neighbours, and where a skip goes."""
-        last = len(self._devices) - 1
 
         def crossing(op: Op, source: int, target: int, keys: Sequence[SkipKey]) -> Crossing:
             made = Crossing(
@@ -166,25 +164,17 @@ class PipelineRun:
             self._crossings.append(made)
             return made
 
-        ways = [
-            (
-                edge,
-                crossing(Op.SEND_ACTIVATION, edge.source, edge.target, edge.keys),
-                crossing(Op.SEND_GRADIENT, edge.target, edge.source, edge.keys),
-            )
-            for edge in (*(SkipEdge(j, j + 1, ()) for j in range(last)), *skips)
+        last = len(self._devices) - 1
+        below, above = ([ThreadLink() for _ in self._devices] for _ in range(2))
+        for edge in (*(SkipEdge(j, j + 1, ()) for j in range(last)), *skips):
+            up = crossing(Op.SEND_ACTIVATION, edge.source, edge.target, edge.keys)
+            down = crossing(Op.SEND_GRADIENT, edge.target, edge.source, edge.keys)
+            above[edge.source].add(incoming=down, outgoing=up)
+            below[edge.target].add(incoming=up, outgoing=down)
+        return [
+            StageLinks(below[j] if j > 0 else None, above[j] if j < last else None)
+            for j in range(last + 1)
         ]
-        links = []
-        for j in range(last + 1):
-            below = [(up, down) for edge, up, down in ways if edge.target == j]
-            above = [(down, up) for edge, up, down in ways if edge.source == j]
-            links.append(
-                StageLinks(
-                    ThreadLinkBelow(*zip(*below, strict=True)) if below else None,
-                    ThreadLinkAbove(*zip(*above, strict=True)) if above else None,
-                )
-            )
-        return links
 
 
 def _put_together(

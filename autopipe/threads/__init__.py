@@ -2,9 +2,8 @@
 
 from autopipe.threads.partition_threads import CallerSettings, run_together
 from autopipe.threads.randomness import Randomness, may_draw
-from autopipe.threads.thread_link import Crossing, ThreadLinkAbove, ThreadLinkBelow
+from autopipe.threads.thread_link import Crossing, ThreadLink
 
 __all__ = [
-    "CallerSettings", "Crossing", "Randomness", "ThreadLinkAbove", "ThreadLinkBelow", "may_draw",
-    "run_together",
+    "CallerSettings", "Crossing", "Randomness", "ThreadLink", "may_draw", "run_together",
 ]  # fmt: skip

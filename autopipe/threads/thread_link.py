@@ -8,7 +8,6 @@ makes the tensor, and no computation waits for a copy but the one that takes it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.engine import Gradients, Link, LinkAbove, LinkBelow, Payload, total_bytes
-from autopipe.schedule import Instruction, Op, StageProgram
+from autopipe.engine import Link, Payload, total_bytes
+from autopipe.schedule import Instruction, Op
 from autopipe.trace import Recorder
 
 
@@ -162,54 +161,30 @@ def _own(payload: Payload, stream: torch.cuda.Stream) -> None:
 
 
 class ThreadLink(Link):
-    """Give to and take from the partitions on one side.
+    """Give to and take from the partitions on one side."""
 
-    Args:
-        incoming, outgoing: the neighbour's first; then those of skips, in the payload's order.
-    """
+    def __init__(self) -> None:
+        self._incoming: list[Crossing] = []
+        self._outgoing: list[Crossing] = []
 
-    def __init__(self, incoming: Sequence[Crossing], outgoing: Sequence[Crossing]) -> None:
-        self._incoming, self._outgoing = incoming, outgoing
+    def add(self, *, incoming: Crossing, outgoing: Crossing) -> None:
+        """Lay a way: the neighbour's first, then those of skips, in the payload's order."""
+        self._incoming.append(incoming)
+        self._outgoing.append(outgoing)
 
-    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
-        """Need nothing: a payload says itself what it is."""
+    def reserve(self, micro_batch: int) -> None:
+        # One micro-batch may wait for the partition above; more would only take memory.
+        self._outgoing[0].mailbox.await_empty()
 
-    def flush(self) -> None:
-        """Wait for nothing: whatever was sent is in its mailbox."""
-
-    def _take(self, micro_batch: int) -> Payload:
+    def receive(self, micro_batch: int) -> Payload:
         payloads = [crossing.receive(micro_batch) for crossing in self._incoming]
         tensors = tuple(tensor for payload in payloads for tensor in payload.tensors)
         return Payload(tensors, payloads[0].is_bare)
 
-    def _give(self, micro_batch: int, payload: Payload) -> None:
+    def send(self, micro_batch: int, payload: Payload) -> None:
         # Skips first: whoever takes the hidden state may look for them next.
         end = len(payload.tensors)
         for crossing in reversed(self._outgoing):
             start = 0 if crossing.num_skips is None else end - crossing.num_skips
             crossing.send(micro_batch, Payload(payload.tensors[start:end], payload.is_bare))
             end = start
-
-
-class ThreadLinkBelow(ThreadLink, LinkBelow):
-    """Take activations from the partition below, and skips from whichever stashed them."""
-
-    def receive(self, micro_batch: int) -> Payload:
-        return self._take(micro_batch)
-
-    def send_gradients(self, micro_batch: int, gradients: Gradients) -> None:
-        self._give(micro_batch, Payload(gradients))
-
-
-class ThreadLinkAbove(ThreadLink, LinkAbove):
-    """Give activations to the partition above, and skips to whichever pops them."""
-
-    def reserve(self, micro_batch: int) -> None:
-        # One micro-batch may wait for the partition above; more would only take memory.
-        self._outgoing[0].mailbox.await_empty()
-
-    def send(self, micro_batch: int, payload: Payload) -> None:
-        self._give(micro_batch, payload)
-
-    def receive_gradients(self, micro_batch: int) -> Gradients:
-        return self._take(micro_batch).tensors
