@@ -32,12 +32,10 @@ _HEADER_BYTES = 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describe a micro-batch's tensor, without its first dimension.
+    """Describe a micro-batch's tensor, without its first dimension, the sample.
 
-    Args:
-        shape: sizes after the sample dimension.
-        dtype: name in torch, for instance "float32".
-        requires_grad: whether the receiver owes a gradient.
+    The dtype is its name in torch, such as "float32"; where `requires_grad` is set the receiver
+    owes a gradient.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +44,6 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
-        """Describe a tensor whose first dimension is the sample."""
         return TensorSpec(
             tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
         )
@@ -68,8 +65,7 @@ class Peer:
         tag: keeps channels between the same two ranks apart.
         name: what travels, for error messages.
         timeout_s: longest wait for one message.
-        watchdog: limits the waits for messages between GPUs; None where none is: all messages are
-            in host memory.
+        watchdog: limits waits between GPUs; None where all messages are in host memory.
     """
 
     rank: int
@@ -82,11 +78,7 @@ class Peer:
     def start(
         self, transfer: Callable[..., dist.Work | None], message: Tensor
     ) -> dist.Work | None:
-        """Start to send or to receive a message.
-
-        Raises:
-            LinkError: an earlier wait has lasted too long.
-        """
+        """Start to send or to receive a message, unless an earlier wait has lasted too long."""
         if self.watchdog is not None:
             self.watchdog.check()
         return transfer(message, self.rank, group=self.group, tag=self.tag)
@@ -119,11 +111,8 @@ class Sender:
     A message's memory stays referenced until it has left or, between GPUs, until the stream that
     allocated it is to wait for that: what reuses the memory comes later in the same stream.
 
-    Args:
-        peer: the receiver.
-        most_pending: messages that may be under way; a further one first waits for the oldest.
-            K suffices for a schedule that keeps K micro-batches in flight: the receiver has
-            taken the older ones. None bounds nothing.
+    Of `most_pending` messages under way a further one first waits for the oldest. K suffices for a
+    schedule that keeps K micro-batches in flight: the receiver has taken the older ones.
     """
 
     def __init__(self, peer: Peer, *, most_pending: int | None = None) -> None:
@@ -132,11 +121,7 @@ class Sender:
         self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send_header(self, specs: dict[str, TensorSpec]) -> None:
-        """Send what the step's tensors look like.
-
-        Raises:
-            ValueError: the description does not fit the header.
-        """
+        """Send what the step's tensors look like; raise ValueError if that does not fit."""
         text = json.dumps(
             {name: [list(s.shape), s.dtype, s.requires_grad] for name, s in specs.items()}
         ).encode()
@@ -176,9 +161,7 @@ class Sender:
 class Receiver:
     """Receive micro-batches in a known order, in host memory one receive posted ahead.
 
-    Args:
-        peer: the sender.
-        device: where a micro-batch is brought, if it does not arrive there.
+    They are brought to the device, if they do not arrive there.
     """
 
     def __init__(self, peer: Peer, device: torch.device) -> None:
@@ -190,17 +173,14 @@ class Receiver:
         self.spec: TensorSpec | None = None
 
     def begin(self, order: Sequence[int], sizes: Sequence[int]) -> None:
-        """Prepare a step; a header says what its micro-batches look like, or who sets `spec`.
+        """Prepare a step of micro-batches of these sizes, which arrive in this order.
 
-        Args:
-            order: micro-batches in the order in which they arrive.
-            sizes: samples of every micro-batch.
+        Before the first is received, `spec` is to say what they look like.
         """
         self._order, self._sizes, self.spec = list(order), sizes, None
         self._posted.clear()
 
     def receive_header(self) -> dict[str, TensorSpec]:
-        """Receive what the step's tensors look like."""
         text = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._wait(self._peer.start(dist.irecv, text), text)
         return {
@@ -214,7 +194,6 @@ class Receiver:
             self._post_next()
 
     def receive(self, micro_batch: int) -> Tensor:
-        """Wait for a micro-batch."""
         assert self.spec is not None, "a receive before its header"
         assert micro_batch in self._posted or micro_batch in self._order, "received twice"
         while micro_batch not in self._posted:

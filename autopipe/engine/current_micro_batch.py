@@ -12,10 +12,7 @@ from dataclasses import dataclass
 class ForwardPass:
     """Name one forward of one micro-batch through one partition.
 
-    Args:
-        micro_batch, num_micro_batches: its index, and how many the mini-batch was split into.
-        checkpointing: whether it keeps only its input, and is repeated before the backward.
-        recomputing: whether this is the repetition.
+    A checkpointing one keeps only its input, and is repeated, recomputing, before the backward.
     """
 
     micro_batch: int
@@ -25,8 +22,6 @@ class ForwardPass:
 
 
 class _Current(threading.local):
-    """Hold the thread's forward; each partition runs in a thread of its own."""
-
     task: ForwardPass | None = None
 
 
@@ -40,7 +35,6 @@ def current_forward_pass() -> ForwardPass | None:
 
 @contextmanager
 def running(task: ForwardPass) -> Iterator[None]:
-    """Make a forward the thread's current one."""
     before, _current.task = _current.task, task
     try:
         yield

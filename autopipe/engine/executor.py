@@ -45,11 +45,9 @@ class StageWork(ABC):
 
     @abstractmethod
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
-        """Take the last stage's output.
+        """Take the last stage's output; return the 0-dim value to back-propagate.
 
-        Returns:
-            the 0-dim value to back-propagate; None where `output_gradients` will give the
-            outputs' gradients, or where no backward follows.
+        None where `output_gradients` will give the outputs' gradients, or no backward follows.
         """
 
     def output_gradients(self, micro_batch: int) -> Gradients:
@@ -66,13 +64,8 @@ class StageWork(ABC):
     ) -> Gradients:
         """Back-propagate; unless overridden, into the `grad` of every leaf.
 
-        Args:
-            starts: the places in the graph to start from.
-            gradients: one a start; None for a loss.
-            anchors: the leaves that stand for the stage's inputs.
-            retain: whether the graph is needed again.
-        Returns:
-            the gradients of the inputs.
+        There is one gradient a start, None for a loss. Anchors are the leaves that stand for the
+        stage's inputs, whose gradients are returned. Retained, the graph is needed again.
         """
         torch.autograd.backward(starts, gradients, retain_graph=retain)
         return tuple(None if anchor is None else anchor.grad for anchor in anchors)
@@ -91,28 +84,20 @@ class StageLinks:
 
 @dataclass(frozen=True)
 class StageReport:
-    """Report what a stage did.
-
-    Args:
-        compute_s: seconds in forwards, recomputations and backwards; on a GPU, of launching them.
-        wait_s: seconds until a neighbour had sent, or had taken.
-        peak_in_flight: most micro-batches whose activations were kept at once.
-    """
+    """Report what a stage did."""
 
     compute_s: float
+    """In forwards, recomputations and backwards; on a GPU, of launching them."""
     wait_s: float
+    """Until a neighbour had sent, or had taken."""
     peak_in_flight: int
+    """Most micro-batches whose activations were kept at once."""
 
 
 class StageRun:
-    """Run a stage's program for one step, at once or in portions.
+    """Run a stage's program, a row of a schedule, for one step, at once or in portions.
 
-    Args:
-        program: one row of a schedule.
-        work: the stage's computation.
-        links: to the neighbours.
-        sizes: samples of every micro-batch.
-        recorder: notes when each instruction ran; None for nobody.
+    `sizes` are the samples of every micro-batch; a recorder notes when each instruction ran.
     """
 
     def __init__(
@@ -157,7 +142,6 @@ class StageRun:
         """Execute a portion of the program.
 
         Args:
-            program: the portion.
             retain: whether its backwards will be asked for once more.
             before_last_backward: called once, when the gradients of the coming backward complete
                 the step's.

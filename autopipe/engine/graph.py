@@ -20,10 +20,8 @@ Starts = Sequence[Tensor] | Sequence[GradientEdge]
 class Roots:
     """Say where the backward of one micro-batch starts on one stage.
 
-    Args:
-        starts: a loss; or, of each output that needs a gradient, its place in the graph, which
-            does not keep the output's memory.
-        positions: which of the outputs these were; None for a loss.
+    At a loss, without `positions`; or at the places in the graph of the outputs that need a
+    gradient, at those positions: a place does not keep the output's memory.
     """
 
     starts: Starts
@@ -31,7 +29,6 @@ class Roots:
 
     @staticmethod
     def of(outputs: Payload, loss: Tensor | None) -> Roots:
-        """Start from the loss, or where there is none from a stage's outputs."""
         if loss is not None:
             return Roots((loss,) if loss.requires_grad else (), None)
         found = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
@@ -49,7 +46,6 @@ class Roots:
 
 
 def needs_gradient(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Tell whether there is a tensor that needs a gradient."""
     return tensor is not None and tensor.requires_grad
 
 
@@ -66,13 +62,11 @@ class _Entry(torch.autograd.Function):
 
 
 def enter(inputs: Payload) -> tuple[Gradients, Payload]:
-    """Start a graph at a stage's inputs.
+    """Start a graph at a stage's inputs; return anchors, and the inputs as layers are given them.
 
-    Returns:
-        anchors: leaves of the inputs' shapes, without memory of their own, that get the inputs'
-            gradients; None where none is needed. The graph keeps an input itself only if a layer
-            saves it.
-        inputs: as the layers are given them; no leaves, so that the first may work in place.
+    Anchors are leaves of the inputs' shapes, without memory of their own, that get the inputs'
+    gradients; None where none is needed. The graph keeps an input itself only if a layer saves it.
+    What layers are given is no leaf, so that the first may work in place.
     """
     anchors = tuple(
         torch.empty((), dtype=tensor.dtype, device=tensor.device)
@@ -109,5 +103,4 @@ def versions(payload: Payload) -> list[int]:
 
 
 def total_bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Add up the bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

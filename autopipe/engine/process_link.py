@@ -59,11 +59,8 @@ class ProcessLinkBelow(Link):
 class ProcessLinkAbove(Link):
     """Send activations to the rank above, and receive their gradients.
 
-    Args:
-        activations, gradients: the two directions.
-        needs_gradient: whether gradients are sent back; every micro-batch of a step gets one or
-            none does, even where some of them reach no trained layer. None takes it from the
-            first micro-batch.
+    `needs_gradient` tells whether gradients are sent back: every micro-batch of a step gets one or
+    none does, even where some of them reach no trained layer. None asks the first micro-batch.
     """
 
     def __init__(

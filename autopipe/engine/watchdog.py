@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,20 +34,8 @@ class LinkError(RuntimeError):
     """Say who waited for what, and why it failed: a time limit, or a neighbour that is gone."""
 
 
-class Milestone(ABC):
-    """Mark a place in a stream."""
-
-    @abstractmethod
-    def is_reached(self) -> bool:
-        """Tell, without waiting, whether the device has come there."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until the device has come there."""
-
-
 @final
-class StreamMilestone(Milestone):
+class Milestone:
     """Mark what the current CUDA stream was given so far."""
 
     def __init__(self) -> None:
@@ -56,18 +43,18 @@ class StreamMilestone(Milestone):
         self._event = torch.cuda.current_stream().record_event()
 
     def is_reached(self) -> bool:
+        """Tell, without waiting, whether the device has come there."""
         # A thread begins on device 0, and the first call would build a context there.
         with torch.cuda.device(self._device):
             return self._event.query()
 
     def wait(self) -> None:
+        """Wait until the device has come there."""
         self._event.synchronize()
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """Hold where a wait ends, who waits for whom, and how long."""
-
     end: Milestone
     what: str
     limit_s: float
@@ -87,7 +74,7 @@ class Watchdog:
         self,
         abort: Callable[[], None],
         *,
-        mark: Callable[[], Milestone] = StreamMilestone,
+        mark: Callable[[], Milestone] = Milestone,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._abort, self._mark, self._clock = abort, mark, clock
@@ -98,11 +85,8 @@ class Watchdog:
         self._failure: str | None = None
 
     def watch(self, what: str, limit_s: float) -> None:
-        """Watch the wait that the stream was just given.
+        """Watch the wait that the stream was just given; `what` is "rank 1 waited for ...".
 
-        Args:
-            what: "rank 1 waited for ...".
-            limit_s: longest time from the end of the wait before it, or from now.
         Raises:
             LinkError: a wait has lasted too long.
         """
@@ -124,11 +108,7 @@ class Watchdog:
             raise LinkError(self._failure)
 
     def settle(self) -> None:
-        """Wait until all waits are over: only then is what they waited for known to have come.
-
-        Raises:
-            LinkError: one has lasted too long.
-        """
+        """Wait until all waits are over, as `check`: only now is what they waited for there."""
         with self._changed:
             last = self._waits[-1] if self._waits else None
         if last is not None:

@@ -26,17 +26,14 @@ from autopipe.engine import ForwardPass, current_forward_pass
 
 @dataclass(frozen=True)
 class Moments:
-    """Describe C channels: values a channel, (C,) means, (C,) sums of squared deviations."""
+    """Hold values a channel, (C,) means, (C,) sums of squared deviations."""
 
     count: int
     mean: Tensor
     squares: Tensor
 
     def merged(self, other: Moments) -> Moments:
-        """Return the moments of both sets of values together.
-
-        Source: Chan, Golub and LeVeque, 1979: stays exact where the mean is large.
-        """
+        # Chan, Golub and LeVeque, 1979: stays exact where the mean is large.
         count = self.count + other.count
         delta = other.mean - self.mean
         mean = self.mean + delta * (other.count / count)
@@ -53,10 +50,9 @@ class DeferredBatchNorm(_BatchNorm):
     yet. So torch refuses a micro-batch of one value a channel.
 
     Outside of a pipeline, in evaluation and with `track_running_stats` off it is a plain one.
-    Made by `convert_deferred_batch_norm`.
 
     Source: torchgpipe's manual, 2.1.3. Ours also commits mini-batches of fewer micro-batches than
-    asked for, and takes the statistics from the normalisation itself instead of a second pass.
+    asked for, and takes the statistics from the normalisation itself.
     """
 
     # Moments gathered so far: one entry for each call of this layer within a forward.
@@ -98,7 +94,6 @@ class DeferredBatchNorm(_BatchNorm):
         self._gathered = (*self._gathered[:call], moments, *self._gathered[call + 1 :])
 
     def _commit(self, moments: Moments) -> None:
-        """Update the running statistics as a plain BatchNorm does after a whole mini-batch."""
         running_mean, running_var = self.running_mean, self.running_var
         assert running_mean is not None and running_var is not None
         factor = 0.0 if self.momentum is None else self.momentum
@@ -137,8 +132,7 @@ _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     """Make every BatchNorm in a module, or a BatchNorm itself, track mini-batches; in place.
 
-    The objects stay and change class, as torch's lazy modules do: names, parameters, buffers,
-    hooks and flags are theirs still, and each remains an nn.BatchNorm1d, 2d or 3d.
+    The objects stay, and each remains an nn.BatchNorm1d, 2d or 3d: only their class changes.
 
     Layers without running statistics are left alone. So are nn.SyncBatchNorm and subclasses whose
     forward is unknown here; a warning names them, as they go on tracking micro-batches.

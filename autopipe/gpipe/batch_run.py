@@ -32,10 +32,7 @@ from autopipe.trace import Recorder, Trace
 
 
 class PipelineRun:
-    """Hold one mini-batch's way: its forward, and the backwards that may follow.
-
-    The schedule has one program a partition; `sizes` are the samples of every micro-batch.
-    """
+    """Hold one mini-batch's way: its forward, and the backwards that may follow."""
 
     def __init__(
         self,
@@ -72,7 +69,6 @@ class PipelineRun:
         ]
 
     def forward(self) -> Gathered:
-        """Run the forwards; return the gathered outputs, without a graph."""
         programs = [split_at_first_backward(program)[0] for program in self._schedule]
         self._run(programs, grad_enabled=self.keeps_graph)
         outputs, self._ends.outputs = self._ends.outputs, {}
@@ -82,7 +78,6 @@ class PipelineRun:
         return gathered
 
     def backward(self, gradients: Gradients, *, retain: bool) -> None:
-        """Run the backwards for the gradients of the gathered outputs."""
         self._ends.output_gradients = split_gradients(gradients, self._lengths)
         programs = [split_at_first_backward(program)[1] for program in self._schedule]
         with hooks_held(self.parameters):
@@ -180,7 +175,6 @@ class PipelineRun:
 def _put_together(
     leaves: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """Join the gradients of an input tensor's micro-batches."""
     if all(gradient is None for gradient in gradients):
         return None
     pieces = [
@@ -206,8 +200,6 @@ def _randomness(
 
 
 class _Forward(torch.autograd.Function):
-    """Stand for a pipeline's forward in the caller's graph."""
-
     @staticmethod
     def forward(ctx: Any, run: PipelineRun, *tensors: Tensor) -> Any:
         outputs = run.forward()

@@ -30,15 +30,11 @@ def as_payload(value: Any, *, what: str) -> Payload:
 
 
 def as_batch(payload: Payload) -> Any:
-    """Undo `as_payload`."""
     return payload.tensors[0] if payload.is_bare else payload.tensors
 
 
 def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
-    """Return the samples of every micro-batch: as many as asked for, unless samples are fewer.
-
-    Raises ValueError where there is nothing to split, or tensors of unlike length.
-    """
+    """Return the samples of every micro-batch: as many as asked for, unless samples are fewer."""
     tensors = [tensor for tensor in payload.tensors if tensor is not None]
     if not tensors:
         raise ValueError("the input is an empty tuple; give at least one tensor")
@@ -68,8 +64,7 @@ def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
 class Gathered:
     """Hold a mini-batch's outputs, without a graph.
 
-    Of each tensor also how much of its first dimension each micro-batch gave, and whether it
-    depends on anything that needs a gradient.
+    And of each tensor the lengths of the micro-batches' parts, and whether it needs a gradient.
     """
 
     payload: Payload

@@ -1,10 +1,4 @@
-"""Wrap a sequential module so that it runs as a pipeline of micro-batches.
-
-model = nn.Sequential(a, b, c, d)
-model = GPipe(model, balance=[1, 1, 1, 1], chunks=8)
-loss = loss_fn(model(input), target)
-loss.backward()
-"""
+"""Wrap a sequential module so that it runs as a pipeline of micro-batches."""
 
 from __future__ import annotations
 
@@ -125,14 +119,10 @@ class GPipe(nn.Module):
         self.register_load_state_dict_pre_hook(name_as_partitioned)
 
     def forward(self, input: Batch) -> Batch:
-        """Run the module on a mini-batch.
+        """Run the module on a mini-batch; return what the wrapped module would.
 
-        Args:
-            input: a tensor or a tuple of tensors, the sample the first dimension of each.
-        Returns:
-            the output, as the wrapped module would give it.
         Raises:
-            TypeError: the input, or what a partition returns, is neither.
+            TypeError: the input, or what a partition returns, is no tensor or tuple of tensors.
             ValueError: the input's tensors have no or unequal first dimensions.
         """
         payload = as_payload(input, what="the input")

@@ -25,7 +25,6 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
-    """Return the layers of each partition, checked against the module's."""
     if balance is None:
         raise ValueError(f"balance is required: the number of layers of each partition; {_ADVICE}")
     counts = list(balance)
@@ -42,10 +41,7 @@ def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[
 def choose_devices(
     devices: Iterable[int | str | torch.device] | None, *, num_partitions: int
 ) -> list[torch.device]:
-    """Return one device a partition: of those the user named, or else of all CUDA devices.
-
-    Where there are none of these either, each partition gets a CPU slot.
-    """
+    """Return one device a partition, as `GPipe` documents them."""
     names: list[int | str | torch.device]
     if isinstance(devices, (str, torch.device)):
         raise TypeError(
@@ -77,8 +73,7 @@ def _device(name: int | str | torch.device) -> torch.device:
             f"device {device} does not exist: this machine has "
             f"{torch.cuda.device_count()} CUDA devices"
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def check_sharing(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:

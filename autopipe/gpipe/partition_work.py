@@ -53,10 +53,9 @@ LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 @dataclass
 class Ends:
-    """Hold, by micro-batch, what enters the first partition and leaves the last one.
+    """Hold, by micro-batch, what enters the first partition and leaves the last one, uncoupled.
 
-    Outputs are without their graphs. A loss gives the value to back-propagate in the pipeline;
-    without one the caller's backward says what the outputs are owed.
+    A loss gives what to back-propagate; without one the caller's backward gives gradients.
     """
 
     inputs: list[Payload]
@@ -121,9 +120,8 @@ class PartitionWork(StageWork):
         """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
         parameters = self._partition.parameters
         leaves = [anchor for anchor in anchors if anchor is not None]
-        targets = [*leaves, *parameters]
         found = torch.autograd.grad(
-            starts, targets, gradients, retain_graph=retain, allow_unused=True
+            starts, [*leaves, *parameters], gradients, retain_graph=retain, allow_unused=True
         )
         for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True):
             if gradient is not None:

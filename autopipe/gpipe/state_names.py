@@ -12,7 +12,6 @@ from torch import nn
 
 
 def _wrapped_names(module: nn.Module) -> dict[str, str]:
-    """Map the names of layers in the partitions to their names in the wrapped module."""
     return {
         f"partitions.{j}.{name}": name
         for j, partition in module.get_submodule("partitions").named_children()
@@ -36,7 +35,6 @@ def _rename(names: dict[str, str], state: Any, prefix: str, *, depth: int) -> No
 
 
 def name_as_wrapped(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-    """Give a state dict the names of the wrapped module."""
     names = _wrapped_names(module)
     _rename(names, state, prefix, depth=3)
     if isinstance(getattr(state, "_metadata", None), dict):

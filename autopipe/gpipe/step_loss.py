@@ -19,10 +19,6 @@ class StepLoss:
     A mean is weighted by its micro-batch's share of the samples. Of a (sum, count) the sum is
     back-propagated; as the counts of later micro-batches are not known then, the gradients are
     divided by the total at the end.
-
-    Raises:
-        TypeError: the target is neither a tensor nor a tuple of tensors.
-        ValueError: its tensors have another number of samples than the micro-batches.
     """
 
     def __init__(self, loss_fn: LossFunction, target: Any, sizes: Sequence[int]) -> None:
@@ -56,7 +52,6 @@ class StepLoss:
         return loss * (size / max(1, sum(self._sizes)))
 
     def mean(self) -> Tensor:
-        """Return the loss of the mini-batch."""
         totals = torch.stack([total for total, _ in self._sums.values()])
         total = totals.sum()
         return total / self._count(total.device)

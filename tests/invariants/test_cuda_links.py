@@ -30,7 +30,7 @@ from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.executor import StageLinks, StageWork, run_program
 from autopipe.engine.link import Payload
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
-from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
+from autopipe.engine.watchdog import LinkError, Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.world import World
@@ -62,7 +62,7 @@ class Traffic:
         return True
 
 
-class ReachedMark(Milestone):
+class ReachedMark:
     """Stand for a place that the device has come to."""
 
     def is_reached(self) -> bool:
@@ -180,7 +180,7 @@ def test_a_sent_tensor_stays_referenced_until_the_stream_is_to_wait_for_it(
     assert storage() is None
 
 
-class StuckMark(Milestone):
+class StuckMark:
     """Stand for a place that the device comes to only by an abort."""
 
     def is_reached(self) -> bool:

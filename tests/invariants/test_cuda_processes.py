@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autodp.groups import build_groups
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.watchdog import LinkError, StreamMilestone, Watchdog
+from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
 from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain
@@ -63,7 +63,7 @@ def test_two_gpus_train_over_nccl_as_a_plain_loop_does(tmp_path: Path) -> None:
 
 def test_a_mark_is_reached_when_the_stream_has_come_there() -> None:
     torch.cuda._sleep(500_000_000)
-    mark = StreamMilestone()
+    mark = Milestone()
     assert not mark.is_reached()
     mark.wait()
     assert mark.is_reached()
