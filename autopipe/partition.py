@@ -27,20 +27,11 @@ def min_max_partition(
 
     Args:
         costs: one non-negative number a unit.
-        num_parts: parts, none of them empty.
+        num_parts: parts, none of them empty; at most as many as units.
         feasible: which parts are allowed; None allows all.
     Returns:
         num_parts + 1 boundaries; None where no split is feasible.
-    Raises:
-        ValueError: a cost is negative or not a number, or there are fewer units than parts.
     """
-    if not all(cost >= 0 for cost in costs):
-        raise ValueError(f"costs must be numbers of at least 0, got {list(costs)}")
-    if not 1 <= num_parts <= len(costs):
-        raise ValueError(
-            f"{len(costs)} units cannot fill {num_parts} parts; choose from 1 to "
-            f"{len(costs)} parts"
-        )
     total = [0.0, *accumulate(costs)]
 
     def part_cost(part: int, first: int, last: int) -> float:
@@ -56,15 +47,11 @@ def best_split(
 
     A first pass finds the smallest largest cost, a second one the smallest sum of squares under
     it; both are exact.
-
-    Source: PipeDream partitions by such a dynamic programme too, there with replicated stages.
     """
 
     def solve(join: _Join, *, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Minimise the joined costs of all parts, none above the limit.
-
-        best[u] is the smallest joined cost of the parts so far over the first u units.
-        """
+        """Minimise the joined costs of all parts, none above the limit."""
+        # best[u] is the smallest joined cost of the parts so far over the first u units.
         best = [0.0] + [math.inf] * num_units
         origins: list[list[int]] = []
         for part in range(num_parts):
@@ -112,12 +99,9 @@ def greedy_partition(
     For comparison only: a variance has the unit of a squared size, so the split depends on the
     unit, and parts may be empty. Sizes in millions of parameters give the published balance.
 
-    Args:
-        sizes: one number a unit.
-        num_parts: parts.
-        first_extra: what part 0 bears besides its units, such as 1/6 of the frozen parameters.
-    Returns:
-        num_parts + 1 boundaries.
+    Part 0 bears `first_extra` besides its units, such as 1/6 of the frozen parameters. Returns
+    num_parts + 1 boundaries.
+
     Source: PipeTransformer Algorithm 1, load_balance; where it prints B_S[i], B_S[k] is meant.
     Ours gives the last part all that is left; the strict `<` would drop a unit where the variance
     is zero.

@@ -30,9 +30,10 @@ Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); torc
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 
 class Op(Enum):
@@ -62,15 +63,9 @@ Schedule = tuple[StageProgram, ...]
 def gpipe(
     num_stages: int, num_micro_batches: int, *, recomputed: Collection[int] = ()
 ) -> Schedule:
-    """Run all forwards, then all backwards in the order M-1..0.
-
-    Args:
-        num_stages: K.
-        num_micro_batches: M.
-        recomputed: micro-batches whose forward is repeated before their backward.
-    """
-    tasks = [("F", i) for i in range(num_micro_batches)]
-    tasks += [("B", i) for i in reversed(range(num_micro_batches))]
+    """Run all forwards, then all backwards in the order M-1..0, after the repeated forwards."""
+    tasks = _each(Op.FORWARD, range(num_micro_batches))
+    tasks += _each(Op.BACKWARD, reversed(range(num_micro_batches)))
     return tuple(_with_links(tasks, j, num_stages, recomputed) for j in range(num_stages))
 
 
@@ -81,17 +76,17 @@ def one_f_one_b(
     programs = []
     for stage in range(num_stages):
         warm_up = min(num_stages - stage - 1, num_micro_batches)
-        tasks = [("F", i) for i in range(warm_up)]
+        tasks = _each(Op.FORWARD, range(warm_up))
         for i in range(num_micro_batches - warm_up):
-            tasks += [("F", warm_up + i), ("B", i)]
-        tasks += [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+            tasks += [Instruction(Op.FORWARD, warm_up + i), Instruction(Op.BACKWARD, i)]
+        tasks += _each(Op.BACKWARD, range(num_micro_batches - warm_up, num_micro_batches))
         programs.append(_with_links(tasks, stage, num_stages, recomputed))
     return tuple(programs)
 
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run the forwards alone, as evaluation does."""
-    forwards = [("F", i) for i in range(num_micro_batches)]
+    forwards = _each(Op.FORWARD, range(num_micro_batches))
     return tuple(_with_links(forwards, j, num_stages) for j in range(num_stages))
 
 
@@ -111,23 +106,25 @@ def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageP
     return program[:length], program[length:]
 
 
+def _each(op: Op, micro_batches: Iterable[int]) -> list[Instruction]:
+    return [Instruction(op, i) for i in micro_batches]
+
+
 def _with_links(
-    tasks: list[tuple[str, int]], stage: int, num_stages: int, recomputed: Collection[int] = ()
+    tasks: list[Instruction], stage: int, num_stages: int, recomputed: Collection[int] = ()
 ) -> StageProgram:
     """Put each task between the receive it waits for and the send it feeds."""
-    first, last = stage == 0, stage == num_stages - 1
+    has_below, has_above = stage > 0, stage < num_stages - 1
     program: list[Instruction] = []
-    for kind, i in tasks:
-        if kind == "F":
-            receive, work, send = Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION
-            receives, sends = not first, not last
+    for task in tasks:
+        i = task.micro_batch
+        if task.op is Op.FORWARD:
+            program += _each(Op.RECV_ACTIVATION, [i] * has_below)
+            program += [task, *_each(Op.SEND_ACTIVATION, [i] * has_above)]
         else:
-            receive, work, send = Op.RECV_GRADIENT, Op.BACKWARD, Op.SEND_GRADIENT
-            receives, sends = not last, not first
-            program += [Instruction(Op.RECOMPUTE, i)] if i in recomputed else []
-        program += [Instruction(receive, i)] if receives else []
-        program += [Instruction(work, i)]
-        program += [Instruction(send, i)] if sends else []
+            program += _each(Op.RECOMPUTE, [i] * (i in recomputed))
+            program += _each(Op.RECV_GRADIENT, [i] * has_above)
+            program += [task, *_each(Op.SEND_GRADIENT, [i] * has_below)]
     return tuple(program)
 
 
@@ -139,11 +136,7 @@ _SOURCES = {Op.FORWARD: -1, Op.BACKWARD: 1}
 
 
 def draw(*schedules: Schedule) -> str:
-    """Draw a schedule as the grid of the module's docstring; several one after the other.
-
-    Raises:
-        ValueError: the stages of a schedule wait for each other.
-    """
+    """Draw a schedule as the grid of the module's docstring; several one after the other."""
     grids = [_place(schedule) for schedule in schedules]
     width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)
     return named_rows(
@@ -184,8 +177,5 @@ def _place(schedule: Schedule) -> list[list[str]]:
 
 def peak_in_flight(program: StageProgram) -> int:
     """Count the most micro-batches that a stage keeps between their forward and their backward."""
-    kept = peak = 0
-    for instruction in program:
-        kept += (instruction.op is Op.FORWARD) - (instruction.op is Op.BACKWARD)
-        peak = max(peak, kept)
-    return peak
+    changes = ((ins.op is Op.FORWARD) - (ins.op is Op.BACKWARD) for ins in program)
+    return max(accumulate(changes, initial=0))

@@ -20,16 +20,7 @@ from freeze.rules import AlphaSchedule, FreezeSchedule, PaperRule
 from freeze.signals import GradientSignals, layer_norms
 
 __all__ = [
-    "AlphaSchedule",
-    "FreezeContext",
-    "FreezeDecision",
-    "FreezePolicy",
-    "FreezeSchedule",
-    "GradientSignals",
-    "LayerStats",
-    "NeverFreeze",
-    "PaperRule",
-    "as_policy",
-    "checked_decision",
-    "layer_norms",
-]
+    "AlphaSchedule", "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule",
+    "GradientSignals", "LayerStats", "NeverFreeze", "PaperRule", "as_policy",
+    "checked_decision", "layer_norms",
+]  # fmt: skip

@@ -64,7 +64,7 @@ class FreezeContext:
 
     @property
     def num_layers(self) -> int:
-        """Return L, the number of layers that can freeze."""
+        """Return L."""
         return len(self.layers)
 
 
@@ -161,9 +161,9 @@ class _FunctionPolicy(FreezePolicy):
 def as_policy(freeze: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
     """Present what the user passed as a policy.
 
-    None becomes `NeverFreeze`, a policy stays itself, and a function of the context, returning a
-    `FreezeDecision`, the number of frozen layers, or None to keep it, is wrapped. A function is
-    asked again after a resume and so must not remember anything; subclass `FreezePolicy` for that.
+    None becomes `NeverFreeze`, and a function of the context, returning a `FreezeDecision`, the
+    number of frozen layers, or None to keep it, is wrapped. A function is asked again after a
+    resume and so must not remember anything; subclass `FreezePolicy` for that.
 
     Raises:
         TypeError: it is none of these.

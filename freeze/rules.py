@@ -18,10 +18,6 @@ from typing import Any, final
 
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
-# L_f is a sum of products: an L_f that is 6 on paper may come out as 6.0000000001 and must not
-# freeze a seventh layer.
-_ROUNDING_SLACK = 1e-6
-
 
 @final
 class FreezeSchedule(FreezePolicy):
@@ -181,8 +177,8 @@ def _active_norms(context: FreezeContext) -> dict[int, float]:
 
 
 def _rounded_up(level: float) -> int:
-    """Round a real-valued number of layers up, but not for its rounding error alone."""
-    return math.ceil(level - _ROUNDING_SLACK)
+    # A sum of products that is 6 on paper may come out as 6.0000000001: no seventh layer for that.
+    return math.ceil(level - 1e-6)
 
 
 def _checked_alpha(alpha: float) -> float:
@@ -192,12 +188,10 @@ def _checked_alpha(alpha: float) -> float:
 
 
 def _checked_limit(max_frozen: int | None) -> float:
-    """Return the limit as a number that `min` understands; None sets no limit."""
     return math.inf if max_frozen is None else _checked_count("max_frozen", max_frozen)
 
 
 def _checked_count(what: str, value: int) -> int:
-    """Return a non-negative int; a TypeError or ValueError, naming it, for anything else."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); give an int")
     if value < 0:

@@ -1,8 +1,7 @@
 """Measure gradient norms while training, without waiting for the device.
 
-The gradient norm of a layer over an interval is the root of the mean, over the interval's steps
-with finite gradients, of the squared norm of that step's gradient. Squares of disjoint parameters
-add, so a layer's norm follows from its sublayers', wherever those live.
+Squares of disjoint parameters add, so a layer's norm follows from its sublayers', wherever those
+live.
 """
 
 from __future__ import annotations
@@ -129,14 +128,12 @@ def layer_norms(
 
 
 def _stack(numbers: list[Tensor], *, like: Tensor) -> Tensor:
-    """Return 0-dim tensors as one of the device and dtype of another."""
     if len({one.dtype for one in numbers}) > 1:
         numbers = [one.to(like.dtype) for one in numbers]
     return torch.stack(numbers).to(like.dtype) if numbers else like.new_empty(0)
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """Return the 0-dim squared norm of a gradient, in float32 or float64."""
     flat = gradient.reshape(-1)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()

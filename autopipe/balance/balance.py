@@ -116,7 +116,7 @@ def _check_choice(
     algorithm: str,
     memory_limit_bytes: int | Sequence[int] | None,
 ) -> list[int]:
-    """Check all that can be checked without a sample; return one limit a partition, if any."""
+    """Check what needs no sample; return one limit a partition, if any."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be nn.Sequential to be partitioned, got a {type(module).__name__}"
@@ -175,7 +175,6 @@ def _check_placement(
 
 
 def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
-    """Return the largest of the micro-batches that a mini-batch is split into."""
     if any(tensor.dim() == 0 for tensor in members(batch)):
         raise ValueError(
             "a tensor without dimensions cannot be split into micro-batches; its "
@@ -199,7 +198,6 @@ def _split(
     sizes: Sequence[float],
     limits: Sequence[int],
 ) -> list[int]:
-    """Split layers by their costs; `limits` are empty where memory is not limited."""
     total = [0.0, *accumulate(sizes)]
 
     def fits(part: int, first: int, last: int) -> bool:

@@ -19,7 +19,6 @@ last cannot exceed c + M, or all would exceed c, the largest smallest sum.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
@@ -27,26 +26,13 @@ from itertools import accumulate, pairwise
 
 
 def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Split costs into contiguous parts whose sums differ by no more than the largest cost.
+    """Split costs; return boundaries as `min_max_partition` does.
 
-    Of all splits none has a larger smallest part. The largest part is at most twice the best one,
-    which `min_max_partition` finds.
+    Of all splits none has a larger smallest part. The largest part is at most twice the best one.
 
-    Args:
-        costs: one finite, non-negative number a unit.
-        num_parts: parts, none of them empty.
-    Returns:
-        num_parts + 1 boundaries: part k holds the units boundaries[k] .. boundaries[k + 1] - 1.
-    Raises:
-        ValueError: a cost is negative or not finite, or there are fewer units than parts.
     Source: Barany and Grinberg, Block partitions of sequences (2015), whose theorem this keeps.
-        They move boundaries one by one; ours builds the parts in two passes, and fills them all.
+    They move boundaries one by one; ours builds the parts in two passes, and fills them all.
     """
-    if not all(0 <= cost < math.inf for cost in costs):
-        raise ValueError(f"costs must be finite numbers of at least 0, got {list(costs)}")
-    if not 1 <= num_parts <= len(costs):
-        n = len(costs)
-        raise ValueError(f"{n} units cannot fill {num_parts} parts; choose from 1 to {n} parts")
     # Sums of floats depend on their order; a guarantee about their difference needs exact ones.
     exact = [Fraction(cost) for cost in costs]
     total = [Fraction(0), *accumulate(exact)]

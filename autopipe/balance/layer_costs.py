@@ -32,16 +32,14 @@ _State = tuple[Tensors, SkipStore]
 """What passes from layer to layer: the hidden state, and the skips that wait."""
 
 _Measure = Callable[[Callable[[], _State], list[Tensor]], tuple[_State, float]]
-"""Runs the given forward; the second argument lists the tensors that the layer was handed."""
+"""Runs the given forward of a layer that was handed these tensors."""
 
 
 def members(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Return the tensors of an input or output."""
     return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 def are_tensors(value: Any) -> bool:
-    """Tell whether something is a tensor, or a tuple of one or more."""
     return bool(members(value)) and all(isinstance(tensor, Tensor) for tensor in members(value))
 
 
@@ -164,7 +162,6 @@ def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -
 def _measure_layer(
     index: int, layer: nn.Module, taken: _State, measure: _Measure
 ) -> tuple[_State, float]:
-    """Measure a forward; return what it made without its graph, which ends here."""
     # Copies, because a leaf that needs a gradient forbids layers that work in place.
     copied = tree_map_only(Tensor, Tensor.clone, taken)
     handed = _tensors((taken, copied))

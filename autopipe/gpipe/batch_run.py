@@ -50,7 +50,7 @@ class PipelineRun:
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
-        self._settings = CallerSettings.capture(self._devices, at_once=at_once)
+        self._settings = CallerSettings(self._devices, at_once=at_once)
         self._failed = False
         recorders = [
             None if trace is None else trace.recorder(stage, device=device)

@@ -33,7 +33,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class SkipKey:
-    """Name one skip of a model: the declared name, and the namespace that isolates it."""
+    """Name one skip of a model, and the namespace that isolates it."""
 
     namespace: Namespace | None
     name: str
@@ -77,22 +77,19 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> tuple[SkipKey, ...]:
-        """Return the skips that each forward stashes, in the order they were declared."""
+        """Return the skips that each forward stashes, in their declared order."""
         return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "stash")
 
     def poppable(self) -> tuple[SkipKey, ...]:
-        """Return the skips that each forward pops, in the order they were declared."""
+        """Return the skips that each forward pops, in their declared order."""
         return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "pop")
 
     def skip_key(self, name: str) -> SkipKey:
-        """Return the key that a declared name stands for in this layer's namespaces."""
         return SkipKey(self._skip_namespaces.get(name), name)
 
     def describe_skips(self) -> str:
         """Return the layer's class and what it declared, for messages."""
-        stashed, popped = (
-            [key.name for key in keys] for keys in (self.stashable(), self.poppable())
-        )
+        stashed, popped = [k.name for k in self.stashable()], [k.name for k in self.poppable()]
         return f"{type(self).__name__} (declared stash={stashed}, pop={popped})"
 
     def __repr__(self) -> str:
@@ -100,7 +97,7 @@ class Skippable(nn.Module):
 
 
 def names_of(names: Iterable[str], *, what: str) -> tuple[str, ...]:
-    """Return distinct names in their order. Raises TypeError for a single string or no strings."""
+    """Return distinct names in their order."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             f"{what} must be an iterable of names, not {names!r}; write "
@@ -124,8 +121,7 @@ class SkipEdge:
 def skip_edges(partitions: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
     """List what travels between partitions, by source and then by target.
 
-    Skips that stay inside a partition make no edge; nor does a stash without a pop after it,
-    which `verify_skippables` refuses. Modules inside a layer count as well.
+    Modules inside a layer count as well; a stash needs a pop after it.
 
     Source: the portals of torchgpipe, section 3.3: a skip goes straight to where it is popped.
     """

@@ -44,12 +44,7 @@ class Command:
 
 
 def stash(name: str, tensor: Tensor | None) -> Command:
-    """Keep a tensor for the layer that pops the name: `yield stash(name, tensor)`.
-
-    Args:
-        name: declared by `skippable(stash=...)`.
-        tensor: of any shape, dtype and device; None where this input has no skip.
-    """
+    """Keep a tensor, or None, for the layer that pops the name: `yield stash(name, tensor)`."""
     return Command("stash", name, tensor)
 
 
@@ -250,6 +245,5 @@ def _importable(cls: type) -> bool:
 
 
 def _rebuild(layer: type[nn.Module], *declared: tuple[str, ...]) -> Skippable:
-    """Make an instance without state, for `copy` and `pickle`."""
     made = _derive(layer, *declared)
     return made.__new__(made)

@@ -6,7 +6,6 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,47 +13,28 @@ import torch
 from autopipe.threads.thread_link import Stopped
 
 
-@dataclass(frozen=True)
 class CallerSettings:
-    """Hold the caller's settings that torch keeps for each thread alone.
+    """Hold the caller's present settings that torch keeps for each thread alone.
 
-    Args:
-        inference: whether it is in inference mode.
-        autocasts: what makes its autocast, for each device type for which it is on.
-        streams: its current stream on each CUDA device of the pipeline.
-        num_threads: intra-op threads of each job.
-        default_device: where tensors are made unless told otherwise.
+    Of the partitions on these devices `at_once` can work at the same time; those on the CPU share
+    the caller's intra-op threads.
     """
 
-    inference: bool
-    autocasts: tuple[Callable[..., torch.autocast], ...]
-    streams: tuple[torch.cuda.Stream, ...]
-    num_threads: int
-    default_device: torch.device
-
-    @staticmethod
-    def capture(devices: Sequence[torch.device], *, at_once: int) -> CallerSettings:
-        """Read the present settings, for partitions on these devices.
-
-        Of them `at_once` can work at the same time; those on the CPU share the caller's threads.
-        """
-        cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+    def __init__(self, devices: Sequence[torch.device], *, at_once: int) -> None:
         num_on_cpu = sum(device.type == "cpu" for device in devices)
+        self.num_threads = max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu)))
+        self._inference = torch.is_inference_mode_enabled()
+        self._default_device = torch.get_default_device()
+        cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+        self._streams = [torch.cuda.current_stream(device) for device in cuda_devices]
         cached = torch.is_autocast_cache_enabled()
-        autocasts = [
+        self._autocasts = [
             partial(
                 torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cached
             )
             for kind in sorted({device.type for device in devices} & {"cpu", "cuda"})
             if torch.is_autocast_enabled(kind)
         ]
-        return CallerSettings(
-            torch.is_inference_mode_enabled(),
-            tuple(autocasts),
-            tuple(torch.cuda.current_stream(device) for device in cuda_devices),
-            max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu))),
-            torch.get_default_device(),
-        )
 
     @contextmanager
     def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
@@ -64,20 +44,20 @@ class CallerSettings:
         would wait for the very backward that started this job.
         """
         with ExitStack() as stack:
-            if self.inference:
+            if self._inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(grad_enabled and not self.inference))
+            stack.enter_context(torch.set_grad_enabled(grad_enabled and not self._inference))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self.default_device != torch.get_default_device():
-                stack.enter_context(self.default_device)
+            if self._default_device != torch.get_default_device():
+                stack.enter_context(self._default_device)
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             # A stream makes its device the current one, so the partition's own comes last.
-            for stream in sorted(self.streams, key=lambda stream: stream.device == device):
+            for stream in sorted(self._streams, key=lambda stream: stream.device == device):
                 stack.enter_context(torch.cuda.stream(stream))
             # Off, but entered: a weight is cast once for all micro-batches of the portion, not
             # once for each, as leaving the outermost autocast empties the cache.
-            for autocast in self.autocasts:
+            for autocast in self._autocasts:
                 stack.enter_context(autocast(enabled=False))
             yield
 
@@ -86,8 +66,8 @@ class CallerSettings:
 
         autograd knows one stream of a node, and expects all gradients to be ready on it.
         """
-        for ours in self.streams:
-            for theirs in self.streams:
+        for ours in self._streams:
+            for theirs in self._streams:
                 torch.cuda.current_stream(theirs.device).wait_stream(ours)
 
     @contextmanager
@@ -98,7 +78,7 @@ class CallerSettings:
         a forward that needs one.
         """
         with ExitStack() as stack:
-            for autocast in self.autocasts:
+            for autocast in self._autocasts:
                 stack.enter_context(autocast())
             yield
 
@@ -136,13 +116,9 @@ def run_together(
 ) -> None:
     """Run the jobs, all at the same time; one alone runs in the caller's thread.
 
-    A failure stops the others; it is raised when all have ended, with its own traceback.
-
-    Args:
-        jobs: one a partition, each with `num_threads` intra-op threads.
-        stop: ends every wait of a job for another.
-        order: tells for a failed job how early in the schedule it failed; the earliest failure
-            is raised, of several as early the lowest job's.
+    A failure stops the others by `stop`, which ends every wait of a job for another; it is raised
+    when all have ended, with its own traceback. Of several it is the one that `order` says was
+    earliest in the schedule, of several as early the lowest job's.
     """
     if len(jobs) == 1:
         jobs[0]()

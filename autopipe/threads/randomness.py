@@ -4,7 +4,7 @@ torch has one generator for the whole CPU. Partitions that run at the same time 
 in an order that changes from run to run, and a recomputation could not draw again what its forward
 drew. So every forward of a micro-batch through a partition draws from a state of its own: what the
 generator held when it began, where only one partition runs at a time, or else a seed made from one
-draw of the caller's. Random numbers of Python and NumPy are not managed.
+draw of the caller's.
 """
 
 from __future__ import annotations
@@ -48,16 +48,13 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 class _DrawFrom(TorchDispatchMode):
-    """Let this thread's random operations on the CPU draw from a generator of its own."""
-
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self._generator = generator
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers run compiled; what they draw while they run comes here."""
-        return True
+        return True  # What compiled layers draw while they run comes here.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -98,7 +95,6 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _put_at(generator: torch.Generator, state: Tensor) -> Iterator[None]:
-    """Put a generator in a state, and back."""
     before = generator.get_state()
     generator.set_state(state)
     try:
@@ -110,12 +106,9 @@ def _put_at(generator: torch.Generator, state: Tensor) -> Iterator[None]:
 class Randomness:
     """Give one partition's forwards their random numbers during one step.
 
-    Args:
-        device: of the partition.
-        seed: of this partition and step, for partitions that run at the same time; None where
-            one runs after another, which then draw as the model alone would.
-        draws: whether there is anything to manage.
-        alone: no other partition needs torch's own generator while a forward is repeated.
+    Partitions that run at the same time have a seed each, for this step; those that run one after
+    another have none, and draw as the model alone would. Where only one is `alone`, no other needs
+    torch's own generator while a forward is repeated. Without `draws` nothing is to be managed.
     """
 
     def __init__(
@@ -144,7 +137,6 @@ class Randomness:
 
     @contextmanager
     def _drawing_from(self, states: list[Tensor]) -> Iterator[None]:
-        """Draw from generators in these states, and leave the default ones as they were."""
         with ExitStack() as stack:
             if self._alone:
                 stack.enter_context(_put_at(torch.default_generator, states[0]))

@@ -33,7 +33,6 @@ class Mailbox:
         self._stopped = False
 
     def put(self, micro_batch: int, item: Any) -> None:
-        """Leave something for the other thread."""
         with self._changed:
             self._items[micro_batch] = item
             self._changed.notify_all()
@@ -76,11 +75,10 @@ def copy_stream(device: torch.device, micro_batch: int) -> torch.cuda.Stream:
 
 
 class Crossing:
-    """Carry tensors one way between two partitions.
+    """Carry tensors one way between two partitions, from a device to another.
 
     Args:
         op: the instruction that sends them.
-        source, target: devices of the partition that sends and of the one that takes.
         num_skips: of a payload's tensors, how many go this way; None for the hidden state's.
         recorders: of sender and taker; None where nobody traces.
     """
@@ -101,7 +99,6 @@ class Crossing:
         self._recorders = recorders
 
     def send(self, micro_batch: int, payload: Payload) -> None:
-        """Send tensors, copied to the target if they are not there already."""
         from_cuda = self._copies and self._source.type == "cuda"
         to_cuda = self._copies and self._target.type == "cuda"
         devices = [self._source] * from_cuda + [self._target] * to_cuda
@@ -122,7 +119,6 @@ class Crossing:
         self.mailbox.put(micro_batch, (Payload(sent, payload.is_bare), arrived))
 
     def receive(self, micro_batch: int) -> Payload:
-        """Wait for tensors: leaves that need a gradient where those sent did."""
         payload, arrived = self.mailbox.take(micro_batch)
         if arrived is not None:
             stream = torch.cuda.current_stream(self._target)
