@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 PartCost = Callable[[int, int, int], float]
 """Cost of part `part` with the units first .. last - 1; it must not shrink as the part grows."""
@@ -20,33 +20,16 @@ Feasible = Callable[[int, int, int], bool]
 _Join = Callable[[float, float], float]
 
 
-def min_max_partition(
-    costs: Sequence[float], num_parts: int, *, feasible: Feasible | None = None
-) -> tuple[int, ...] | None:
-    """Find the contiguous split whose dearest part is cheapest, of those the most even one.
-
-    Args:
-        costs: one non-negative number a unit.
-        num_parts: parts, none of them empty; at most as many as units.
-        feasible: which parts are allowed; None allows all.
-    Returns:
-        num_parts + 1 boundaries; None where no split is feasible.
-    """
-    total = [0.0, *accumulate(costs)]
-
-    def part_cost(part: int, first: int, last: int) -> float:
-        return total[last] - total[first]
-
-    return best_split(len(costs), num_parts, part_cost, feasible=feasible)
-
-
 def best_split(
     num_units: int, num_parts: int, part_cost: PartCost, *, feasible: Feasible | None = None
 ) -> tuple[int, ...] | None:
-    """Find the min-max split for costs that may depend on the part; see `min_max_partition`.
+    """Find the contiguous split whose dearest part is cheapest, of those the most even one.
 
-    A first pass finds the smallest largest cost, a second one the smallest sum of squares under
-    it; both are exact.
+    No part is empty, so there must be as many units. A first pass finds the smallest largest cost,
+    a second one the smallest sum of squares under it; both are exact.
+
+    Returns:
+        num_parts + 1 boundaries; None where no split is feasible.
     """
 
     def solve(join: _Join, *, limit: float) -> tuple[float, tuple[int, ...]]:

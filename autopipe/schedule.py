@@ -37,8 +37,6 @@ from itertools import accumulate
 
 
 class Op(Enum):
-    """Name what one instruction does."""
-
     RECV_ACTIVATION = "recv_activation"
     FORWARD = "forward"
     SEND_ACTIVATION = "send_activation"
@@ -85,7 +83,6 @@ def one_f_one_b(
 
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Run the forwards alone, as evaluation does."""
     forwards = _each(Op.FORWARD, range(num_micro_batches))
     return tuple(_with_links(forwards, j, num_stages) for j in range(num_stages))
 
@@ -131,8 +128,8 @@ def _with_links(
 LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
 """How the operations that compute are drawn."""
 
+# Where the inputs of operations come from, counted from their stage.
 _SOURCES = {Op.FORWARD: -1, Op.BACKWARD: 1}
-"""Where the inputs of operations come from, counted from their stage."""
 
 
 def draw(*schedules: Schedule) -> str:
@@ -148,7 +145,6 @@ def draw(*schedules: Schedule) -> str:
 
 
 def named_rows(rows: Mapping[int, str]) -> str:
-    """Put each stage's name before its row."""
     width = max((len(f"stage {stage}") for stage in rows), default=0)
     return "\n".join(f"{f'stage {j}'.ljust(width)}  {row}".rstrip() for j, row in rows.items())
 

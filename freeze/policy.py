@@ -16,9 +16,7 @@ class LayerStats:
     """Describe one layer that can freeze.
 
     Attributes:
-        name: the layer's name in the model.
         index: 0..L-1 from the bottom; the embedding is part of layer 0, the head is no layer.
-        num_parameters: number of values in the layer's parameters.
         gradient_norm: root of the mean, over the steps since the last decision, of the squared
             norm of the layer's gradient; None if the layer is frozen, the policy did not ask for
             it, or no step since the last decision had finite gradients.
@@ -38,8 +36,7 @@ class FreezeContext:
         step, epoch: completed optimizer steps, and the epoch of the next one, both from 0.
         max_steps, steps_per_epoch: lengths of the whole training and of one epoch, in steps.
         learning_rate, peak_learning_rate: at the next step, and the largest of the training.
-        layers: one entry per layer, ordered by index.
-        num_frozen: layers 0..num_frozen-1 are frozen now.
+        layers, num_frozen: by index, of which layers 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
         metrics: results of the last evaluation by name; empty before the first.
         predict: maps a number of frozen layers to the predicted seconds of one step; they come
@@ -115,11 +112,7 @@ class FreezePolicy(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises:
-            ValueError: the state is not one of this policy.
-        """
+        """Continue from a `state_dict`; raise ValueError for another policy's."""
         if state:
             raise ValueError(
                 f"{self.name} keeps no state, but was given {sorted(state)}; resume with the "
@@ -140,8 +133,6 @@ PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
 
 @final
 class _FunctionPolicy(FreezePolicy):
-    """Present a plain function as a policy; it is measured every signal and has no state."""
-
     signals = KNOWN_SIGNALS
 
     def __init__(self, function: PolicyFunction) -> None:
@@ -190,11 +181,7 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
     """Ask the policy and return a decision that can be executed.
 
     None, or the number of layers that are frozen already, becomes a decision that keeps it, with
-    a reason that starts with "keep".
-
-    Raises:
-        TypeError: the policy returned something else than a decision or None.
-        ValueError: the decision is not within 0..L.
+    a reason that starts with "keep". Raises TypeError or ValueError for what cannot be executed.
     """
     decision = policy.decide(context)
     if decision is None:

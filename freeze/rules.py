@@ -47,12 +47,7 @@ class FreezeSchedule(FreezePolicy):
         self._num_frozen_at = {0: 0} | changes
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        """Return the epoch's number of layers.
-
-        Raises:
-            ValueError: some epoch's number exceeds the layers; said at the first call, not in
-                the middle of the training.
-        """
+        # Said at the first call, not in the middle of the training.
         largest = max(self._num_frozen_at.values())
         if largest > context.num_layers:
             raise ValueError(
@@ -69,7 +64,7 @@ class AlphaSchedule(FreezePolicy):
     """Freeze by epoch as the paper's rule does when the gradients never hold it back.
 
     L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1. A function of the epoch
-    alone, so it needs no signals and has no state.
+    alone.
 
     Args:
         alpha: share of the active layers that freezes per epoch, between 0 and 1, exclusive.
@@ -125,7 +120,7 @@ class PaperRule(FreezePolicy):
         self._num_decisions = 0
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
-        """Take decision T; at step 0, before any gradient, there is none.
+        """Take decision T; at step 0 there is none.
 
         Raises:
             ValueError: the gradient norm of some active layers is missing or not finite.

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 class GradientSignals:
     """Accumulate the squared gradient norm of each sublayer over the steps of an interval.
 
-    Call `squared_norm` once per step on the reduced, unscaled, unclipped gradients. A gradient's
-    square is a dot product: for an embedding of 30 M values it is off by 5e-5 in float32, where a
-    norm on CPU is off by 2e-3. 16-bit gradients, whose squares would overflow, are squared in
-    float32. All sums over tensors and steps are float64.
+    Call `squared_norm` once per step on the reduced, unscaled, unclipped gradients. All sums over
+    tensors and steps are float64.
 
     Args:
         parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
@@ -50,9 +48,8 @@ class GradientSignals:
         Nothing here waits for the device. A parameter without gradient counts 0.
 
         Args:
-            reduce: adds the stages' totals up (an all-reduce over the pipeline). With it a step
-                that is not finite on one stage is left out on all of them, so that the signals
-                do not depend on where the model is cut. None: this process holds all of it.
+            reduce: adds the stages' totals up; a step that is not finite on one stage is then left
+                out on all of them. None: this process holds the whole model.
         Returns:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
@@ -70,10 +67,7 @@ class GradientSignals:
         return total
 
     def collect(self) -> dict[str, float]:
-        """Return the mean squared norm of each sublayer since the last `reset`; waits once.
-
-        {} if no step had finite gradients: there is nothing to take the mean of.
-        """
+        """Return each sublayer's mean since the last `reset`; {} if no step was finite."""
         num_steps, sums = self.state().values()
         return {name: total / num_steps for name, total in sums.items()} if num_steps else {}
 
@@ -82,21 +76,16 @@ class GradientSignals:
         self._sums.zero_()
 
     def state(self) -> dict[str, Any]:
-        """Return the unfinished interval, serialisable as JSON; waits once.
+        """Return the unfinished interval, serialisable as JSON; waits for the device, once.
 
-        The number of steps is the same on all stages, so the states of a pipeline's stages merge
-        into one by joining their `squared_sums`.
+        The states of a pipeline's stages merge into one by joining their `squared_sums`.
         """
         *sums, num_steps = self._sums.tolist()
         squared_sums = dict(zip(self._names, sums, strict=True))
         return {"num_steps": int(num_steps), "squared_sums": squared_sums}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue the interval of a `state`, which may hold other stages' sublayers as well.
-
-        Raises:
-            ValueError: a sublayer measured here is not in the state.
-        """
+        """Continue the interval of a `state`, which may hold other stages' sublayers as well."""
         squared_sums = state["squared_sums"]
         if missing := [name for name in self._names if name not in squared_sums]:
             raise ValueError(
@@ -110,15 +99,10 @@ class GradientSignals:
 def layer_norms(
     per_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
 ) -> tuple[float | None, ...]:
-    """Combine the sublayers' mean squared norms into the norm of each layer.
+    """Combine the mean squared norms of all stages' sublayers into the norm of each layer.
 
-    Args:
-        per_sublayer: mean squared norms by sublayer, as `GradientSignals.collect` returns them,
-            of all stages together.
-        layer_of: each sublayer's layer, 0..num_layers; num_layers is the head, which is ignored.
-        num_layers: number of layers that can freeze.
-    Returns:
-        One norm per layer 0..num_layers-1; None for a layer of which no sublayer is given.
+    Layers are numbered from 0; `num_layers` is the head's number, which is ignored. None is for a
+    layer of which no sublayer is given.
     """
     squares: list[list[float]] = [[] for _ in range(num_layers + 1)]
     for name, square in per_sublayer.items():
@@ -134,6 +118,7 @@ def _stack(numbers: list[Tensor], *, like: Tensor) -> Tensor:
 
 
 def _square(gradient: Tensor) -> Tensor:
+    # For an embedding of 30 M values in float32 it is off by 5e-5, a norm on CPU by 2e-3.
     flat = gradient.reshape(-1)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()

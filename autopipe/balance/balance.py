@@ -1,11 +1,4 @@
-"""Choose how many layers each partition of a pipeline gets, by measuring the layers.
-
-Give the result to `GPipe` as its `balance`:
-
-    sample = torch.rand(128, 3, 224, 224)
-    balance = balance_by_time(4, model, sample)
-    model = GPipe(model, balance, chunks=8)
-"""
+"""Choose how many layers each partition of a pipeline gets, by measuring the layers."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from autopipe.balance.blocks import block_partition
 from autopipe.balance.layer_costs import Tensors, are_tensors, layer_bytes, layer_seconds, members
-from autopipe.partition import greedy_partition, min_max_partition
+from autopipe.partition import best_split, greedy_partition
 
 ALGORITHMS = ("exact", "greedy", "block")
 
@@ -52,7 +45,7 @@ def balance_by_time(  # noqa: PLR0913
         memory_limit_bytes: most bytes of a partition, one number for all or one for each, counted
             by `balance_by_size` with its defaults; only for "exact".
     Returns:
-        Number of layers in each partition.
+        Number of layers in each partition, for `GPipe`.
     Raises:
         TypeError: the module is no nn.Sequential, or an input or output is neither a tensor nor a
             tuple of tensors.
@@ -198,10 +191,13 @@ def _split(
     sizes: Sequence[float],
     limits: Sequence[int],
 ) -> list[int]:
-    total = [0.0, *accumulate(sizes)]
+    costs_below, bytes_below = ([0.0, *accumulate(values)] for values in (costs, sizes))
+
+    def part_cost(part: int, first: int, last: int) -> float:
+        return costs_below[last] - costs_below[first]
 
     def fits(part: int, first: int, last: int) -> bool:
-        return total[last] - total[first] <= limits[part]
+        return bytes_below[last] - bytes_below[first] <= limits[part]
 
     boundaries: tuple[int, ...] | None
     if algorithm == "block":
@@ -209,7 +205,8 @@ def _split(
     elif algorithm == "greedy":
         boundaries = greedy_partition(costs, partitions)
     else:
-        boundaries = min_max_partition(costs, partitions, feasible=fits if limits else None)
+        feasible = fits if limits else None
+        boundaries = best_split(len(costs), partitions, part_cost, feasible=feasible)
     if boundaries is None:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         raise ValueError(

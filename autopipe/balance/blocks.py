@@ -1,7 +1,6 @@
 """Split a chain into contiguous parts whose sums differ by at most its largest element.
 
-Such a split always exists; the argument below is also the algorithm. Legend: M is the largest
-cost, c the largest smallest sum that any split into so many parts has.
+Legend: M is the largest cost, c the largest smallest sum that any split into so many parts has.
 
 1. From the right, start every part as late as its sum still reaches c: `latest`. No such part has
    a sum above c + M, as one unit less would not reach c.
@@ -26,7 +25,7 @@ from itertools import accumulate, pairwise
 
 
 def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Split costs; return boundaries as `min_max_partition` does.
+    """Split costs into parts, none of them empty; return num_parts + 1 boundaries.
 
     Of all splits none has a larger smallest part. The largest part is at most twice the best one.
 
@@ -47,7 +46,6 @@ def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
 def _largest_smallest_part(
     total: list[Fraction], num_parts: int
 ) -> tuple[Fraction, tuple[int, ...]]:
-    """Raise the smallest sum until no split exceeds it; return it and its latest starts."""
     smallest = Fraction(0)
     while (better := _latest_starts(total, num_parts, smallest, strict=True)) is not None:
         smallest = min(total[last] - total[first] for first, last in pairwise(better))

@@ -44,10 +44,9 @@ def are_tensors(value: Any) -> bool:
 
 
 def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -> list[float]:
-    """Return the seconds of each layer's forward and backward in train mode.
+    """Return the seconds of each layer's forward and backward in train mode, over all passes.
 
-    Whole passes repeat until the timeout is over; seconds are summed over them. Where there are
-    several, the first one only warms up: it alone initialises libraries and chooses algorithms.
+    Of several the first one only warms up: it alone initialises libraries and chooses algorithms.
     """
     device = members(sample)[0].device
     start_s = time.perf_counter()
@@ -80,8 +79,6 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
     Activations are the output, stashed skips, and what else the layer's graph holds, without the
     input. CUDA tells how much a forward allocated. Elsewhere storages are counted, which misses
     tensors that an autograd.Function keeps without `save_for_backward`.
-
-    A parameter counts `param_scale` times, and in the first of the layers that share it.
     """
     device = members(sample)[0].device
     held = [*module.parameters(), *module.buffers()]
@@ -141,7 +138,6 @@ def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -> list[float]:
-    """Run the layers in order, each cut off from the others, and measure each of them."""
     hidden = tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), sample)
     waiting: SkipStore = {}
     measured = []

@@ -49,7 +49,6 @@ class TensorSpec:
         )
 
     def empty(self, num_samples: int, device: torch.device) -> Tensor:
-        """Return uninitialised memory for a micro-batch."""
         return torch.empty(
             (num_samples, *self.shape), dtype=getattr(torch, self.dtype), device=device
         )
@@ -86,8 +85,7 @@ class Peer:
     def wait(self, work: dist.Work | None, message: Tensor, what: str) -> None:
         """Wait for a message: the host, or the current stream where it is on a GPU.
 
-        Raises:
-            LinkError: it took too long, or the other end is gone; the error says who waited.
+        Raises a LinkError that says who waited, where it took too long or the other end is gone.
         """
         if work is None:
             return
@@ -111,8 +109,8 @@ class Sender:
     A message's memory stays referenced until it has left or, between GPUs, until the stream that
     allocated it is to wait for that: what reuses the memory comes later in the same stream.
 
-    Of `most_pending` messages under way a further one first waits for the oldest. K suffices for a
-    schedule that keeps K micro-batches in flight: the receiver has taken the older ones.
+    Where `most_pending` messages are under way, a further one first waits for the oldest. K do for
+    a schedule that keeps K micro-batches in flight.
     """
 
     def __init__(self, peer: Peer, *, most_pending: int | None = None) -> None:
@@ -142,10 +140,9 @@ class Sender:
         self._pending.append((self._peer.start(dist.isend, message), message))
 
     def flush(self) -> None:
-        """Wait until everything has been taken over by the receiver.
+        """Wait until the receiver has everything; between GPUs for what this rank receives, too.
 
-        Between GPUs the host waits here, once a step, also for what this rank receives: after a
-        wait that was aborted the stream goes on with numbers that nobody may use.
+        After a wait that was aborted the stream goes on with numbers that nobody may use.
         """
         while self._pending:
             self._await_oldest()

@@ -1,8 +1,4 @@
-"""Run one stage's program: the instructions of a schedule, in order.
-
-Each micro-batch has its own local graph on each stage, and its own backward, so the order is that
-of the program and never autograd's.
-"""
+"""Run one stage's program: the instructions of a schedule, in its order and never autograd's."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from autopipe.engine.graph import (
     cut,
     enter,
     needs_gradient,
+    roots_of,
     total_bytes,
     versions,
 )
@@ -37,7 +34,7 @@ class StageWork(ABC):
 
     @abstractmethod
     def first_input(self, micro_batch: int) -> Payload:
-        """Return what the first stage's layers take (asked of the first stage only)."""
+        """Return what the first stage's layers take."""
 
     @abstractmethod
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
@@ -242,7 +239,7 @@ class StageRun:
         return None if self._links.above is not None else self._work.finish(i, outputs)
 
     def _keep(self, i: int, outputs: Payload, loss: Tensor | None) -> None:
-        self._roots[i] = Roots.of(outputs, loss)
+        self._roots[i] = roots_of(outputs, loss)
         self._peak = max(self._peak, len(self._roots))
 
     def _recompute(self, i: int) -> None:
@@ -272,13 +269,14 @@ class StageRun:
         self._input_gradients[i] = (None,) * len(anchors)
         if roots is None:
             return
-        starts: Starts = roots.starts
+        starts: Starts = [roots] if isinstance(roots, Tensor) else []
         values = None
-        if roots.positions is not None:
+        if not isinstance(roots, Tensor):
             if self._links.above is None:
                 gradients = self._work.output_gradients(i)
             assert gradients is not None, "a backward before its gradient"
-            starts, values = roots.with_gradients(gradients)
+            found = {n: gradient for n in roots if (gradient := gradients[n]) is not None}
+            starts, values = [roots[n] for n in found], list(found.values())
         if starts:
             self._input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
 

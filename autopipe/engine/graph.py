@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, cast
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,36 +13,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autopipe.engine.link import Gradients, Payload
 
 Starts = Sequence[Tensor] | Sequence[GradientEdge]
-"""Where a backward starts: a loss, or places in the graph."""
+"""A loss, or places in the graph."""
 
 
-@dataclass(frozen=True)
-class Roots:
-    """Say where the backward of one micro-batch starts on one stage.
+Roots = Tensor | dict[int, GradientEdge] | None
+"""Where a micro-batch's backward starts, if anywhere: a loss; or the outputs that need a gradient,
+by position, as places in the graph, which do not keep the outputs' memory."""
 
-    At a loss, without `positions`; or at the places in the graph of the outputs that need a
-    gradient, at those positions: a place does not keep the output's memory.
-    """
 
-    starts: Starts
-    positions: tuple[int, ...] | None
-
-    @staticmethod
-    def of(outputs: Payload, loss: Tensor | None) -> Roots:
-        if loss is not None:
-            return Roots((loss,) if loss.requires_grad else (), None)
-        found = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
-        return Roots(tuple(map(get_gradient_edge, found.values())), tuple(found))
-
-    def with_gradients(self, gradients: Gradients) -> tuple[Starts, list[Tensor]]:
-        """Pair the starts with what came for them; those that get no gradient are left out."""
-        assert self.positions is not None, "a loss takes no gradient"
-        found = [
-            (cast(GradientEdge, start), gradient)
-            for start, n in zip(self.starts, self.positions, strict=True)
-            if (gradient := gradients[n]) is not None
-        ]
-        return [start for start, _ in found], [gradient for _, gradient in found]
+def roots_of(outputs: Payload, loss: Tensor | None) -> Roots:
+    """Start from the loss, or where there is none from a stage's outputs."""
+    if loss is not None:
+        return loss if loss.requires_grad else None
+    found = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
+    return {n: get_gradient_edge(tensor) for n, tensor in found.items()} or None
 
 
 def needs_gradient(tensor: Tensor | None) -> TypeGuard[Tensor]:

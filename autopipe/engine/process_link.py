@@ -1,7 +1,6 @@
 """Carry micro-batches between the processes of neighbouring stages.
 
-The first message of a step is a header that says what a micro-batch looks like, so that a receiver
-knows every shape before it needs it.
+A step begins with a header, so that a receiver knows every shape before it needs it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from autopipe.schedule import Op, StageProgram
 
 
 class ProcessLinkBelow(Link):
-    """Receive activations from the rank below, and send it their gradients.
+    """Receive activations, one tensor each, from the rank below, and send it their gradients.
 
-    A hidden state is one tensor here. Where it needs no gradient (all below is frozen) none is
-    sent back; both ends read that from the same header.
+    Where all below is frozen none is sent back; both ends read that from the same header.
     """
 
     def __init__(self, activations: Receiver, gradients: Sender) -> None:

@@ -8,8 +8,7 @@ Over NCCL a wait orders the stream, and the host goes on to launch what comes be
 
 A wait's time begins when the one before it is over, since the host may launch it a step ahead.
 An abort lets the stream go on with whatever is in memory: no number behind a wait may leave the
-process, or become a weight, before `settle` has returned. The thread lives while there is
-something to watch: it starts with a step's first wait and ends when all are over, or aborted.
+process, or become a weight, before `settle` has returned. The thread lives while there are waits.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ import torch
 
 _LOGGER = logging.getLogger(__name__)
 
-_PERIOD_S = 0.1
-"""Seconds between two looks: a time limit is exceeded by no more."""
+_PERIOD_S = 0.1  # Between two looks: a time limit is exceeded by no more.
 
 
 class LinkError(RuntimeError):
@@ -64,10 +62,7 @@ class _Wait:
 class Watchdog:
     """Watch the waits of one stream; `watch`, `check` and `settle` are for the main thread.
 
-    Args:
-        abort: ends everything under way on the links; called at most once, from another thread.
-        mark: marks the present end of the stream.
-        clock: gives seconds.
+    `abort`, which ends all that is under way on the links, is called once, from another thread.
     """
 
     def __init__(
@@ -85,11 +80,7 @@ class Watchdog:
         self._failure: str | None = None
 
     def watch(self, what: str, limit_s: float) -> None:
-        """Watch the wait that the stream was just given; `what` is "rank 1 waited for ...".
-
-        Raises:
-            LinkError: a wait has lasted too long.
-        """
+        """Watch the wait that the stream was just given: `what` is "rank 1 waited for ..."."""
         self.check()
         wait = _Wait(self._mark(), what, limit_s)
         with self._changed:

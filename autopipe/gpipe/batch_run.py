@@ -1,9 +1,8 @@
 """Take one mini-batch through the partitions of a GPipe module, and its gradients back.
 
-One autograd function stands for the whole pipeline: the caller's graph holds it as one node, and
-the node's backward runs the schedule's backwards. It takes the parameters as inputs and returns
-their gradients, so that autograd delivers each once: to `grad`, hooks, `torch.autograd.grad` and
-DistributedDataParallel alike.
+One node of the caller's graph stands for the whole pipeline; its backward runs the schedule's. It
+takes the parameters as inputs and returns their gradients, so that autograd delivers each once: to
+`grad`, hooks, `torch.autograd.grad` and DistributedDataParallel alike.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ class PipelineRun:
             self._run(list(self._schedule), grad_enabled=True)
 
     def take_gradients(self) -> tuple[list[Tensor | None], dict[Tensor, Tensor]]:
-        """Return the last backward's gradients of the mini-batch's tensors and of the parameters.
-
-        None is for a tensor that is owed none; a parameter of several partitions has one sum.
-        """
+        """Return the last backward's gradients of the input's tensors and of the parameters."""
         with self._settings.applied(self._devices[-1], grad_enabled=False):
             found = self._stages[0].take_input_gradients()
             leaves = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)

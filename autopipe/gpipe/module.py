@@ -44,10 +44,8 @@ class GPipe(nn.Module):
     evenly, at least one each. Several partitions may be on one device.
 
     Checkpointing keeps of a micro-batch's forward only the partition's input, and repeats the
-    forward before the backward, which costs about a quarter more time. The repetition draws the
-    same random numbers from torch; those of Python's `random` and of NumPy are not managed.
-    Layers can ask `is_checkpointing()` and `is_recomputing()`. Outside of training mode nothing
-    is checkpointed.
+    forward before the backward, with the same random numbers from torch; those of Python's
+    `random` and of NumPy are not managed. Outside of training mode nothing is checkpointed.
 
     Args:
         module: the layers.
@@ -67,8 +65,8 @@ class GPipe(nn.Module):
         ValueError: wrong balance, chunks, checkpoint, schedule or devices; a layer used twice; a
             parameter that would have to be on two devices.
         IndexError: fewer devices than partitions.
-    Source: torchgpipe (Kim et al. 2020), whose documented interface this is. Ours runs on the
-    engine of this package, and adds `schedule` and `step`.
+    Source: torchgpipe (Kim et al. 2020), whose documented interface this is. Ours adds `schedule`
+    and `step`.
     """
 
     balance: list[int]
@@ -236,7 +234,7 @@ class GPipe(nn.Module):
         schedule: str | None,
         loss: StepLoss | None = None,
     ) -> PipelineRun:
-        """Prepare a mini-batch's run; one without a schedule's name is of forwards alone."""
+        """Prepare a mini-batch's run; without a schedule's name, of forwards alone."""
         inputs = scatter(payload, sizes)
         program = forward_only(len(partitions), len(sizes))
         if schedule is not None:

@@ -42,18 +42,15 @@ def choose_devices(
     devices: Iterable[int | str | torch.device] | None, *, num_partitions: int
 ) -> list[torch.device]:
     """Return one device a partition, as `GPipe` documents them."""
-    names: list[int | str | torch.device]
     if isinstance(devices, (str, torch.device)):
         raise TypeError(
             f"devices is one device, {devices!r}; name one a partition: "
             f"[{str(devices)!r}] * {num_partitions}"
         )
-    if devices is not None:
-        names = list(devices)
-    elif torch.cuda.is_available():
-        names = list(range(torch.cuda.device_count()))
-    else:
-        names = ["cpu"] * num_partitions
+    if devices is None:
+        on_cuda = torch.cuda.is_available()
+        devices = range(torch.cuda.device_count()) if on_cuda else ["cpu"] * num_partitions
+    names = list(devices)
     if len(names) < num_partitions:
         raise IndexError(
             f"too few devices to hold given partitions (devices: {len(names)}, partitions: "

@@ -37,11 +37,8 @@ class Partition:
 
 
 def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
-    """Return the parameters that need a gradient, and such leaves as layers hold besides.
-
-    Autograd gives a leaf that is a layer's plain attribute its gradient, too. What is no leaf may
-    be left there by an earlier forward, with a graph that is none of ours.
-    """
+    """Return the parameters that need a gradient, and such leaves as layers hold besides."""
+    # What is no leaf may be left there by an earlier forward, with a graph that is none of ours.
     attributes = [value for layer in module.modules() for value in vars(layer).values()]
     held = [value for value in attributes if isinstance(value, Tensor) and value.is_leaf]
     found = dict.fromkeys([*module.parameters(), *held])

@@ -24,8 +24,7 @@ from torch import nn
 class Namespace:
     """Tell skips of the same name apart; see `Skippable.isolate`.
 
-    Two namespaces differ; a copy equals its original, also when pickled to another process, so
-    that a copied model keeps its pairs.
+    Two namespaces differ; a copied or pickled one equals its original.
     """
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
@@ -55,13 +54,11 @@ class Skippable(nn.Module):
             )
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
-        """Tell this layer's skips apart from those of the same names in other namespaces.
+        """Tell this layer's skips apart from those of the same names; return the layer itself.
 
         Args:
             ns: shared by the layers that stash and pop them.
             only: names to isolate; all declared ones where it is None.
-        Returns:
-            The layer itself.
         Raises:
             TypeError: `ns` is not a Namespace, or `only` a single string.
             ValueError: `only` holds a name that the layer does not declare.
@@ -146,8 +143,7 @@ def _skippables_of(layers: Iterable[nn.Module]) -> Iterator[Skippable]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each skip of a model is stashed by one layer and popped by one after it.
 
-    Skippable modules inside a layer are checked as well; which of them runs first is the
-    layer's business, so both orders pass.
+    Of skippable modules inside a layer, both orders pass: which runs first is its business.
 
     Raises:
         TypeError: `module` is no nn.Sequential, or some stash and pop do not match; every

@@ -150,11 +150,7 @@ def _take(layer: Skippable, name: str) -> Tensor | None:
 
 
 def _drop_leftovers(key: SkipKey, layer: Skippable) -> None:
-    """Empty the thread's own store where a skip waits that is stashed anew.
-
-    Its forward broke off before the pop, and so did that of all that waits beside it: kept, a
-    later pop could take it for this forward's.
-    """
+    """Empty the thread's own store where a forward that broke off left the skip there."""
     before = _thread.stashed_by.get(key)
     _thread.stashed_by[key] = layer
     if key not in _thread.own:
@@ -182,18 +178,16 @@ def skippable(
                 yield stash("lto3", input)
                 return f1(input)
 
-    The decorated class derives from the layer class, whose methods reach their base by `super()`:
-    `super(Layer1, self)` would name the decorated class and recur. Type checkers overlook
-    decorators of classes; `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)` they understand.
+    The decorated class derives from the layer class, whose methods reach their base by `super()`,
+    not by `super(Layer1, self)`, which would recur. Type checkers overlook decorators of classes;
+    `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)` they understand.
 
     Args:
         stash: names that each forward stashes exactly once.
         pop: names that each forward pops exactly once.
-    Returns:
-        A decorator. It raises TypeError for anything but a class of nn.Module, or for one that
-        is skippable already.
     Raises:
-        TypeError: `stash` or `pop` is a single string, or holds something else than strings.
+        TypeError: `stash` or `pop` is a single string, or holds something else than strings; or
+            what is decorated is no class of nn.Module, or is skippable already.
     Source: torchgpipe's manual, 2.3.2. Ours keeps the layer's class, its attributes and the names
     in its state_dict.
     """

@@ -38,15 +38,13 @@ class CallerSettings:
 
     @contextmanager
     def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
-        """Apply them to the thread of a device's partition, but for autocast and threads.
-
-        Backwards run in this thread itself: handed to autograd's thread of a CUDA device, they
-        would wait for the very backward that started this job.
-        """
+        """Apply them to the thread of a device's partition, but for autocast and threads."""
         with ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad_enabled and not self._inference))
+            # Handed to autograd's thread of a CUDA device, backwards would wait for the very
+            # backward that started this job.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._default_device != torch.get_default_device():
                 stack.enter_context(self._default_device)
@@ -62,21 +60,14 @@ class CallerSettings:
             yield
 
     def join_streams(self) -> None:
-        """Let the present streams of every device wait for what the partitions did.
-
-        autograd knows one stream of a node, and expects all gradients to be ready on it.
-        """
+        """Let every device wait for all: autograd expects gradients on one stream of a node."""
         for ours in self._streams:
             for theirs in self._streams:
                 torch.cuda.current_stream(theirs.device).wait_stream(ours)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply the autocast, for one forward.
-
-        `applied` empties the cache of weights cast before: one cast without a graph must not serve
-        a forward that needs one.
-        """
+        """Apply the autocast, for one forward; `applied` empties its cache of weights before."""
         with ExitStack() as stack:
             for autocast in self._autocasts:
                 stack.enter_context(autocast())

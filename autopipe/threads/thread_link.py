@@ -38,10 +38,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, micro_batch: int) -> Any:
-        """Wait for something; once a thread has failed, nothing more is given out.
-
-        The wait has no time limit, as a layer may take as long as it likes; a failure ends it.
-        """
+        """Wait for something, however long a layer takes; a failure ends it."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or micro_batch in self._items)
             if self._stopped:
@@ -51,10 +48,9 @@ class Mailbox:
         return item
 
     def await_empty(self) -> None:
-        """Wait until everything has been taken.
+        """Wait until everything has been taken, even if whoever took it has failed since.
 
-        It ends well even if whoever took it has failed since: what the schedule has at the same
-        time as the failure runs, whichever thread is faster.
+        What the schedule has at the same time as the failure runs, whichever thread is faster.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._items)
@@ -127,7 +123,6 @@ class Crossing:
         return payload
 
     def _noted(self, micro_batch: int, payload: Payload) -> AbstractContextManager[None]:
-        """Return what notes the transfer while it is open, on the stream that copies."""
         sender, receiver = self._recorders
         if sender is None or receiver is None:
             return nullcontext()

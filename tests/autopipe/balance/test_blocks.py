@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.balance.blocks import block_partition
-from autopipe.partition import greedy_partition, min_max_partition
-from tests.autopipe.test_partition import part_sums, vit_base_sizes
+from autopipe.partition import greedy_partition
+from tests.autopipe.test_partition import exact_split, part_sums, vit_base_sizes
 
 # Small integers make ties and zeros; floats of very different sizes make sums that round.
 small_costs = st.lists(st.integers(0, 9), min_size=1, max_size=9)
@@ -55,7 +55,7 @@ def test_largest_part_is_between_the_best_one_and_twice_that(
     costs: list[int], data: st.DataObject
 ) -> None:
     num_parts = data.draw(st.integers(1, len(costs)))
-    best_split = min_max_partition(costs, num_parts)
+    best_split = exact_split(costs, num_parts)
     assert best_split is not None
     best = max(exact_sums(costs, best_split))
     assert best <= max(exact_sums(costs, block_partition(costs, num_parts))) <= 2 * best
@@ -88,7 +88,7 @@ def test_differences_hold_in_exact_arithmetic_where_float_sums_lose_units() -> N
 
 def test_greedy_block_and_exact_split_of_vit_base_on_8_devices_side_by_side() -> None:
     sizes = vit_base_sizes(num_classes=100)
-    exact = min_max_partition(sizes, 8)
+    exact = exact_split(sizes, 8)
     assert exact is not None
     splits = {
         "greedy": greedy_partition(sizes, 8),
