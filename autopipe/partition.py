@@ -19,6 +19,11 @@ Feasible = Callable[[int, int, int], bool]
 
 _Join = Callable[[float, float], float]
 
+_Split = tuple[float, tuple[int, ...]]
+"""The joined cost of its parts, and its boundaries."""
+
+_NONE: _Split = (math.inf, ())
+
 
 def best_split(
     num_units: int, num_parts: int, part_cost: PartCost, *, feasible: Feasible | None = None
@@ -32,34 +37,30 @@ def best_split(
         num_parts + 1 boundaries; None where no split is feasible.
     """
 
-    def solve(join: _Join, *, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Minimise the joined costs of all parts, none above the limit."""
-        # best[u] is the smallest joined cost of the parts so far over the first u units.
-        best = [0.0] + [math.inf] * num_units
-        origins: list[list[int]] = []
-        for part in range(num_parts):
-            best, origin = extend(part, best, join, limit)
-            origins.append(origin)
-        boundaries = [num_units]
-        for origin in reversed(origins):
-            boundaries.append(origin[boundaries[-1]])
-        return best[-1], tuple(reversed(boundaries))
+    allowed = feasible or (lambda part, first, last: True)
 
-    def extend(
-        part: int, best: list[float], join: _Join, limit: float
-    ) -> tuple[list[float], list[int]]:
-        """Extend every split by one part; also return where that part starts."""
-        extended, origin = [math.inf] * len(best), [0] * len(best)
-        for last in range(part + 1, num_units - (num_parts - part - 1) + 1):
-            for first in range(last - 1, part - 1, -1):
-                cost = part_cost(part, first, last)
-                # A longer part costs more still, so no smaller `first` can help.
-                if cost > limit or join(0.0, cost) >= extended[last]:
-                    break
-                joined = join(best[first], cost)
-                if joined < extended[last] and (feasible is None or feasible(part, first, last)):
-                    extended[last], origin[last] = joined, first
-        return extended, origin
+    def solve(join: _Join, *, limit: float) -> _Split:
+        """Minimise the joined costs of all parts, none above the limit."""
+        # best[u] is the best split of the first u units into the parts so far.
+        best = [(0.0, (0,))] + [_NONE] * num_units
+        for part in range(num_parts):
+            ends = range(part + 1, num_units - (num_parts - part - 1) + 1)
+            extended = [extend(best[:last], part, join, limit) for last in ends]
+            best = [_NONE] * ends.start + extended + [_NONE] * (num_units + 1 - ends.stop)
+        return best[-1]
+
+    def extend(best: list[_Split], part: int, join: _Join, limit: float) -> _Split:
+        """Add a part to one of the splits of fewer units."""
+        found, last = _NONE, len(best)
+        for first in range(last - 1, part - 1, -1):
+            cost = part_cost(part, first, last)
+            # A longer part costs more still, so no smaller `first` can help.
+            if cost > limit or join(0.0, cost) >= found[0]:
+                break
+            joined = join(best[first][0], cost)
+            if joined < found[0] and allowed(part, first, last):
+                found = joined, (*best[first][1], last)
+        return found
 
     dearest, _ = solve(max, limit=math.inf)
     if dearest == math.inf:

@@ -61,7 +61,7 @@ Schedule = tuple[StageProgram, ...]
 def gpipe(
     num_stages: int, num_micro_batches: int, *, recomputed: Collection[int] = ()
 ) -> Schedule:
-    """Run all forwards, then all backwards in the order M-1..0, after the repeated forwards."""
+    """Run all forwards, then all backwards in the order M-1..0."""
     tasks = _each(Op.FORWARD, range(num_micro_batches))
     tasks += _each(Op.BACKWARD, reversed(range(num_micro_batches)))
     return tuple(_with_links(tasks, j, num_stages, recomputed) for j in range(num_stages))

@@ -57,7 +57,8 @@ class GradientSignals:
         squares = [
             [_square(p.grad) for p in own if p.grad is not None] for own in self._parameters
         ]
-        joined = _stack(list(chain.from_iterable(squares)), like=self._one)
+        flat = list(chain.from_iterable(squares))
+        joined = torch.stack(flat).double() if flat else self._one.new_empty(0)
         sums = [part.sum() for part in joined.split([len(own) for own in squares])]
         step = torch.stack([*sums, self._one])
         total = step[:-1].sum()
@@ -109,12 +110,6 @@ def layer_norms(
         squares[layer_of[name]].append(square)
     # fsum is exact whatever the order, which is that of the stages' answers.
     return tuple(math.sqrt(math.fsum(own)) if own else None for own in squares[:-1])
-
-
-def _stack(numbers: list[Tensor], *, like: Tensor) -> Tensor:
-    if len({one.dtype for one in numbers}) > 1:
-        numbers = [one.to(like.dtype) for one in numbers]
-    return torch.stack(numbers).to(like.dtype) if numbers else like.new_empty(0)
 
 
 def _square(gradient: Tensor) -> Tensor:

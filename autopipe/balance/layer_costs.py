@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from autopipe.profile import left_as_found, now_s, saved_storages, storages
+from autopipe.profile import left_as_found, now_s, saved_storages, storages, unshared
 from autopipe.skip import Skippable, SkipStore, using
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -89,20 +89,11 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
             # Libraries allocate workspaces at first use and keep them; no layer shall bear them.
             _measure_layers(module, sample, measure)
         activations = _measure_layers(module, sample, measure)
+    parameters = unshared(layer.parameters() for layer in module)
     return [
-        param_scale * parameters + kept
-        for parameters, kept in zip(_parameter_bytes(module), activations, strict=True)
+        param_scale * sum(parameter.nbytes for parameter in own) + kept
+        for own, kept in zip(parameters, activations, strict=True)
     ]
-
-
-def _parameter_bytes(module: nn.Sequential) -> list[int]:
-    counted: set[Tensor] = set()
-    sizes = []
-    for layer in module:
-        own = set(layer.parameters()) - counted
-        counted |= own
-        sizes.append(sum(parameter.nbytes for parameter in own))
-    return sizes
 
 
 def _allocated(
