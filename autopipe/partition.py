@@ -31,10 +31,8 @@ def best_split(
     """Find the contiguous split whose dearest part is cheapest, of those the most even one.
 
     No part is empty, so there must be as many units. A first pass finds the smallest largest cost,
-    a second one the smallest sum of squares under it; both are exact.
-
-    Returns:
-        num_parts + 1 boundaries; None where no split is feasible.
+    a second one the smallest sum of squares under it. Returns num_parts + 1 boundaries; None where
+    no split is feasible.
     """
 
     allowed = feasible or (lambda part, first, last: True)

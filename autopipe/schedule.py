@@ -128,9 +128,6 @@ def _with_links(
 LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
 """How the operations that compute are drawn."""
 
-# Where the inputs of operations come from, counted from their stage.
-_SOURCES = {Op.FORWARD: -1, Op.BACKWARD: 1}
-
 
 def draw(*schedules: Schedule) -> str:
     """Draw a schedule as the grid of the module's docstring; several one after the other."""
@@ -151,6 +148,7 @@ def named_rows(rows: Mapping[int, str]) -> str:
 
 def _place(schedule: Schedule) -> list[list[str]]:
     """Give each stage's tasks their ticks, one long and as early as their input is there."""
+    sources = {Op.FORWARD: -1, Op.BACKWARD: 1}  # Of an operation's input, from its stage.
     waiting = [deque(ins for ins in program if ins.op in LETTERS) for program in schedule]
     total = Counter((j, task) for j, tasks in enumerate(waiting) for task in tasks)
     done: Counter[tuple[int, Instruction]] = Counter()
@@ -160,7 +158,7 @@ def _place(schedule: Schedule) -> list[list[str]]:
         for j, (row, tasks) in enumerate(zip(rows, waiting, strict=True)):
             cell = ".."
             # What no neighbour does at all, as at the ends, is not waited for.
-            source = (j + _SOURCES.get(tasks[0].op, len(rows)), tasks[0]) if tasks else None
+            source = (j + sources.get(tasks[0].op, len(rows)), tasks[0]) if tasks else None
             if source and done[source] >= min(total[source], done[j, tasks[0]] + 1):
                 cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}"
                 finished.append((j, tasks.popleft()))

@@ -100,7 +100,7 @@ class PaperRule(FreezePolicy):
     It never thaws. Each call at step >= 1 is one decision T.
 
     If something else changed what is frozen since the last decision (a thaw, say), L_f starts
-    anew from what is frozen: the active layers are the ones that train.
+    anew from that.
 
     Args:
         alpha: share of the active layers that may freeze per decision, between 0 and 1, exclusive.

@@ -10,10 +10,6 @@ Legend: M is the largest cost, c the largest smallest sum that any split into so
 A part that ends at a start in `latest` is followed by parts of `latest`, within c + M by step 1.
 If none does, all but the last ended before a unit that did not fit, so their sums exceed c; the
 last cannot exceed c + M, or all would exceed c, the largest smallest sum.
-
-    1 2 3 4 5 6 into 2 parts: c = 10, M = 6
-    latest                   1 2 3 4 | 5 6    10 and 11
-    within 16, not beyond    1 2 3 4 | 5 6
 """
 
 from __future__ import annotations

@@ -3,12 +3,6 @@
 Every layer runs as if it were a partition of its own: the graph is cut at its input, at its
 output and at the skips that it stashes or pops, and is dropped before the next layer runs. So only
 one layer's activations are in memory, and none counts for two layers.
-
-    layer                 0             1             2
-    seconds               F B           F B           F B
-    bytes                 F             F             F
-    hands on, detached       output ->     output ->
-                             skip ---------------->
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Peer:
     """Name the other end of a channel, for torch and for messages.
 
     Args:
-        rank: global rank.
-        group: group with a CPU backend, and one for the device where that is a GPU.
+        rank: global, not the group's.
+        group: with a CPU backend, and one for the device where that is a GPU.
         tag: keeps channels between the same two ranks apart.
         name: what travels, for error messages.
         timeout_s: longest wait for one message.

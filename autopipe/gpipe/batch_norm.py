@@ -118,27 +118,23 @@ class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
     """Defer nn.BatchNorm3d; see DeferredBatchNorm."""
 
 
-_PLAIN: dict[type[Any], type[_BatchNorm]] = {
-    DeferredBatchNorm1d: nn.BatchNorm1d,
-    DeferredBatchNorm2d: nn.BatchNorm2d,
-    DeferredBatchNorm3d: nn.BatchNorm3d,
-}
 _DEFERRED: dict[type[Any], type[_BatchNorm]] = {
-    plain: deferred for deferred, plain in _PLAIN.items()
+    nn.BatchNorm1d: DeferredBatchNorm1d,
+    nn.BatchNorm2d: DeferredBatchNorm2d,
+    nn.BatchNorm3d: DeferredBatchNorm3d,
 }
+_PLAIN: dict[type[Any], type[Any]] = {deferred: plain for plain, deferred in _DEFERRED.items()}
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """Make every BatchNorm in a module, or a BatchNorm itself, track mini-batches; in place.
+    """Make every BatchNorm in a module, or itself, track mini-batches in place; return the module.
 
     The objects stay, and each remains an nn.BatchNorm1d, 2d or 3d: only their class changes.
 
     Layers without running statistics are left alone. So are nn.SyncBatchNorm and subclasses whose
     forward is unknown here; a warning names them, as they go on tracking micro-batches.
 
-    Returns:
-        The module that was given.
     Raises:
         ValueError: a lazy BatchNorm does not know its width yet; nothing is converted.
     """
@@ -167,10 +163,7 @@ def _is_tracking(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 def restore_batch_norm(module: nn.Module) -> nn.Module:
-    """Make every deferred BatchNorm in a module a plain one again; in place.
-
-    What it gathered of an unfinished mini-batch is dropped. The module given is returned.
-    """
+    """Make every deferred BatchNorm in a module a plain one again in place; return the module."""
     for child in module.modules():
         if type(child) in _PLAIN:
             for name in ("_gathered", "_task", "_num_calls"):

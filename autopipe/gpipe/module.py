@@ -48,7 +48,6 @@ class GPipe(nn.Module):
     `random` and of NumPy are not managed. Outside of training mode nothing is checkpointed.
 
     Args:
-        module: the layers.
         balance: layers of each partition; `autopipe.balance.balance` finds it.
         devices: of the partitions, surplus ones unused; by default all CUDA devices, and one CPU
             slot a partition on a machine without CUDA.
@@ -68,11 +67,6 @@ class GPipe(nn.Module):
     Source: torchgpipe (Kim et al. 2020), whose documented interface this is. Ours adds `schedule`
     and `step`.
     """
-
-    balance: list[int]
-    devices: list[torch.device]
-    chunks: int
-    checkpoint: str
 
     def __init__(  # noqa: PLR0913 - the documented interface
         self,
@@ -205,11 +199,7 @@ class GPipe(nn.Module):
         raise TypeError(_MOVED)
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the parameters' dtype; their devices stay what they are.
-
-        Raises:
-            TypeError: a device, or a tensor whose device is meant, is given.
-        """
+        """Change the parameters' dtype; raise TypeError where a device is named or implied."""
         moves = bool(args) and not isinstance(args[0], (torch.dtype, type(None)))
         if moves or kwargs.get("device") is not None or "tensor" in kwargs:
             raise TypeError(_MOVED)

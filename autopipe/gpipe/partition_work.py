@@ -50,7 +50,7 @@ LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 @dataclass
 class Ends:
-    """Hold, by micro-batch, what enters the first partition and leaves the last one, uncoupled.
+    """Hold, by micro-batch, what enters the first partition and leaves the last, without graphs.
 
     A loss gives what to back-propagate; without one the caller's backward gives gradients.
     """

@@ -7,8 +7,7 @@ A layer declares the names it stashes and pops, and its forward is a generator t
                          |               pop a
     waiting     a        a       a b       -
 
-The layers between never see the tensor. In one process and thread it waits in a store of the
-thread; a pipeline gives each forward of a micro-batch through a partition a store of its own.
+It waits in a store of the thread, or in that of a micro-batch's forward through a partition.
 """
 
 from __future__ import annotations
@@ -183,8 +182,7 @@ def skippable(
     `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)` they understand.
 
     Args:
-        stash: names that each forward stashes exactly once.
-        pop: names that each forward pops exactly once.
+        stash, pop: names that each forward stashes, and pops, exactly once.
     Raises:
         TypeError: `stash` or `pop` is a single string, or holds something else than strings; or
             what is decorated is no class of nn.Module, or is skippable already.

@@ -64,10 +64,7 @@ class _DrawFrom(TorchDispatchMode):
             return func(*args, **kwargs)
         if _takes_generator(func):
             return func(*args, **kwargs, generator=self._generator)
-        return self._lend_default_generator(func, args, kwargs)
-
-    def _lend_default_generator(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operation that always draws from the default generator, in our state."""
+        # It always draws from the default generator, to which our state is lent.
         default = torch.default_generator
         with _lock(_CPU), _put_at(default, self._generator.get_state()):
             try:
