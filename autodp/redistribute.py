@@ -9,9 +9,10 @@ more. Over gloo what lives on GPUs travels through host memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import final
 
@@ -93,51 +94,33 @@ def move_shards(
 
 
 def _describe(
-    shards: Sequence[str],
-    before: Holders,
-    store: ShardStore,
-    *,
-    group: dist.ProcessGroup | None,
+    shards: Sequence[str], before: Holders, store: ShardStore, *, group: dist.ProcessGroup | None
 ) -> dict[str, Piece]:
-    """Learn what shards consist of, each from the lowest rank that holds it, and cut them.
-
-    Returns:
-        the pieces, by names of their own; the same on every rank.
-    """
+    """Learn what shards consist of, each from the lowest rank that holds it, and cut them."""
     own = {
         shard: [asdict(PieceTensor.of(name, t)) for name, t in store.read(shard).items()]
         for shard in shards
         if min(before[shard]) == dist.get_rank()
     }
-    described = {
-        shard: specs for one in gather_json(own, group=group) for shard, specs in one.items()
+    described = ChainMap(*gather_json(own, group=group))
+    return {
+        f"{shard} from {piece.tensors[0].name} on": piece
+        for shard in shards
+        for piece in cut(
+            shard, [PieceTensor(**values) for values in described[shard]], most_bytes=ROUND_BYTES
+        )
     }
-    pieces = {}
-    for shard in shards:
-        specs = [PieceTensor(**values) for values in described[shard]]
-        for piece in cut(shard, specs, most_bytes=ROUND_BYTES):
-            pieces[f"{shard} from {piece.names[0]} on"] = piece
-    return pieces
 
 
 @final
+@dataclass
 class _Journey:
     """Carry out a rank's moves of pieces; see `move_shards`."""
 
-    def __init__(
-        self,
-        pieces: Mapping[str, Piece],
-        store: ShardStore,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self._pieces = pieces
-        self._store = store
-        self._group = group
-        self._device = device
-        self._link_device = link_device(device, group)
-        self._rank = dist.get_rank()
+    pieces: Mapping[str, Piece]
+    store: ShardStore
+    group: dist.ProcessGroup | None
+    device: torch.device
 
     def run(self, moves: Sequence[Move], leaving: Sequence[str]) -> int:
         """Send and receive round by round; return the bytes received.
@@ -146,54 +129,46 @@ class _Journey:
             moves: of all ranks, in order of their rounds.
             leaving: pieces to drop, each when it has been sent for the last time.
         """
-        moves = [move for move in moves if self._rank in (move.source, move.destination)]
-        last_sent = {move.piece: move.round for move in moves if move.source == self._rank}
+        rank = dist.get_rank()
+        moves = [move for move in moves if rank in (move.source, move.destination)]
+        last_sent = {move.piece: move.round for move in moves if move.source == rank}
         self._drop(name for name in leaving if name not in last_sent)
         for number, together in groupby(moves, key=lambda move: move.round):
-            self._run_round(tuple(together))
+            self._run_round(tuple(together), rank)
             self._drop(name for name in leaving if last_sent.get(name) == number)
-        return sum(self._pieces[m.piece].num_bytes for m in moves if m.destination == self._rank)
+        return sum(self.pieces[m.piece].num_bytes for m in moves if m.destination == rank)
 
-    def _run_round(self, moves: Sequence[Move]) -> None:
+    def _run_round(self, moves: Sequence[Move], rank: int) -> None:
         # One parcel for all receivers of a piece: what it packs is packed once.
-        tensors = {
-            move.piece: self._outgoing(self._pieces[move.piece])
-            if move.source == self._rank
-            else [spec.empty(self._link_device) for spec in self._pieces[move.piece].tensors]
-            for move in moves
-        }
+        tensors = {move.piece: self._lay_out(move, rank) for move in moves}
         parcels = {name: Parcel(own) for name, own in tensors.items()}
         _exchange(
             [(move, message) for move in moves for message in parcels[move.piece].messages],
-            self._group,
+            self.group,
         )
         for move in moves:
-            if move.destination == self._rank:
+            if move.destination == rank:
                 parcels[move.piece].unpack()
-                self._take_over(self._pieces[move.piece], tensors[move.piece])
+                piece = self.pieces[move.piece]
+                arrived = zip(piece.tensors, tensors[move.piece], strict=True)
+                placed = {spec.name: t.to(spec.place(self.device)) for spec, t in arrived}
+                self.store.put(piece.shard, placed)
 
-    def _outgoing(self, piece: Piece) -> list[Tensor]:
-        shard = self._store.read(piece.shard)
-        return [shard[spec.name].to(spec.place(self._link_device)) for spec in piece.tensors]
-
-    def _take_over(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
-        placed = {
-            spec.name: tensor.to(spec.place(self._device))
-            for spec, tensor in zip(piece.tensors, tensors, strict=True)
-        }
-        self._store.put(piece.shard, placed)
+    def _lay_out(self, move: Move, rank: int) -> list[Tensor]:
+        """Return a piece's tensors to send, or memory to receive them into."""
+        piece, link = self.pieces[move.piece], link_device(self.device, self.group)
+        if move.destination == rank:
+            return [spec.empty(link) for spec in piece.tensors]
+        shard = self.store.read(piece.shard)
+        return [shard[spec.name].to(spec.place(link)) for spec in piece.tensors]
 
     def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._store.drop(self._pieces[name].shard, self._pieces[name].names)
+        for piece in (self.pieces[name] for name in names):
+            self.store.drop(piece.shard, [spec.name for spec in piece.tensors])
 
 
 def _exchange(messages: Sequence[tuple[Move, Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Send and receive the messages of a round's moves, all at a time, and wait.
-
-    Raises:
-        PeerError: a message did not come, or was not taken.
-    """
+    """Send and receive the messages of a round's moves, all at a time, and wait."""
     rank = dist.get_rank()
     works: list[tuple[Move, dist.Work | None]] = []
     on_gpus: list[tuple[Move, dist.P2POp]] = []

@@ -74,11 +74,6 @@ class Piece:
     tensors: tuple[PieceTensor, ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Return the tensors' names."""
-        return tuple(tensor.name for tensor in self.tensors)
-
-    @property
     def num_bytes(self) -> int:
         """Return the size of all its tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)

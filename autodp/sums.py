@@ -11,7 +11,7 @@ rank, and copied: the sums are equal bit by bit.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,23 +22,6 @@ from autodp.messages import waiting_for
 from autodp.shared_memory import share_memory
 
 _ALIGN_BYTES = 64
-
-
-class Sums(Protocol):
-    """Replace vectors by their sums over the ranks of a group."""
-
-    def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a vector; every rank asks for the same ones, in the same order."""
-
-    def begin(self, vector: Tensor) -> None:
-        """Say that a vector from `empty` is written; every rank does so in the same order."""
-
-    def complete(self) -> None:
-        """Wait until all vectors that were begun hold the sums.
-
-        Raises:
-            PeerError: a rank is gone, or silent for longer than the group allows.
-        """
 
 
 def sums_of(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Sums:
@@ -53,35 +36,38 @@ def reserved_bytes(num_values: int, dtype: torch.dtype) -> int:
     return -(-num_values * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-class MessageSums(Sums):
+class MessageSums:
     """Send vectors as messages, while whatever comes before `complete` is computed."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._begun: list[tuple[Tensor, Tensor, dist.Work | None]] = []
+        self._begun: list[tuple[Tensor, Tensor, dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a vector; every rank asks for the same ones, in the same order."""
         # Every value is written before it is sent; zeros would touch all of the memory already.
         return torch.empty(num_values, dtype=dtype, device=self._device)
 
     def begin(self, vector: Tensor) -> None:
+        """Say that a vector from `empty` is written; every rank does so in the same order."""
         message = _on_link(vector, self._group)
-        with waiting_for("gradients of a stage", self._group):
-            work = dist.all_reduce(message, group=self._group, async_op=True)
-        self._begun.append((vector, message, work))
+        self._begun.append((vector, message, _begin_sum(message, self._group)))
 
     def complete(self) -> None:
+        """Wait until all vectors that were begun hold the sums.
+
+        Raises:
+            PeerError: a rank is gone, or silent for longer than the group allows.
+        """
         begun, self._begun = self._begun, []
         for vector, message, work in begun:
-            assert work is not None
-            with waiting_for("gradients of a stage", self._group):
-                work.wait()
+            _await(work, self._group)
             if message is not vector:
                 vector.copy_(message)
 
 
-class SharedSums(Sums):
-    """Add up in memory that all ranks see; between them travels only that they are done."""
+class SharedSums:
+    """Do as `MessageSums` in memory that all ranks see; only that they are done travels."""
 
     def __init__(self, group: dist.ProcessGroup, pieces: list[Tensor]) -> None:
         self._group = group
@@ -89,7 +75,7 @@ class SharedSums(Sums):
         self._pieces = pieces
         self._used_bytes = 0
         self._ranks_vectors: dict[int, list[Tensor]] = {}
-        self._begun: list[tuple[Tensor, dist.Work | None]] = []
+        self._begun: list[tuple[Tensor, dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
         first, last = self._used_bytes, self._used_bytes + num_values * dtype.itemsize
@@ -99,14 +85,15 @@ class SharedSums(Sums):
         return vectors[self._rank]
 
     def begin(self, vector: Tensor) -> None:
-        self._begun.append((vector, self._all_get_here()))
+        self._begun.append((vector, self._tell_all()))
 
     def complete(self) -> None:
         begun, self._begun = self._begun, []
         vectors = []
         for vector, work in begun:
-            self._await(work)
-            vectors.append([one.chunk(len(self._pieces)) for one in self._of(vector)])
+            _await(work, self._group)
+            of_ranks = self._ranks_vectors[id(vector)]
+            vectors.append([one.chunk(len(self._pieces)) for one in of_ranks])
         # A short vector has fewer parts than there are ranks.
         for parts in vectors:
             if self._rank < len(parts[0]):
@@ -114,25 +101,32 @@ class SharedSums(Sums):
                 for rank, other in enumerate(parts):
                     if rank != self._rank:
                         own += other[self._rank]
-        self._await(self._all_get_here())
+        _await(self._tell_all(), self._group)
         for parts in vectors:
             for part in range(len(parts[0])):
                 if part != self._rank:
                     parts[self._rank][part].copy_(parts[part][part])
         # Whoever went on could change what others still copy.
-        self._await(self._all_get_here())
+        _await(self._tell_all(), self._group)
 
-    def _of(self, vector: Tensor) -> list[Tensor]:
-        return self._ranks_vectors[id(vector)]
+    def _tell_all(self) -> dist.Work:
+        return _begin_sum(torch.zeros(1), self._group)
 
-    def _all_get_here(self) -> dist.Work | None:
-        with waiting_for("gradients of a stage", self._group):
-            return dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
 
-    def _await(self, work: dist.Work | None) -> None:
-        assert work is not None
-        with waiting_for("gradients of a stage", self._group):
-            work.wait()
+Sums: TypeAlias = MessageSums | SharedSums
+"""Replace vectors by their sums over the ranks of a group."""
+
+
+def _begin_sum(message: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    with waiting_for("gradients of a stage", group):
+        work = dist.all_reduce(message, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _await(work: dist.Work, group: dist.ProcessGroup) -> None:
+    with waiting_for("gradients of a stage", group):
+        work.wait()
 
 
 def _on_link(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
