@@ -2,9 +2,7 @@
 
 A gloo group costs a rank 11-15 ms to build (2 to 8 ranks on two cores, meeting through a file),
 and to keep nothing but idle sockets: all lengths' groups are built at the start, and no transition
-waits for one. A thread that builds them beside a step would save 12 ms a group once, and must not
-run while another part of the program creates groups: all ranks have to create all of them in one
-order. An NCCL communicator holds memory of its GPU, and is built when it is needed.
+waits for one. An NCCL communicator holds memory of its GPU, and is built when it is needed.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ step before the GPU comes to it."""
 
 
 def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where what lives on a device must be to travel in a group.
-
-    That is there over NCCL, and the CPU over gloo or where there is no group.
-    """
+    """Return where what lives on a device travels: there over NCCL, else through the CPU."""
     on_nccl = group is not None and "cuda:nccl" in dist.get_backend_config(group).split(",")
     return device if device.type == "cuda" and on_nccl else torch.device("cpu")
 
@@ -46,9 +41,8 @@ class Groups:
 
     Attributes:
         forward: the pipeline's ranks, for what travels from stage j to j + 1.
-        backward: the same ranks, for what travels back. On NCCL a communicator of its own, because
-            a link's two directions must not queue behind each other; with gloo, whose messages
-            carry tags, the same group.
+        backward: the same, for what travels back. On NCCL a communicator of its own, as a link's
+            two directions must not queue behind each other; with gloo, which has tags, the same.
         stage: the replicas of this rank's stage, for gradients.
     """
 
@@ -62,10 +56,7 @@ class Groups:
             group.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """End what is under way on GPUs in these groups, which are of no use afterwards.
-
-        Any thread may call it, whatever the others wait for.
-        """
+        """End what is under way on GPUs in these groups, for good; any thread may call it."""
         # Freeing a communicator waits for the kernels of the others: tell all at the same time.
         threads = [threading.Thread(target=group.abort, daemon=True) for group in self._distinct()]
         for thread in threads:
@@ -88,8 +79,6 @@ class GroupPool:
     """Hold the groups of the present topology, and over gloo those of all that are likely.
 
     Args:
-        rank: this one.
-        likely: the topologies to build groups of ahead.
         on_cuda: whether messages are in the memory of GPUs, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.
     """
@@ -107,12 +96,8 @@ class GroupPool:
     def open(self, topology: Topology, *, timeout_s: float) -> Groups:
         """Return the groups of a topology; every rank of the world calls it at the same point.
 
-        The first call builds groups ahead; a later one builds, and destroys, only where that was
-        not possible and the pipeline's length changes.
-
-        Args:
-            timeout_s: after which a collective in these groups fails; over NCCL it ends the
-                process, and later than other time limits.
+        A collective in these groups fails after `timeout_s`; over NCCL it ends the process, and
+        later than other time limits.
         """
         for other in (*self._ahead, topology):
             if other.length not in self._built:
@@ -133,12 +118,7 @@ class GroupPool:
 
 
 def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: float) -> Groups:
-    """Build the groups of a topology; every rank of the world calls it at the same point.
-
-    Args:
-        on_cuda: whether messages are in the memory of GPUs, over NCCL.
-        timeout_s: after which a collective or a wait in these groups fails.
-    """
+    """Build the groups of a topology; every rank of the world calls it at the same point."""
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]
     pipelines = [topology.pipeline_ranks(replica) for replica in range(topology.replicas)]
     stage = _own_group(stages, rank, timeout_s)

@@ -28,9 +28,7 @@ def waiting_for(
     """Turn the failure of a wait inside it into one that names the ranks waited for.
 
     Args:
-        what: is waited for.
-        group: whose ranks are waited for, but for this one.
-        source: global rank of the one of them that is, where it is one.
+        source: global rank of the one of the group that is waited for, where it is one.
     Raises:
         PeerError: the wait failed; torch's own message, which names nobody, is its end.
     """
@@ -56,8 +54,7 @@ def broadcast_json(value: Any, *, group: dist.ProcessGroup | None, source: int =
 
     Args:
         value: anything JSON holds; floats survive exactly, tuples arrive as lists.
-        group: a group with a CPU backend; None where the world is one process.
-        source: global rank that publishes.
+        group: with a CPU backend; None where the world is one process.
     Raises:
         PeerError: a rank is gone, or silent for longer than the group's time limit.
     """

@@ -52,16 +52,9 @@ def plan_moves(
 
     The sender is a holder on the receiver's own node where there is one; equally near holders
     share the bytes to send. A rank drops a piece that it need not hold when it has sent it to all
-    its receivers.
+    its receivers. The moves are in order of their rounds; a piece larger than `round_bytes` has
+    its receiver's round to itself.
 
-    Args:
-        before, after: the ranks that hold a piece now, and that must hold it.
-        num_bytes: size of every piece that moves.
-        slots_per_node: ranks of one node.
-        round_bytes: what a rank receives in a round; a piece larger than that has its receiver's
-            round to itself.
-    Returns:
-        the moves in order of their rounds.
     Raises:
         ValueError: a piece is needed that nobody holds.
     """

@@ -58,12 +58,11 @@ def move_shards(
     tensor, where that is larger) with copies of its tensors of a few kB.
 
     Args:
-        before: for each shard, the ranks that hold it now; the same on every rank.
-        after: for each shard, the ranks that must hold it.
+        before, after: for each shard, the ranks that hold it now, and that must hold it; the same
+            on every rank.
         store: this rank's shards; nobody may change their tensors until this returns.
         group: the world; None where it is one process.
         device: where received tensors go that were on a GPU.
-        slots_per_node: ranks of one node.
     Returns:
         bytes that this rank received.
     Raises:

@@ -1,9 +1,8 @@
 """Sum the replicas' gradients while the last backward still runs.
 
-Why not DistributedDataParallel: it wraps a module, re-arranges its buckets after the first
-backward (so a resumed run sums in another order), needs a forward on every replica, and must be
-told through private calls which micro-batch is the last. What a pipeline stage needs is smaller:
-fixed buckets, armed for one backward.
+Why not DistributedDataParallel: it re-arranges its buckets after the first backward (so a resumed
+run sums in another order), needs a forward on every replica, and must be told through private
+calls which micro-batch is the last. Here buckets are fixed, and armed for one backward.
 """
 
 from __future__ import annotations
@@ -90,11 +89,9 @@ class GradientReducer:
 
         A backward may report a parameter a second time, after its bucket has left: a block that is
         called several times under reentrant checkpointing has a backward for each call. Then
-        `was_early` is set, and the replicas, once they have told each other, send everything anew.
-        From then on they wait for the backward's end.
+        `was_early` is set, and the replicas, once they have told each other, send everything
+        `again`. From then on they wait for the backward's end.
 
-        Args:
-            again: whether any replica `was_early`; the same on all of them.
         Raises:
             PeerError: a replica is gone, or has sent nothing within the group's time limit.
             RuntimeError: a bucket left early, and is not sent again.
@@ -119,12 +116,9 @@ class GradientReducer:
             self._put_back(bucket)
 
     def nonfinite_replicas(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Return which replicas brought a number that is not finite to the last sum.
+        """Return which replicas brought a number that is not finite to the parameters' messages.
 
         Every replica learns the same, here waiting for the device.
-
-        Args:
-            parameters: the question is for the messages that carry these.
         """
         buckets = {id(bucket): bucket for bucket in map(self._bucket_of.get, parameters) if bucket}
         found = [bucket.nonfinite.tolist() for bucket in buckets.values()]

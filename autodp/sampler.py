@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 class EpochSampler:
-    """Order an epoch's dataset indices as a pure function of (seed, epoch).
-
-    Args:
-        num_samples: length of the dataset.
-        seed: the run's seed.
-    """
+    """Order an epoch's dataset indices as a pure function of (seed, epoch)."""
 
     def __init__(self, num_samples: int, *, seed: int) -> None:
         if num_samples < 1:

@@ -30,13 +30,9 @@ ms together. Larger ones travel from and into their own memory."""
 
 @dataclass(frozen=True)
 class PieceTensor:
-    """Describe a tensor to a rank that has not seen it.
+    """Describe a tensor of a shard to a rank that has not seen it, in values that JSON has.
 
-    Args:
-        name: in its shard.
-        dtype: name in torch, for instance "float32".
-        shape: its sizes, a list as JSON has them.
-        on_cpu: whether it lives in host memory. What lives on a GPU may travel through there.
+    Its dtype is named as in torch, "float32". What lives on a GPU may travel through host memory.
     """
 
     name: str
@@ -46,13 +42,11 @@ class PieceTensor:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> PieceTensor:
-        """Describe a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return PieceTensor(name, dtype, list(tensor.shape), tensor.is_cpu)
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of its contents."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return prod(self.shape) * itemsize
 
@@ -97,13 +91,10 @@ def cut(shard: str, tensors: Sequence[PieceTensor], *, most_bytes: int) -> Itera
 
 
 class Parcel:
-    """Lay tensors out as messages of bytes, none larger than a round.
+    """Lay tensors out as messages of bytes to send, or to receive into contiguous tensors.
 
     Both ends lay out tensors of the same shapes and dtypes in the same order, so they agree on the
     messages. A wait for a message has a time limit, so a large tensor travels in slices.
-
-    Args:
-        tensors: to send; or, to receive into, contiguous ones.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

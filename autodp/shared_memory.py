@@ -19,13 +19,10 @@ _TOKEN_BYTES = 16
 
 
 def share_memory(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor] | None:
-    """Make a piece of memory for each rank of a group, seen by all of them. Collective.
+    """Make a piece of memory of one size for each rank of a group, seen by all. Collective.
 
     It is freed with the last tensor that shows it, even after a kill.
 
-    Args:
-        group: whose ranks; all ask for as many bytes.
-        num_bytes: of each piece.
     Returns:
         (num_bytes,) uint8 on the CPU for each rank, in order, beginning at a multiple of 64 bytes;
         None on all ranks where they are not on one Linux machine, or it has no room.

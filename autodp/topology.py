@@ -24,7 +24,6 @@ class Topology:
     """Map ranks to stages and replicas.
 
     Args:
-        num_ranks: ranks in the world.
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
     Raises:
