@@ -86,9 +86,8 @@ def launch(
     """
     if num_slots < 1 or cores_per_slot < 1 or max_restarts < 0:
         raise ValueError(
-            f"num_slots is {num_slots}, cores_per_slot {cores_per_slot} and "
-            f"max_restarts {max_restarts}; slots and cores must be at least 1, "
-            "restarts at least 0"
+            f"num_slots is {num_slots}, cores_per_slot {cores_per_slot} and max_restarts "
+            f"{max_restarts}; slots and cores must be at least 1, restarts at least 0"
         )
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":

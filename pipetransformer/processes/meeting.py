@@ -26,12 +26,9 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Seat:
-    """Say where a rank stands, as it tells the others before anything starts.
+    """Say where a rank stands among its node's processes, and why it has no device, if so.
 
-    Args:
-        local_rank, slots: among the processes of its node.
-        refusal: why it has no device; "" where it has one.
-        word: names this very process.
+    The word names this very process.
     """
 
     local_rank: int
@@ -47,8 +44,6 @@ def meet(
 ) -> tuple[str, list[Seat]]:
     """Wait until all processes of this attempt are there. Collective.
 
-    Args:
-        store: shared by all ranks, perhaps with an earlier attempt's keys.
     Returns:
         what all agreed on: a name no other attempt has, and all places by rank.
     Raises:
@@ -56,12 +51,10 @@ def meet(
     """
     store.set(f"hello-{rank}", json.dumps(asdict(place)))
     deadline = time.monotonic() + timeout_s
-    host = _Host(store, size) if rank == 0 else None
     while True:
-        if host is not None:
-            host.work()
-        name, *found = json.loads(_said(store, "invitation") or '[""]')
-        places = [Seat(**one) for one in found]
+        if rank == 0:
+            _host(store, size)
+        name, places = _invitation(store)
         # It may be of an earlier world, perhaps a smaller one, which had no such rank.
         if place in places[rank : rank + 1]:
             store.set(f"ack-{rank}", name)
@@ -76,24 +69,24 @@ def meet(
         time.sleep(_POLL_S)
 
 
-class _Host:
-    """Do rank 0's part."""
+def _host(store: dist.Store, size: int) -> None:
+    """Do rank 0's part: invite if a hello is new and none is missing; let all go that answered."""
+    hellos, acks = ([f"{word}-{rank}" for rank in range(size)] for word in ("hello", "ack"))
+    if not store.check(hellos):
+        return
+    present = [Seat(**json.loads(hello)) for hello in store.multi_get(hellos)]
+    name, invited = _invitation(store)
+    # An earlier attempt's has another word of rank 0.
+    if present != invited:
+        name = uuid.uuid4().hex
+        store.set("invitation", json.dumps([name, *map(asdict, present)]))
+    if store.check(acks) and {*store.multi_get(acks)} == {name.encode()}:
+        store.set("go", name)
 
-    def __init__(self, store: dist.Store, size: int) -> None:
-        self._store = store
-        self._hellos = [f"hello-{rank}" for rank in range(size)]
-        self._acks = [f"ack-{rank}" for rank in range(size)]
-        self._name = ""
-        self._places: list[bytes] = []
 
-    def work(self) -> None:
-        """Invite if a hello is new and none is missing; let all go once all have answered."""
-        store = self._store
-        if store.check(self._hellos) and (places := store.multi_get(self._hellos)) != self._places:
-            self._places, self._name = places, uuid.uuid4().hex
-            store.set("invitation", json.dumps([self._name, *map(json.loads, places)]))
-        if store.check(self._acks) and {*store.multi_get(self._acks)} == {self._name.encode()}:
-            store.set("go", self._name)
+def _invitation(store: dist.Store) -> tuple[str, list[Seat]]:
+    name, *places = json.loads(_said(store, "invitation") or '[""]')
+    return name, [Seat(**place) for place in places]
 
 
 def _missing(store: dist.Store, size: int, name: str) -> str:

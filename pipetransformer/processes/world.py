@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -43,7 +43,6 @@ class World:
     Args:
         rank, size: among all processes.
         slots_per_node: processes of one node.
-        device: this rank's device slot.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
         owned: whether the default process group is to be destroyed here.
     """
@@ -113,13 +112,12 @@ def connect(device: str, *, timeout_s: float) -> World:
     local_rank = _number("LOCAL_RANK", range(slots), default=alone)
     if size == 1 and owned:
         return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
-    chosen = torch.device("cpu")
-    place = Seat(local_rank, slots, socket.gethostname())
+    host, chosen, refusal = socket.gethostname(), torch.device("cpu"), ""
     try:
         chosen = choose_device(device, slots, local_rank)
-        place = replace(place, device=device if device == _SHARED else chosen.type)
     except ValueError as error:
-        place = replace(place, refusal=f"rank {rank} on {place.host}: {error}")
+        refusal = f"rank {rank} on {host}: {error}"
+    place = Seat(local_rank, slots, host, _SHARED if device == _SHARED else chosen.type, refusal)
     if owned:
         _initialise(rank, size, place, timedelta(seconds=timeout_s))
     else:
