@@ -24,10 +24,8 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
     The system closes it once this process and those it forked have ended. Where the file system
     has no locks, this warns and holds nothing.
 
-    Args:
-        patience_s: how long to wait for another holder to end.
     Raises:
-        ValueError: another run holds the folder, or it cannot be written to.
+        ValueError: another run still holds the folder after `patience_s`, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,13 +37,12 @@ FORMAT_VERSION = 2
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_PIECE_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Describe a written shard: its file name within the folder, and that file's hash and size."""
+    """Describe a written shard: its file within the folder, and that file's hash and size."""
 
     file: str
     sha256: str
@@ -62,11 +60,11 @@ class Checkpoint:
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Read one shard to CPU; a CorruptCheckpointError where it is not what was written."""
-        path = self.folder / self.records[name].file
+        record = self.records[name]
+        path = self.folder / record.file
         with _reading(path):
             data = path.read_bytes()
-        found = hashlib.sha256(data).hexdigest()
-        _expect(path, "SHA-256", found, self.records[name].sha256)
+        _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
         return safetensors.torch.load(data)
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
@@ -75,8 +73,7 @@ class Checkpoint:
         for record in by_size[part::num_parts]:
             path = self.folder / record.file
             with _reading(path):
-                found = _hash_file(path)
-            _expect(path, "SHA-256", found, record.sha256)
+                _expect(path, "SHA-256", _hash_file(path), record.sha256)
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
@@ -86,7 +83,7 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
     is: it may be the only good checkpoint until this save is published.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    attempts = [_order(folder)[1] for folder in _folders(directory) if _order(folder)[0] == step]
+    attempts = [attempt for at, attempt in map(_order, _folders(directory)) if at == step]
     suffix = f"-{max(attempts) + 1}" if attempts else ""
     folder = directory / f"step-{step:08d}{suffix}"
     folder.mkdir()
@@ -94,11 +91,7 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
 
 
 def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
-    """Write the shards that this rank alone owns, and wait until they are on disk.
-
-    Raises:
-        OSError, SafetensorError: the folder is not visible here, or the disk is full or gone.
-    """
+    """Write the shards that this rank alone owns, and wait until they are on disk."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"checkpoint folder {folder} does not exist for this rank; let rank 0 call "
@@ -134,8 +127,6 @@ def publish(
     up to this step but the `keep` newest complete ones. Those of later steps (training went back
     before them) stay on disk, but no resume falls back to them.
 
-    Args:
-        records: what `write_shards` returned, of all ranks together.
     Raises:
         OSError, CorruptCheckpointError: the disk is full, or a shard is not what was written.
     """
@@ -157,10 +148,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a complete checkpoint; the content of a shard is verified when it is read.
 
     Raises:
-        CorruptCheckpointError: the manifest is missing or changed, or a shard is missing or has
-            another size.
-        ValueError: the manifest has a format that this version does not read, or names a file
-            outside of its folder.
+        CorruptCheckpointError: a file is missing, the manifest changed, or a shard's size did.
+        ValueError: the manifest has another format, or names a file outside of its folder.
     """
     content = _read_sealed(folder / _MANIFEST)
     records = {name: ShardRecord(**record) for name, record in content["shards"].items()}
@@ -202,8 +191,7 @@ def published(directory: Path) -> list[Path]:
 
 def _folders(directory: Path) -> list[Path]:
     """List the folders, complete or not, the newest step and attempt first."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    folders = [directory / name for name in names if _FOLDER.fullmatch(name)]
+    folders = [folder for folder in directory.glob("step-*") if _FOLDER.fullmatch(folder.name)]
     return sorted(folders, key=_order, reverse=True)
 
 
@@ -236,10 +224,9 @@ def _file_name(shard: str) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    """Hash a file a piece at a time, to bound the memory."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+    with open(path, "rb") as file:  # A piece at a time, to bound the memory.
+        while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
 
@@ -279,8 +266,7 @@ def _compare_sizes(folder: Path, records: Mapping[str, ShardRecord]) -> None:
     for record in records.values():
         path = folder / record.file
         with _reading(path):
-            found = path.stat().st_size
-        _expect(path, "size in bytes", found, record.num_bytes)
+            _expect(path, "size in bytes", path.stat().st_size, record.num_bytes)
 
 
 def _expect(path: Path, what: str, found: object, expected: object) -> None:

@@ -115,10 +115,9 @@ class RunState:
     def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
         saved, world = checkpoint.scalars, self._world
-        same = (saved["world"]["num_ranks"], saved["world"]["slots_per_node"]) == (
-            world.size,
-            world.slots_per_node,
-        ) and saved["ranks"][world.rank]["hardware"] == self._hardware
+        shape, hardware = saved["world"], [one["hardware"] for one in saved["ranks"]]
+        same = (shape["num_ranks"], shape["slots_per_node"]) == (world.size, world.slots_per_node)
+        same = same and hardware[world.rank] == self._hardware
         self._keeps = all(gather_json(same, group=world.group))
         return Measurements.from_json(saved["measurements"]) if self._keeps else None
 
@@ -188,10 +187,8 @@ class RunState:
         """End saving; after a failure of this rank the others are not waited for."""
         try:
             if self._saver is not None:
-                if failed:
-                    self._saver.abandon()
-                else:
-                    self._saver.close()
+                end = self._saver.abandon if failed else self._saver.close
+                end()
         finally:
             # Where a thread still writes, the folder is this process's until it ends.
             if self._lock is not None and (self._saver is None or self._saver.is_idle):
@@ -200,12 +197,10 @@ class RunState:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or after which samples would be lost."""
         check_model(checkpoint, self._task.model)
-        identity = self._identity()
-        differing = [name for name in identity if checkpoint.scalars[name] != identity[name]]
-        saved, ours = (
-            {name: values[name] for name in differing} for values in (checkpoint.scalars, identity)
-        )
-        if differing:
+        identity, scalars = self._identity(), checkpoint.scalars
+        ours = {name: own for name, own in identity.items() if scalars[name] != own}
+        if ours:
+            saved = {name: scalars[name] for name in ours}
             raise ValueError(
                 f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has {ours}; "
                 "resume with the same seed and training set, which give the order of the samples, "

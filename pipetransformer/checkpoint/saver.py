@@ -44,10 +44,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """Report a checkpoint.
+    """Report the checkpoint of a step.
 
     Args:
-        step: whose state it holds.
         stopped_s: how long training was stopped: for the save before, and for the copy.
         written_s: how long writing took beside training, until it counted.
         num_bytes: of all ranks' files; 0 where there is no checkpoint, as a write failed.
@@ -62,10 +61,8 @@ class Saved:
 class Saver:
     """Write one checkpoint at a time in a thread of its own. Built by all ranks together.
 
-    Args:
-        directory: holds the run's checkpoints; all nodes share it.
-        keep: how many of the newest checkpoints stay.
-        timeout_s: longest wait for the slowest rank's files.
+    All nodes share the directory, in which the newest `keep` checkpoints stay; the slowest rank's
+    files are waited for as long as `timeout_s`.
     """
 
     def __init__(self, directory: Path, world: World, *, keep: int, timeout_s: float) -> None:
@@ -115,8 +112,7 @@ class Saver:
         state = json.loads(json.dumps(state))
         stopped_s = self._waited_s + time.perf_counter() - start
         self._waited_s = 0.0
-        name = f"the checkpoint of step {step}"
-        self._start(name, self._write, step, copies, state, stopped_s)
+        self._start(f"the checkpoint of step {step}", self._write, step, copies, state, stopped_s)
 
     def catches_up(self, *, patience_s: float) -> bool:
         """Wait so long for this rank's save; tell whether all ranks' have ended. Collective."""
@@ -135,8 +131,7 @@ class Saver:
         """Wait for the save under way, if there is one.
 
         Raises:
-            RuntimeError: the writers of this rank and another lost each other, or this rank's own
-                did not end in time.
+            RuntimeError: this rank's writer did not end in time, or lost another rank's.
         """
         if self._writer is not None:
             self._writer.join(self._timeout_s)
@@ -186,7 +181,7 @@ class Saver:
     def _write_together(self, step: int, shards: Shards, state: dict[str, Any]) -> int:
         """Write with all ranks; return the bytes of all of them, 0 if one failed."""
         # A full disk must not end the run, nor leave the other ranks waiting.
-        path, failure, records = "", "", dict[str, ShardRecord]()
+        path, failure, written = "", "", dict[str, Any]()
         if self._world.is_main:
             try:
                 path = str(checkpoint_folder(self._directory, step))
@@ -198,11 +193,10 @@ class Saver:
         folder = Path(path)
         self._snapshot.finish()
         try:
-            records = write_shards(folder, shards)
+            written = {name: asdict(one) for name, one in write_shards(folder, shards).items()}
         except (OSError, SafetensorError) as error:
             failure = str(error)
-        plain = {name: asdict(record) for name, record in records.items()}
-        answers = gather_json([failure, plain, state["own"]], group=self._group)
+        answers = gather_json([failure, written, state["own"]], group=self._group)
         if not self._world.is_main:
             return 0
         causes = [f"rank {r}: {text}" for r, (text, _, _) in enumerate(answers) if text]

@@ -1,8 +1,7 @@
 """Copy this rank's shards into host memory, one tensor behind the other.
 
 The copy is all that training waits for. Fresh memory is several times slower to fill than memory
-that was used before, so it is reserved ahead and kept from save to save; it grows to the most that
-this rank ever owned.
+that was used before, so it is reserved ahead and kept from save to save.
 """
 
 from __future__ import annotations
