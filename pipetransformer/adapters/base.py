@@ -1,13 +1,12 @@
 """Present a model as a sequence of sublayers that share its very parameters.
 
-A model is a chain in which one tensor, the hidden state, goes from each sublayer to the next::
+One tensor, the hidden state, goes from each sublayer to the next::
 
     batch[inputs] -> embedding -> attention -> MLP -> ... -> head -> output
     layer                0            0         0             num_layers
 
-Sublayers are modules of the model or thin wrappers around them. They own no tensor of their own: a
-tensor is known by its name in the model, so checkpoints, optimizers and moves between ranks all
-speak the original model's `state_dict` names.
+Sublayers are modules of the model or thin wrappers around them, and own no tensor: checkpoints,
+optimizers and moves between ranks all speak the original model's `state_dict` names.
 """
 
 from __future__ import annotations
@@ -144,8 +143,13 @@ class LayeredModel:
                 f"sublayer {index} ({sublayer.name!r}) got a {type(value).__name__}; give it {due}"
             )
         if not isinstance(value, Tensor):
+            if self.inputs[0] not in value:
+                raise ValueError(
+                    f"the batch has entries {list(value)}, but the model takes "
+                    f"{self.inputs[0]!r}; name the dataset's entry so"
+                )
             keywords.update((name, value[name]) for name in self.inputs[1:] if name in value)
-            value = self._required_input(value)
+            value = value[self.inputs[0]]
         output = sublayer.module(value, **keywords)
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -224,13 +228,11 @@ class LayeredModel:
 
     def convert(self, dtype: torch.dtype) -> None:
         """Give all floating tensors a dtype, in host memory; released ones stay released."""
-        for name in self._slots:
-            tensor = self.tensor(name)
+        for tensor in map(self.tensor, self._slots):
             device = "meta" if tensor.is_meta else "cpu"
+            wanted = dtype if tensor.is_floating_point() else tensor.dtype
             # The objects stay: whoever else holds one sees the same.
-            tensor.data = tensor.data.to(
-                device, dtype if tensor.is_floating_point() else tensor.dtype
-            )
+            tensor.data = tensor.data.to(device, wanted)
 
     def release(self, index: int) -> None:
         """Free a sublayer's memory: its tensors become meta tensors, and its forward an error."""
@@ -248,14 +250,6 @@ class LayeredModel:
         for module, attribute in self._slots[name]:
             setattr(module, attribute, fresh)
 
-    def _required_input(self, batch: Mapping[str, Tensor]) -> Tensor:
-        if self.inputs[0] not in batch:
-            raise ValueError(
-                f"the batch has entries {list(batch)}, but the model takes "
-                f"{self.inputs[0]!r}; name the dataset's entry so"
-            )
-        return batch[self.inputs[0]]
-
     def _check_fit(self, index: int, name: str, tensor: Tensor | None) -> None:
         if name not in self._names[index]:
             raise ValueError(
@@ -272,8 +266,7 @@ class LayeredModel:
     def _guard(self, index: int) -> None:
         """Make calls of modules that hold a released tensor fail.
 
-        torch itself does not see to it: a convolution or an embedding with meta weights returns
-        a tensor of garbage or of nothing (torch 2.15), and the error comes far away or never.
+        With torch 2.15, a convolution or an embedding with meta weights returns garbage instead.
         """
         for handle in self._guards.pop(index, ()):
             handle.remove()
@@ -355,8 +348,8 @@ def _find_slots(
 ) -> dict[str, list[tuple[nn.Module, str]]]:
     """Find, for each name, every (module, attribute) that holds the tensor, wrappers included."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    roots = [model, *(sub.module for sub in sublayers)]
-    for module in dict.fromkeys(chain(*(root.modules() for root in roots))):
+    every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
+    for module in dict.fromkeys(every):
         for attribute, tensor in chain(
             module.named_parameters(recurse=False, remove_duplicate=False),
             module.named_buffers(recurse=False, remove_duplicate=False),

@@ -28,7 +28,6 @@ def _take_children(model: nn.Sequential) -> LayeredModel:
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
 
 
-# Names instead of classes, as importing timm and transformers takes seconds; see qualified_name.
 _BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {
     nn.Sequential: _take_children,
     timm_vit.CLASS: timm_vit.build,
@@ -84,7 +83,6 @@ def _check_forward(model: nn.Module, kind: type[Any]) -> None:
     # __func__ also tells a forward that was set on the object, as hooking libraries do.
     if getattr(model.forward, "__func__", None) is not kind.forward:
         raise TypeError(
-            f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but "
-            "its adapter would ignore that; call register_adapter for it, or give a "
-            "LayeredModel"
+            f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but its adapter "
+            "would ignore that; call register_adapter for it, or give a LayeredModel"
         )

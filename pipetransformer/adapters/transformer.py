@@ -64,8 +64,7 @@ def transformer_sublayers(
 def qualified_name(kind: type[Any] | FunctionType) -> str:
     """Spell a class as "module.Class".
 
-    Adapters know a library's classes by this name, since importing timm or transformers only to
-    ask isinstance would cost every program that uses neither of them seconds.
+    Adapters know classes by this name, as importing timm or transformers takes seconds.
     """
     return f"{kind.__module__}.{kind.__qualname__}"
 

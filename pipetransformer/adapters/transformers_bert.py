@@ -1,8 +1,4 @@
-"""Present transformers' BERT for sequence classification and for question answering.
-
-The attention mask of a batch goes to every attention sublayer; token types and positions to the
-embedding.
-"""
+"""Present transformers' BERT for sequence classification and for question answering."""
 
 from __future__ import annotations
 
@@ -41,11 +37,7 @@ def build_sequence_classification(model: Any) -> LayeredModel:
 
 
 def build_question_answering(model: Any) -> LayeredModel:
-    """Take apart a BertForQuestionAnswering; Any, as transformers is not imported here.
-
-    The output is (N, S, 2), start and end logits last. A pooler (the model has none unless the
-    user put one there) stays as it is: it has no part in an answer.
-    """
+    """Take apart a BertForQuestionAnswering; a pooler, if any, has no part in its answers."""
     unused = [name for name, _ in model.named_parameters() if name.startswith("bert.pooler.")]
     return LayeredModel(
         model,

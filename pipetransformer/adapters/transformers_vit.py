@@ -24,11 +24,6 @@ def build(model: Any) -> LayeredModel:
     vit = model.vit
     require_class(f"{MODULE}.ViTModel", vit)
     refuse_checkpointing(model)
-    if "layers" not in dict(vit.named_children()):
-        raise ValueError(
-            "this ViTModel has the structure of an old transformers; upgrade "
-            "transformers to 5.12 or newer"
-        )
     require_class(f"{MODULE}.ViTLayer", *vit.layers)
     blocks = [
         (

@@ -15,6 +15,8 @@ from torch.utils.data import default_collate
 
 from autodp import mix_seed
 
+_MOST_PROBED = 16
+
 Batch = dict[str, Tensor]
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 
@@ -34,17 +36,12 @@ def part_of(value: _Value, samples: slice | Tensor) -> _Value:
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Refuse what cannot be sampled by index.
-
-    Raises:
-        TypeError: the dataset has no length or no item access.
-        ValueError: it is empty.
-    """
+    """Raise a TypeError for what cannot be sampled by index, a ValueError for what is empty."""
     if getattr(type(dataset), "__len__", None) is None:
         raise TypeError(
-            f"{name} ({type(dataset).__name__}) has no length; an epoch that covers "
-            "every sample exactly once needs one: give a dataset with __len__ and "
-            "__getitem__, for instance list(dataset)"
+            f"{name} ({type(dataset).__name__}) has no length; an epoch that covers every sample "
+            "exactly once needs one: give a dataset with __len__ and __getitem__, for instance "
+            "list(dataset)"
         )
     if getattr(type(dataset), "__getitem__", None) is None:
         raise TypeError(
@@ -71,8 +68,7 @@ def read_samples(
         ids: (B,) int64 dataset indices.
         names: entries the model knows; others in a mapping are left out.
         required: entries that must be there.
-        seed, epoch: with the index, the seed of torch's, numpy's and random's generators before
-            each read.
+        seed, epoch: with the index, they seed torch, numpy and random before each read.
     Returns:
         tensors by entry name, (B, ...) on the CPU.
     Raises:
@@ -102,17 +98,12 @@ def _stack(values: list[Any], name: str, ids: list[int]) -> Tensor:
         )
     try:
         # default_collate would take a list apart: one tensor for each position.
-        batch = default_collate(
-            [
-                torch.as_tensor(value) if isinstance(value, (list, tuple)) else value
-                for value in values
-            ]
-        )
+        whole = [torch.as_tensor(v) if isinstance(v, (list, tuple)) else v for v in values]
+        batch = default_collate(whole)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into "
-            f"a batch ({error}); give tensors, arrays or numbers, padded to one "
-            "length"
+            f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into a batch "
+            f"({error}); give tensors, arrays or numbers, padded to one length"
         ) from error
     if not isinstance(batch, Tensor):
         raise ValueError(
@@ -130,9 +121,8 @@ def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str
     else:
         size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
         raise ValueError(
-            f"a dataset item is a {type(item).__name__}{size}; give a mapping with "
-            f"the entries {list(required)}, or a tuple of {len(required)} in that "
-            "order"
+            f"a dataset item is a {type(item).__name__}{size}; give a mapping with the entries "
+            f"{list(required)}, or a tuple of {len(required)} in that order"
         )
     missing = [name for name in required if name not in entries]
     if missing:
@@ -146,17 +136,13 @@ def varies_between_reads(
     names: Sequence[str],
     required: Sequence[str],
     same_seed: bool = False,
-    probes: int = 16,
 ) -> bool:
     """Tell whether a sample changes from epoch to epoch, by reading some twice.
 
-    Args:
-        dataset, names, required: see `read_samples`.
-        same_seed: whether to read under one seed, and not under two.
-        probes: samples to read. A flip of every second image goes unseen with a chance of
-            2 ** -probes.
+    They are read under one seed, or under two. A flip of every second image goes unseen with a
+    chance of 2 ** -_MOST_PROBED.
     """
-    ids = torch.linspace(0, len(dataset) - 1, min(probes, len(dataset))).long()
+    ids = torch.linspace(0, len(dataset) - 1, min(_MOST_PROBED, len(dataset))).long()
     first, second = (
         read_samples(dataset, ids, names=names, required=required, seed=seed, epoch=seed)
         for seed in ((1, 1) if same_seed else (1, 2))

@@ -118,9 +118,8 @@ def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: 
 def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     """Return one of torch's own losses in a form whose parts join; None for any other function.
 
-    Args:
-        loss_fn: a module of exactly torch's class (without hooks, or a forward set on it), a
-            function of torch.nn.functional, or a functools.partial that gives it keywords.
+    One is a module of exactly torch's class (without hooks, or a forward set on it), a function of
+    torch.nn.functional, or a functools.partial that gives it keywords.
     """
     options: Callable[[], dict[str, Any]]
     if isinstance(loss_fn, nn.Module):

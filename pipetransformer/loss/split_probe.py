@@ -56,10 +56,7 @@ class SplitProbe:
 
     The parts are a step's own micro-batches, as far as `_MOST_ELEMENTS` goes, or two parts of the
     only one. The loss is called on copies and torch's random numbers are put back; but one
-    that counts its calls counts these too, unless it is wrapped in an exact `Loss`.
-
-    Args:
-        loss_fn: is let alone if it is known to be exact.
+    that counts its calls counts these too. An exact `Loss` is let alone.
     """
 
     def __init__(self, loss_fn: Loss) -> None:

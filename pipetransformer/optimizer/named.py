@@ -36,16 +36,14 @@ def adamw(
     """
 
     def build(named_parameters: NamedParameters) -> Optimizer:
+        decayed = [p for _, p in named_parameters if p.ndim >= 2]
+        others = [p for _, p in named_parameters if p.ndim < 2]
         groups: list[dict[str, Any]] = [
-            {
-                "params": [p for _, p in named_parameters if p.ndim >= 2],
-                "weight_decay": weight_decay,
-            },
-            {"params": [p for _, p in named_parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": parameters, "weight_decay": decay}
+            for parameters, decay in ((decayed, weight_decay), (others, 0.0))
+            if parameters
         ]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
-        )
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
     return build
 
@@ -73,9 +71,8 @@ def take_state(
                 )
             elif value is not None:
                 raise TypeError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as "
-                    f"{key!r}; only tensors and numbers can move between ranks: use "
-                    "another optimizer"
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}; only "
+                    "tensors and numbers can move between ranks: use another optimizer"
                 )
     return flat
 

@@ -50,10 +50,8 @@ def try_optimizer(
 ) -> OptimizerTraits:
     """Build the optimizer over small stand-ins for the trainable parameters, and step it.
 
-    Args:
-        factory: builds it over named parameters.
-        model: whose parameters' names, dimensions, dtypes and attributes the stand-ins have.
-        device: of the stand-ins.
+    The stand-ins have the parameters' names, dimensions, dtypes and attributes.
+
     Raises:
         ValueError: it needs a closure or sparse gradients, cannot be built over a part of the
             parameters, trains others than it was given, keeps state elsewhere than with its

@@ -21,8 +21,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
     A run that continues on fewer ranks than its length needs goes on with a shorter pipeline.
 
     Raises:
-        ValueError: the length does not fit the ranks, or the global batch is smaller than the
-            replicas.
+        ValueError: the length does not fit the ranks, or the global batch the replicas.
     """
     allowed = fitting_lengths(num_ranks, slots_per_node)
     length = config.pipeline_length or 1
@@ -60,8 +59,6 @@ def _continues(config: TrainConfig) -> bool:
 def refuse_surroundings(*, trains: bool) -> None:
     """Refuse to run within modes of torch that would change the numbers and say nothing.
 
-    Args:
-        trains: whether gradients are needed.
     Raises:
         ValueError: an autocast, `inference_mode` or, where gradients are needed, `no_grad` is on.
     """

@@ -39,9 +39,8 @@ _COARSEST = 5e-2
 def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
     """Run the passes, on this rank's device; everything is then as it was. Collective.
 
-    Args:
-        task, world: what is trained, and where; no layer is frozen yet, or held elsewhere.
-        read: reads samples of the training set; ids may exceed its length.
+    No layer may be frozen yet, or held elsewhere. Ids that are read may exceed the training set.
+
     Raises:
         ValueError: on every rank: the message names the first sublayer, and what it does.
     """
