@@ -39,45 +39,33 @@ def build(model: Any) -> LayeredModel:
         )
         for block in model.blocks
     ]
-    sublayers = transformer_sublayers(_Embedding(model), blocks, _Head(model))
+    embedding = _Chain(
+        model,
+        ("patch_embed", "_pos_embed", "patch_drop", "norm_pre"),
+        reads=("cls_token", "reg_token", "pos_embed", "pos_drop"),
+    )
+    head = _Chain(
+        model, ("norm", "forward_head"), reads=("attn_pool", "fc_norm", "head_drop", "head")
+    )
+    sublayers = transformer_sublayers(embedding, blocks, head)
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",), loss_fn=F.cross_entropy)
 
 
 @final
-class _Embedding(nn.Module):
-    """Cut images (N, C, H, W) into patches and add positions and prefix tokens: (N, S, D)."""
+class _Chain(nn.Module):
+    """Call some of the model's modules and methods, named in order, on what the one before gives.
 
-    def __init__(self, model: Any) -> None:
+    A method, being no module, does not register the rest of the model here; so what it `reads` is
+    held as well, to belong to this sublayer.
+    """
+
+    def __init__(self, model: Any, calls: tuple[str, ...], *, reads: tuple[str, ...]) -> None:
         super().__init__()
-        self.patch_embed = model.patch_embed
-        # Held here so that they belong to this sublayer; read by the method of the model below,
-        # which, being no module, does not register the rest of the model here.
-        self.cls_token = model.cls_token
-        self.reg_token = model.reg_token
-        self.pos_embed = model.pos_embed
-        self.pos_drop = model.pos_drop
-        self.add_positions = model._pos_embed
-        self.patch_drop = model.patch_drop
-        self.norm_pre = model.norm_pre
+        self.calls = calls
+        for name in (*calls, *reads):
+            setattr(self, name, getattr(model, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.norm_pre(self.patch_drop(self.add_positions(self.patch_embed(x))))
-        return hidden
-
-
-@final
-class _Head(nn.Module):
-    """Normalise, pool and classify: (N, S, D) to (N, classes)."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.norm = model.norm
-        self.attn_pool = model.attn_pool
-        self.fc_norm = model.fc_norm
-        self.head_drop = model.head_drop
-        self.head = model.head
-        self.pool_and_classify = model.forward_head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.pool_and_classify(self.norm(hidden))
-        return output
+        for name in self.calls:
+            x = getattr(self, name)(x)
+        return x
