@@ -129,12 +129,7 @@ def read_shards(
     *,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Shard]:
-    """Read the shards that this rank will hold; all ranks get theirs, or none does. Collective.
-
-    Raises:
-        CorruptCheckpointError, ValueError: on every rank: a file of one of them went bad since it
-            was verified, or a tensor has another shape or dtype.
-    """
+    """Read the shards that this rank will hold; all ranks get theirs, or none does. Collective."""
 
     def read() -> dict[str, Shard]:
         shards = {name: checkpoint.read(name) for name in names}

@@ -70,7 +70,7 @@ class RunState:
         self._timeline = timeline
         self._deployment = deployment
         self._parts = parts
-        self._optimizer = optimizer.to_json()
+        self._optimizer = optimizer
         self._hardware = _describe_hardware(world.device)
         self._lock: FileIO | None = None
         self._saver: Saver | None = None
@@ -79,12 +79,7 @@ class RunState:
         self._reserved_for: Decision | None = None
 
     def open(self) -> Checkpoint | None:
-        """Get ready to save, and return the checkpoint to continue from, if any. Collective.
-
-        Raises:
-            CorruptCheckpointError, ValueError: on every rank: the folder is held by another run,
-                or what it holds cannot be continued.
-        """
+        """Get ready to save, and return the checkpoint to continue from, if any. Collective."""
         config, group = self._task.config, self._world.group
         if config.folder is None:
             return None
@@ -212,7 +207,10 @@ class RunState:
         return {
             "seed": self._task.config.seed,
             "num_samples": self._timeline.num_samples,
-            "optimizer": self._optimizer,
+            "optimizer": {
+                "name": self._optimizer.name,
+                "entries": list(self._optimizer.entries),
+            },
         }
 
 

@@ -40,10 +40,6 @@ class OptimizerTraits:
     peak_learning_rate: float
     entries: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree on, as plain values."""
-        return {"name": self.name, "entries": list(self.entries)}
-
 
 def try_optimizer(
     factory: OptimizerFactory, model: nn.Module, device: torch.device
