@@ -2,8 +2,7 @@
 
     shards that a rank lacks -> described by their owners -> pieces -> rounds of moves
 
-In each round a rank receives and sends, places what has arrived, and drops what is needed there no
-more. Over gloo what lives on GPUs travels through host memory.
+Over gloo what lives on GPUs travels through host memory.
 """
 
 from __future__ import annotations
@@ -122,12 +121,7 @@ class _Journey:
     device: torch.device
 
     def run(self, moves: Sequence[Move], leaving: Sequence[str]) -> int:
-        """Send and receive round by round; return the bytes received.
-
-        Args:
-            moves: of all ranks, in order of their rounds.
-            leaving: pieces to drop, each when it has been sent for the last time.
-        """
+        """Send and receive round by round, and drop what leaves once it is sent; count bytes."""
         rank = dist.get_rank()
         moves = [move for move in moves if rank in (move.source, move.destination)]
         last_sent = {move.piece: move.round for move in moves if move.source == rank}

@@ -23,10 +23,9 @@ class _Bucket:
 
         | gradient | gradient | ... | in use, each parameter | not finite, each replica |
 
-    A parameter no sample used has no gradient on any replica, and must have none afterwards, or
-    the optimizer would decay it; its flag, summed with the gradients, tells it from one that only
-    this replica did not use. A sum does not tell which replica brought a NaN into it; the last
-    flags, of which a replica sets only its own, do.
+    A parameter no sample used must have no gradient afterwards, or the optimizer would decay it;
+    its flag, summed with the gradients, tells it from one that only this replica did not use. A
+    sum does not tell which replica brought a NaN into it; the last flags do.
     """
 
     parameters: list[nn.Parameter]

@@ -18,14 +18,9 @@ class EpochSampler:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def global_batch(self, epoch: int, position: int, size: int) -> Tensor:
-        """Return the indices of one global batch; the last one of an epoch may be short.
+        """Return the indices of the global batch that begins at a sample of an epoch.
 
-        Args:
-            epoch: number of the epoch, from 0.
-            position: how many samples of the epoch came before.
-            size: samples of a global batch.
-        Returns:
-            (min(size, num_samples - position),) int64 on CPU.
+        They are (min(size, num_samples - position),) int64 on CPU.
         """
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
