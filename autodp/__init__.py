@@ -4,7 +4,7 @@ topology ─► groups ─► reduce ─► sums: messages, or shared_memory wit
     └─────► moves ─► redistribute: shard_pieces in rounds       sampler: whose samples
 """
 
-from autodp.groups import GroupPool, Groups, build_groups, link_device
+from autodp.groups import GroupPool, Groups, link_device
 from autodp.messages import PeerError, broadcast_json, gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.redistribute import ShardStore, move_shards
@@ -26,7 +26,6 @@ __all__ = [
     "ShardStore",
     "Topology",
     "broadcast_json",
-    "build_groups",
     "gather_json",
     "largest_incoming_bytes",
     "link_device",

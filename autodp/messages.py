@@ -49,8 +49,8 @@ def _name(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def broadcast_json(value: Any, *, group: dist.ProcessGroup | None, source: int = 0) -> Any:
-    """Give every rank of the group the source's JSON value; the others' argument is ignored.
+def broadcast_json(value: Any, *, group: dist.ProcessGroup | None) -> Any:
+    """Give every rank of the group rank 0's JSON value; the others' argument is ignored.
 
     Args:
         value: anything JSON holds; floats survive exactly, tuples arrive as lists.
@@ -60,13 +60,13 @@ def broadcast_json(value: Any, *, group: dist.ProcessGroup | None, source: int =
     """
     if group is None:
         return json.loads(json.dumps(value))
-    payload = _encode(value) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
+    payload = _encode(value if dist.get_rank() == 0 else None)
     length = torch.tensor([payload.numel()])
-    with waiting_for("a decision", group, source=source):
-        dist.broadcast(length, source, group=group)
-        if dist.get_rank() != source:
+    with waiting_for("a decision", group, source=0):
+        dist.broadcast(length, 0, group=group)
+        if dist.get_rank() != 0:
             payload = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(payload, source, group=group)
+        dist.broadcast(payload, 0, group=group)
     return _decode(payload)
 
 
