@@ -60,8 +60,7 @@ def plan_moves(
     """
     check_holders(before, after)
     pairs = list(_choose_sources(before, after, num_bytes, slots_per_node))
-    memory = _Memory(pairs, before, after, num_bytes, round_bytes)
-    return tuple(_in_rounds(pairs, memory))
+    return tuple(_in_rounds(pairs, before, after, num_bytes, round_bytes))
 
 
 def check_holders(before: Holders, after: Holders) -> None:
@@ -112,74 +111,59 @@ def _choose_sources(
                 yield piece, sender(near, piece), destination
 
 
-class _Memory:
-    """Count what ranks hold of the pieces that move, round by round."""
-
-    def __init__(
-        self,
-        pairs: Sequence[_Pair],
-        before: Holders,
-        after: Holders,
-        num_bytes: Mapping[str, int],
-        round_bytes: int,
-    ) -> None:
-        self._num_bytes = num_bytes
-        self._round_bytes = round_bytes
-        self._after = after
-        pieces = {piece for piece, _, _ in pairs}
-        self._holders = {piece: set(before[piece]) for piece in pieces}
-        self._to_send = Counter((piece, source) for piece, source, _ in pairs)
-        self._held, finally_held = Counter[int](), Counter[int]()
-        for piece in pieces:
-            for rank in after[piece]:
-                finally_held[rank] += num_bytes[piece]
-            for rank in before[piece]:
-                # What a rank neither sends nor keeps is dropped before the first round.
-                if rank in after[piece] or self._to_send[piece, rank]:
-                    self._held[rank] += num_bytes[piece]
-        spare = max([round_bytes, *(num_bytes[piece] for piece in pieces)])
-        self._limit = {
-            rank: max(self._held[rank], finally_held[rank]) + spare
-            for rank in {*self._held, *finally_held}
-        }
-        self._incoming = Counter[int]()
-
-    def admit(self, pair: _Pair) -> bool:
-        """Take a move into the round if the sender has the piece and the receiver room for it."""
-        piece, source, destination = pair
-        already = self._incoming[destination]
-        incoming = already + self._num_bytes[piece]
-        admitted = (
-            source in self._holders[piece]
-            and (not already or incoming <= self._round_bytes)
-            and self._held[destination] + incoming <= self._limit[destination]
-        )
-        if admitted:
-            self._incoming[destination] = incoming
-        return admitted
-
-    def end_round(self, pairs: Sequence[_Pair]) -> None:
-        """Note what has arrived, and drop what is needed no more where it was sent from."""
-        self._incoming.clear()
-        for piece, source, destination in pairs:
-            self._holders[piece].add(destination)
-            self._held[destination] += self._num_bytes[piece]
-            self._to_send[piece, source] -= 1
-            if not self._to_send[piece, source] and source not in self._after[piece]:
-                self._held[source] -= self._num_bytes[piece]
-
-
-def _in_rounds(pairs: Sequence[_Pair], memory: _Memory) -> Iterator[Move]:
-    """Put as many moves into each round as memory allows."""
+def _in_rounds(
+    pairs: Sequence[_Pair],
+    before: Holders,
+    after: Holders,
+    num_bytes: Mapping[str, int],
+    round_bytes: int,
+) -> Iterator[Move]:
+    """Put as many moves into each round as the ranks have memory for."""
+    held, limit = _bytes_held(pairs, before, after, num_bytes, round_bytes)
+    holders = {piece: set(before[piece]) for piece, _, _ in pairs}
+    to_send = Counter((piece, source) for piece, source, _ in pairs)
     waiting, number = dict.fromkeys(pairs), 0
     while waiting:
-        chosen = [pair for pair in waiting if memory.admit(pair)]
+        incoming, chosen = Counter[int](), list[_Pair]()
+        for piece, source, destination in waiting:
+            coming = incoming[destination] + num_bytes[piece]
+            fits = coming <= round_bytes or not incoming[destination]
+            has_room = held[destination] + coming <= limit[destination]
+            if source in holders[piece] and fits and has_room:
+                incoming[destination] = coming
+                chosen.append((piece, source, destination))
         # Some receiver always has room. A rank without any holds more than it will at last, so it
         # has more bytes to give up than to receive; if that were so for every receiver, more bytes
         # would be on their way out of them than into them, and each way out leads to a receiver.
         assert chosen
-        yield from (Move(*pair, number) for pair in chosen)
-        memory.end_round(chosen)
-        for pair in chosen:
-            del waiting[pair]
+        for piece, source, destination in chosen:
+            yield Move(piece, source, destination, number)
+            del waiting[piece, source, destination]
+            holders[piece].add(destination)
+            held[destination] += num_bytes[piece]
+            to_send[piece, source] -= 1
+            if not to_send[piece, source] and source not in after[piece]:
+                held[source] -= num_bytes[piece]
         number += 1
+
+
+def _bytes_held(
+    pairs: Sequence[_Pair],
+    before: Holders,
+    after: Holders,
+    num_bytes: Mapping[str, int],
+    round_bytes: int,
+) -> tuple[Counter[int], dict[int, int]]:
+    """Return what ranks hold at first of the pieces that move, and the most they may ever hold."""
+    senders = {(piece, source) for piece, source, _ in pairs}
+    sizes = {piece: num_bytes[piece] for piece, _, _ in pairs}
+    first, last = Counter[int](), Counter[int]()
+    for piece, size in sizes.items():
+        for rank in after[piece]:
+            last[rank] += size
+        for rank in before[piece]:
+            # What a rank neither sends nor keeps is dropped before the first round.
+            if rank in after[piece] or (piece, rank) in senders:
+                first[rank] += size
+    spare = max([round_bytes, *sizes.values()])
+    return first, {rank: max(first[rank], last[rank]) + spare for rank in {*first, *last}}

@@ -30,9 +30,7 @@ VALUES: list[Any] = [
 
 def broadcast(values: list[Any]) -> list[Any]:
     own = dist.get_rank() == 0
-    return [
-        broadcast_json(value if own else object(), group=dist.group.WORLD) for value in values
-    ]
+    return [broadcast_json(value if own else object(), group=dist.group.WORLD) for value in values]
 
 
 def gather(ragged: bool) -> list[list[Any]]:
