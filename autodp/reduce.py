@@ -69,7 +69,6 @@ class GradientReducer:
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
         self._overlaps = True
-        self._next = 0
         self.was_early = False
 
     def arm(self) -> None:
@@ -179,13 +178,12 @@ def _fill_buckets(
     groups: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
-        size = parameter.numel() * parameter.element_size()
         same = bool(groups) and groups[-1][0].dtype == parameter.dtype
-        if not same or size > room:
+        if not same or parameter.nbytes > room:
             groups.append([])
             room = bucket_bytes
         groups[-1].append(parameter)
-        room -= size
+        room -= parameter.nbytes
     return groups
 
 

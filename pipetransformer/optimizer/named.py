@@ -95,9 +95,7 @@ def put_state(
             state[entry.removesuffix(_NUMBER)] = value.item()
             continue
         group = group_of.get(parameter, {})
-        if entry == "step" and not (group.get("fused") or group.get("capturable")):
-            state[entry] = value.cpu()
-            continue
-        value = value.to(parameter.device)
+        on_cpu = entry == "step" and not (group.get("fused") or group.get("capturable"))
+        value = value.to("cpu" if on_cpu else parameter.device)
         same_shape = value.shape == parameter.shape
         state[entry] = laid_out_as(parameter, value) if same_shape else value
