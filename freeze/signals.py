@@ -36,6 +36,14 @@ class GradientSignals:
             for name, own in parameters.items()
         ]
         device = next((p.device for p in distinct), torch.device("cpu"))
+        # Adds the tensors' squares up by sublayer; each tensor belongs to one.
+        sizes = torch.tensor([len(own) for own in self._parameters], dtype=torch.int64)
+        rows = torch.arange(len(self._names)).repeat_interleave(sizes)
+        columns = torch.arange(len(rows))
+        self._members = torch.zeros(len(self._names), len(rows), dtype=torch.float64)
+        self._members[rows, columns] = 1
+        self._members = self._members.to(device)
+        self._zero = torch.zeros((), device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
         # (sublayers + 1): the squared norms' sums, then the number of steps in them. One tensor,
         # so that one copy to the host reads all of it.
@@ -54,16 +62,13 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        squares = [
-            [_square(p.grad) for p in own if p.grad is not None] for own in self._parameters
-        ]
-        flat = list(chain.from_iterable(squares))
-        joined = torch.stack(flat).double() if flat else self._one.new_empty(0)
-        sums = [part.sum() for part in joined.split([len(own) for own in squares])]
-        step = torch.stack([*sums, self._one])
-        total = step[:-1].sum()
+        parameters = chain.from_iterable(self._parameters)
+        squares = [self._zero if p.grad is None else _square(p.grad) for p in parameters]
+        joined = torch.stack(squares).double() if squares else self._one.new_empty(0)
+        total = joined.sum()
         if reduce is not None:
             total = reduce(total)
+        step = torch.cat([self._members @ joined, self._one[None]])
         self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
         return total
 

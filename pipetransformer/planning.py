@@ -127,7 +127,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
 
 def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
-    request, profile = _of_length(situation, current.length), situation.profile
+    request, profile = of_length(situation, current.length), situation.profile
     first_active = _first_active(profile, request)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
@@ -174,7 +174,7 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
         plans = {}
         for length in lengths:
             try:
-                plan = plan_pipeline(situation.profile, _of_length(situation, length))
+                plan = plan_pipeline(situation.profile, of_length(situation, length))
                 plans[length] = plan.lengthened(situation.correction(plan))
             except ValueError as error:
                 refusals.append(error)
@@ -184,7 +184,7 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
     raise refusals[len(choices[0]) - 1]
 
 
-def _of_length(situation: PlanSituation, length: int) -> PlanRequest:
+def of_length(situation: PlanSituation, length: int) -> PlanRequest:
     """Return the request for one length, with the batch that is trained at it."""
     request, growth = situation.request, _growth(situation, length)
     return replace(request, lengths=(length,), global_batch=request.global_batch * growth)
@@ -216,7 +216,7 @@ def _paper_plan(situation: PlanSituation) -> PipelinePlan:
     if situation.scale_batch:
         # A batch of which every replica has a sample: on more than that, K does not depend.
         ample = replace(request, global_batch=request.global_batch * request.num_ranks)
-        request = _of_length(situation, paper_length(profile, ample))
+        request = of_length(situation, paper_length(profile, ample))
     return paper_plan(profile, request)
 
 

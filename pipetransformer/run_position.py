@@ -35,11 +35,15 @@ class Clock:
 
 
 class Timeline:
-    """Advance a position through the epochs of a training set of so many samples."""
+    """Advance a position through the epochs of a training set of so many samples.
 
-    def __init__(self, config: TrainConfig, num_samples: int) -> None:
+    The peak learning rate is the first parameter group's, at a factor of 1.
+    """
+
+    def __init__(self, config: TrainConfig, num_samples: int, peak_learning_rate: float) -> None:
         self._config = config
         self.num_samples = num_samples
+        self._peak_learning_rate = peak_learning_rate
         self.position = Position()
 
     @property
@@ -106,15 +110,15 @@ class Timeline:
         factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)
         return factor * self.global_batch(replicas) / size
 
-    def clock(self, replicas: int, peak_learning_rate: float) -> Clock:
+    def clock(self, replicas: int) -> Clock:
         """Describe the coming step, at the present batch size."""
         return Clock(
             self.position.step,
             self.position.epoch,
             self.max_steps(replicas),
             -(-self.num_samples // self.global_batch(replicas)),
-            peak_learning_rate * self.learning_rate_factor(replicas),
-            peak_learning_rate,
+            self._peak_learning_rate * self.learning_rate_factor(replicas),
+            self._peak_learning_rate,
         )
 
     def advance(self, num_samples: int) -> None:

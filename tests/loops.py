@@ -80,7 +80,7 @@ def train(job: Job) -> Result:
             losses.append(trainer.step().loss)
         trained = {
             name: parameter.detach().clone()
-            for name, parameter in trainer._deployment.active_stage.parameters.items()
+            for name, parameter in trainer._run.deployment.active_stage.parameters.items()
         }
         weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     return Result(losses, weights, trained)

@@ -259,20 +259,20 @@ def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
 def run_to_end(trainer: Trainer, num_steps: int | None) -> Outcome:
     """Take all steps that are left (or so many), and collect."""
     losses = []
-    while not trainer._timeline.is_over and len(losses) != num_steps:
+    while not trainer._run.timeline.is_over and len(losses) != num_steps:
         losses.append(trainer.step().loss)
     return collect(trainer, losses)
 
 
 def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     """Gather a trainer's weights and the optimizer state of every rank."""
-    deployment = trainer._deployment
+    deployment = trainer._run.deployment
     states: dict[str, Tensor] = {}
     for shard in deployment._held.states.values():
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
     for index in stage._trained:
-        parameters = trained_parameters(trainer._task, range(index, index + 1))
+        parameters = trained_parameters(trainer._run.task, range(index, index + 1))
         states.update({k: t.clone() for k, t in take_state(stage.optimizer, parameters).items()})
     weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     report = trainer.report
@@ -290,7 +290,7 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
     replicas bitwise."""
     own = {
         name: p.detach().numpy().tobytes().hex()
-        for name, p in trainer._deployment.active_stage.parameters.items()
+        for name, p in trainer._run.deployment.active_stage.parameters.items()
     }
     return gather_json(own, group=trainer.world.group)
 

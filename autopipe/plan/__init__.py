@@ -8,12 +8,18 @@ from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
 from autopipe.plan.lengths import fitting_lengths
 from autopipe.plan.paper import paper_length, paper_plan, paper_split, throughput_tables
 from autopipe.plan.request import PipelinePlan, PlanRequest
-from autopipe.plan.search import candidates, least_memory_plan, plan_pipeline, predict
+from autopipe.plan.search import (
+    candidates,
+    least_memory_plan,
+    plan_pipeline,
+    predict,
+    stage_compute_s,
+)
 from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 
 __all__ = [
     "ExplainedPlan", "PipelinePlan", "PlanRequest", "Tables", "best_count", "candidates",
     "draw_tables", "explain", "fitting_lengths", "least_memory_plan", "paper_length",
-    "paper_plan", "paper_split", "plan_pipeline", "predict", "runners_up", "table_text",
-    "throughput_tables",
+    "paper_plan", "paper_split", "plan_pipeline", "predict", "runners_up",
+    "stage_compute_s", "table_text", "throughput_tables",
 ]  # fmt: skip

@@ -67,8 +67,8 @@ class StepModel:
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
         self._work: dict[int, tuple[list[float], list[float]]] = {}
 
-    def work_s(self, sizes: tuple[int, ...]) -> PartCost:
-        """Return the function that says how many seconds a stage computes in a step."""
+    def work_s(self, sizes: tuple[int, ...], length: int) -> PartCost:
+        """Return the function that says how many seconds a stage of so many computes in a step."""
         total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
@@ -76,8 +76,10 @@ class StepModel:
                 t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
             ]
 
+        factors = [self._profile.slowness_of(part, length) for part in range(length)]
+
         def cost(part: int, first: int, last: int) -> float:
-            return total[last] - total[first] + (fetch_s if part == 0 else 0.0)
+            return factors[part] * (total[last] - total[first]) + (fetch_s if part == 0 else 0.0)
 
         return cost
 
@@ -173,7 +175,7 @@ class StepModel:
         below = [
             forward[unit] + backward[unit] + (fetch_s if unit else 0.0) for unit in split[:-1]
         ]
-        busiest_s = max(map(add, per_part(self.work_s(sizes), split), below))
+        busiest_s = max(map(add, per_part(self.work_s(sizes, len(split) - 1), split), below))
         return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(
             split, num_replicas
         )
@@ -193,6 +195,9 @@ class StepModel:
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
         last_stage = len(split) - 2
+        factors = [
+            self._profile.slowness_of(stage, len(split) - 1) for stage in range(last_stage + 1)
+        ]
         # Pipelines begin at a node's first slot, so that the last slot's link leaves it.
         links = [
             self._profile.link if stage % self._slots_per_node else self._profile.node_link
@@ -203,14 +208,15 @@ class StepModel:
         return StageTimes(
             forward_s=tuple(
                 tuple(
-                    forward[last] - forward[first] + targets_s * (stage in (0, last_stage))
+                    factors[stage] * (forward[last] - forward[first])
+                    + targets_s * (stage in (0, last_stage))
                     for forward, _ in work
                 )
                 for stage, (first, last) in enumerate(pairwise(split))
             ),
             backward_s=tuple(
-                tuple(backward[last] - backward[first] for _, backward in work)
-                for first, last in pairwise(split)
+                tuple(factors[stage] * (backward[last] - backward[first]) for _, backward in work)
+                for stage, (first, last) in enumerate(pairwise(split))
             ),
             transfer_s=tuple(
                 tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)

@@ -105,6 +105,17 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
     return model.simulation(SCHEDULES[plan.schedule](plan.length, len(sizes)), sizes, split)
 
 
+def stage_compute_s(
+    profile: Profile, request: PlanRequest, plan: PipelinePlan
+) -> tuple[float, ...]:
+    """Predict what every stage of the largest replica computes in a step, apart from fetching."""
+    model = _model(profile, request)
+    sizes = request.sizes_of(plan.length, plan.num_micro_batches)
+    split = tuple(boundary - model.first_active for boundary in plan.boundaries)
+    first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
+    return first_s - model.fetch_s(sizes), *others_s
+
+
 def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     """Return the plan whose fullest stage needs the fewest bytes, whether it fits or not.
 
@@ -227,7 +238,7 @@ def _split_all(
     for length, sizes in shapes:
         if length == 1 and has_single_stage and request.micro_batches is None:
             continue
-        work_s = model.work_s(sizes)
+        work_s = model.work_s(sizes, length)
         unlimited = best_split(model.num_units, length, work_s)
         assert unlimited is not None, "without a limit every shape can be split"
         for schedule in request.schedules:

@@ -82,6 +82,7 @@ class Profile:
         idle_node_share: what computing takes while other slots are idle, as a share of what the
             times here say, which are those of slots that all compute and wait for the slowest.
         uncertainty: standard error of the times, as a share of them.
+        slowness: how many times longer than the fastest each rank computes; () for equal ranks.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
     """
@@ -98,6 +99,7 @@ class Profile:
     cached_fetch_s: float = 0.0
     idle_node_share: float = 1.0
     uncertainty: float = 0.0
+    slowness: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
@@ -121,6 +123,15 @@ class Profile:
     def frozen_s(self, index: int, batch: int) -> float:
         """Return the seconds of a frozen sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
+
+    def slowness_of(self, stage: int, length: int) -> float:
+        """Return how many times longer a stage takes on the slowest of its ranks.
+
+        Rank = replica x length + stage; where the ranks are no multiple of the length, it is not
+        known here which of them wait, and all count.
+        """
+        ranks = self.slowness if len(self.slowness) % length else self.slowness[stage::length]
+        return max(ranks, default=1.0)
 
     def prefix_bytes(self, num_frozen: int) -> float:
         """Return the bytes of a sample's activations behind so many frozen layers."""
@@ -180,7 +191,7 @@ class Profile:
                 AllReduceCost(**_with_tuples(one)) for one in values["all_reduce"]
             ),
         }
-        return Profile(**{**values, **rebuilt})
+        return Profile(**{**_with_tuples(values), **rebuilt})
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -235,12 +235,12 @@ def measure_on_this_rank(workload: Workload) -> Measured:
         evaluate_every_epochs=0,
     ) as trainer:
         seconds = [trainer.step().seconds for _ in range(workload.num_steps)]
-        deployment = trainer._deployment
+        deployment = trainer._run.deployment
         copy_s = copy_seconds(deployment)
         changes = watch_changes(deployment)
         after = [trainer.step().seconds for _ in range(2)]
         (change,) = changes
-        parameters = sum(p.numel() for p in trainer._task.model.model.parameters())
+        parameters = sum(p.numel() for p in trainer._run.task.model.model.parameters())
         own = {
             "step_s": median(seconds[1:]),
             "plan_s": plan.seconds,

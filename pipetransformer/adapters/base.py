@@ -195,7 +195,9 @@ class LayeredModel:
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by its model name, as it is now."""
         module, attribute = self._slots[name][0]
-        tensor = getattr(module, attribute)
+        # Asked for each parameter in each step; a module finds its own ones slowly.
+        tensor = module._parameters.get(attribute)
+        tensor = getattr(module, attribute) if tensor is None else tensor
         assert isinstance(tensor, Tensor)
         return tensor
 

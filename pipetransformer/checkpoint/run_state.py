@@ -32,8 +32,8 @@ from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
 from pipetransformer.processes import World, agree, is_restarted
-from pipetransformer.run_position import Position, Timeline
-from pipetransformer.transition import Decider, Decision, Deployment, Transitions, plan_shape
+from pipetransformer.run_position import Position
+from pipetransformer.transition import Decision, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 120.0
@@ -60,21 +60,20 @@ class RunState:
         task: Task,
         world: World,
         *,
-        timeline: Timeline,
-        deployment: Deployment,
+        transitions: Transitions,
         parts: Mapping[str, Part],
         optimizer: OptimizerTraits,
     ) -> None:
         self._task = task
         self._world = world
-        self._timeline = timeline
-        self._deployment = deployment
-        self._parts = parts
+        self._timeline, self._deployment = transitions.timeline, transitions.deployment
+        self._transitions = transitions
+        self._parts = {"transitions": transitions, **parts}
         self._optimizer = optimizer
         self._hardware = _describe_hardware(world.device)
         self._lock: FileIO | None = None
         self._saver: Saver | None = None
-        self.resumes = False
+        self._resumes = False
         self._keeps = False
         self._reserved_for: Decision | None = None
 
@@ -85,13 +84,13 @@ class RunState:
             return None
         folder = Path(config.folder)
         claimed = agree(lambda: self._world.is_main and self._claim(folder), group=group)
-        self.resumes = broadcast_json(claimed, group=group)
+        self._resumes = broadcast_json(claimed, group=group)
         note_launchers(folder, self._world)
         directory = folder / CHECKPOINTS
         if config.saves:
             keep, timeout_s = config.keep_checkpoints, config.setup_timeout_s
             self._saver = Saver(directory, self._world, keep=keep, timeout_s=timeout_s)
-        checkpoint = open_latest(directory, group=group) if self.resumes else None
+        checkpoint = open_latest(directory, group=group) if self._resumes else None
         if checkpoint is not None:
             self._check(checkpoint)
         return checkpoint
@@ -107,7 +106,15 @@ class RunState:
             _LOGGER.warning("the processes were started again: the run in %s continues", folder)
         return continues
 
-    def kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
+    def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Measure where need be, and continue from a checkpoint if there is one. Collective."""
+        self._transitions.begin(self._kept_measurements(checkpoint) if checkpoint else None)
+        if checkpoint:
+            self._restore(checkpoint)
+        step = self._timeline.position.step
+        self._transitions.decider.open_journal(from_step=step if self._resumes else None)
+
+    def _kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
         saved, world = checkpoint.scalars, self._world
         shape, hardware = saved["world"], [one["hardware"] for one in saved["ranks"]]
@@ -116,9 +123,9 @@ class RunState:
         self._keeps = all(gather_json(same, group=world.group))
         return Measurements.from_json(saved["measurements"]) if self._keeps else None
 
-    def restore(self, checkpoint: Checkpoint, transitions: Transitions) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint that any number of ranks may have written. Collective."""
-        scalars = checkpoint.scalars
+        scalars, transitions = checkpoint.scalars, self._transitions
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
             part.load_state_dict(scalars["parts"][name])
@@ -131,12 +138,13 @@ class RunState:
         self._deployment.restore(decision, shards)
         self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
         if not self._keeps:
-            transitions.decider.forget_times()
+            transitions.decider.planner.use(transitions.decider.planner.measurements)
 
-    def save_if_due(self, decider: Decider) -> Saved | None:
+    def save_if_due(self) -> Saved | None:
         """Have a checkpoint written where one is due; return one that has been since."""
         if self._saver is None:
             return None
+        decider = self._transitions.decider
         decision = decider.current
         assert decision is not None
         if decision.changes(self._reserved_for) and self._saver.is_idle:
@@ -150,7 +158,7 @@ class RunState:
                 "world": plan_shape(self._task, self._world),
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
-                "measurements": decider.measurements.to_json(),
+                "measurements": decider.planner.measurements.to_json(),
             }
             self._saver.save(
                 self._timeline.position.step,

@@ -19,6 +19,7 @@ from autopipe.trace import as_bytes
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes import World
+from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.records import Records
 from pipetransformer.run_position import Clock
 from pipetransformer.stage import StepResult
@@ -39,6 +40,7 @@ class RunLog:
         self._epoch_loss = 0.0
         self._accuracy = "-"
         self._changed_step = 0
+        self.report = FitReport()
 
     def open(self) -> None:
         """Open the records; seconds count from now on."""
@@ -85,6 +87,7 @@ class RunLog:
         num_samples: int,
     ) -> None:
         """Note a training step over so many samples; the clock is of that step."""
+        self.report.add_step(result, stats, num_samples)
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
         self._reassign("data", "cache", stats.read_s + stats.run_s + stats.write_s)
@@ -122,16 +125,18 @@ class RunLog:
             self._bar.set_postfix(fields, refresh=False)
             self._bar.update(clock.step + 1 - self._bar.n)
 
-    def change(self, change: Change) -> dict[str, Any] | None:
-        """Note what happened between two steps; return a transition's entry for the report."""
+    def change(self, change: Change) -> None:
+        """Note what happened between two steps."""
         decision, before = change.decision, change.before
         if not change.is_transition:
-            return None
+            self.report.add_change(change, None)
+            return
         plan, topology = decision.plan, self._topology(decision)
         if topology.spares and (before is None or before.plan.length != plan.length):
             self._warn_of_spares(topology)
         shape, seconds = self._shape(decision), change.seconds
         entry: dict[str, Any] = {"step": decision.step, **shape, "seconds": seconds}
+        self.report.add_change(change, entry)
         self._changed_step = decision.step
         self._spent["transition"] += seconds if before else 0.0
         self._record(
@@ -151,7 +156,6 @@ class RunLog:
             cached = ", prefix cached" if decision.use_cache else ""
             now = f"{self._shape_text(decision)}{cached} in {seconds * 1e3:.0f} ms"
             self._bar.write(f"step {decision.step}: {was} -> {now}")
-        return entry
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
         """Note what steps take without fetching samples, beside what was predicted."""
@@ -184,10 +188,14 @@ class RunLog:
         self._epoch_samples, self._epoch_loss = 0, 0.0
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
+        self.report.metrics = metrics
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
-    def checkpoint(self, saved: Saved) -> None:
+    def checkpoint(self, saved: Saved | None) -> None:
+        """Note what was saved, if anything was."""
+        if saved is None or not saved.num_bytes:
+            return
         seconds = {"seconds": saved.stopped_s, "written_s": saved.written_s}
         self._record("checkpoint", saved.step, **seconds, bytes=saved.num_bytes)
 

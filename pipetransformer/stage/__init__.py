@@ -5,6 +5,7 @@ frozen_prefix ─► sample_feed ─► work ─► stage: forwards, backwards, 
        wiring: links and side_inputs     health, nonfinite: what is refused
 """
 
+from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.frozen_prefix import FrozenPrefix
 from pipetransformer.stage.health import written_text
 from pipetransformer.stage.sample_feed import SampleFeed
@@ -12,5 +13,5 @@ from pipetransformer.stage.stage import Stage, StepResult
 from pipetransformer.stage.work import LossSums
 
 __all__ = [
-    "FrozenPrefix", "LossSums", "SampleFeed", "Stage", "StepResult", "written_text",
+    "BatchCut", "FrozenPrefix", "LossSums", "SampleFeed", "Stage", "StepResult", "written_text",
 ]  # fmt: skip

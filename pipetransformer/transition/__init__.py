@@ -1,7 +1,8 @@
 """Decide at a step boundary, write it down, and carry it out.
 
 transitions ─► decider ─► decision ─► journal
-     └───────► deployment ─► ownership, held_shards     cost, pace: what pays
+     │           └─► run_planner ─► costs: what steps and transitions take
+     └───────► deployment ─► ownership, held_shards
 """
 
 from pipetransformer.transition.decider import Decider, plan_shape

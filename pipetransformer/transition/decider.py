@@ -5,14 +5,13 @@ Rank 0 decides; every rank calls at the same steps and hears the same answer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from autodp import broadcast_json, gather_json
-from autopipe.plan import PipelinePlan, PlanRequest
+from autopipe.plan import PipelinePlan
 from freeze import (
     FreezeContext,
     FreezePolicy,
@@ -22,13 +21,12 @@ from freeze import (
     layer_norms,
 )
 from pipetransformer.job import Task
-from pipetransformer.measure import Measurements
-from pipetransformer.planning import PlanSituation, complete_request, planner_of, same_stages
 from pipetransformer.processes import World
 from pipetransformer.run_position import Clock
-from pipetransformer.transition.cost import TransitionCost
+from pipetransformer.transition.costs import plan_name
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.journal import Journal
+from pipetransformer.transition.run_planner import RunPlanner
 
 _NOISE = 0.03
 """Share by which medians of a few steps may differ without meaning anything."""
@@ -51,13 +49,12 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
 
 
 class Decider:
-    """Hold what decisions depend on: the policy, what was measured, and what was decided before.
+    """Decide for a run, and hold what was decided.
 
     Args:
         task, world: what is trained, and where.
         policy: decides how many layers are frozen.
-        measurements: costs on the live devices.
-        memory_limit_bytes: what a device slot may use; None for no limit.
+        planner: chooses the pipeline for them.
     """
 
     def __init__(
@@ -66,21 +63,15 @@ class Decider:
         world: World,
         *,
         policy: FreezePolicy,
-        measurements: Measurements,
-        memory_limit_bytes: int | None,
+        planner: RunPlanner,
     ) -> None:
         self._task = task
         self._world = world
-        self.policy = policy
-        self.measurements = measurements
-        self._memory_limit_bytes = memory_limit_bytes
+        self.policy, self.planner = policy, planner
         self._shape = plan_shape(task, world)
         self._journal: Journal | None = None
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
-        self.transition_cost = TransitionCost(world)
-        self._lengthening = 1.0
-        self._corrections: dict[str, float] = {}
 
     def open_journal(self, *, from_step: int | None) -> None:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
@@ -112,21 +103,10 @@ class Decider:
         assert current is not None
 
         def plan() -> Decision:
-            pipeline, use_cache = self.plan(clock, current.num_frozen)
+            pipeline, use_cache = self.planner.plan(clock, current.num_frozen, current)
             return replace(current, plan=pipeline, use_cache=use_cache)
 
         self.current = self._publish(None, plan)
-
-    def calibrate(self, measured_s: float) -> None:
-        """Take from live steps how much longer they are than the measurements made expect.
-
-        Args:
-            measured_s: what steps of the current plan take, without fetching samples.
-        """
-        assert self.current is not None
-        predicted_s = self.current.plan.training_s
-        if predicted_s > 0:
-            self._lengthening *= measured_s / predicted_s
 
     def review(self, clock: Clock, left: PipelinePlan, measured_s: float | None) -> Decision:
         """Return what holds after another plan's first steps: that, or the one left. Collective.
@@ -158,39 +138,10 @@ class Decider:
     def executed(self, decision: Decision, seconds: float | None) -> None:
         """Note that a decision holds now, and what the transition cost."""
         if seconds is not None and self.current is not None:
-            self.transition_cost.note(
-                self.measurements.profile, self.current.plan, decision.plan, seconds=seconds
-            )
+            self.planner.note_transition(self.current.plan, decision.plan, seconds)
         kept = self.frozen_since[: decision.num_frozen]
         self.frozen_since = kept + (decision.step,) * (decision.num_frozen - len(kept))
         self.current = decision
-
-    def predict_transition_s(self, plan: PipelinePlan) -> float:
-        """Return the seconds that going from the current plan to another is predicted to cost."""
-        if self.current is None:
-            return 0.0
-        return self.transition_cost.predict_s(self.measurements.profile, self.current.plan, plan)
-
-    def plan(self, clock: Clock, num_frozen: int) -> tuple[PipelinePlan, bool]:
-        """Return the pipeline for a number of frozen layers, and whether the prefix is cached."""
-        current = self.current.plan if self.current else None
-        situation = self._situation(clock, num_frozen, current)
-        plan = planner_of(self._task.config.plan)(situation)
-        return plan, situation.request.prefix_cached_s is not None
-
-    def _situation(
-        self, clock: Clock, num_frozen: int, current: PipelinePlan | None
-    ) -> PlanSituation:
-        return PlanSituation(
-            clock.step,
-            clock.max_steps - clock.step,
-            self.measurements.profile.lengthened(self._lengthening),
-            self._request(num_frozen, clock),
-            current,
-            self.predict_transition_s,
-            self._task.config.scale_batch,
-            self._correction,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -199,9 +150,7 @@ class Decider:
             "policy": self.policy.state_dict(),
             "current": self.current.to_json(),
             "frozen_since": list(self.frozen_since),
-            "transition_cost": self.transition_cost.state_dict(),
-            "lengthening": self._lengthening,
-            "corrections": self._corrections,
+            "planner": self.planner.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,47 +158,12 @@ class Decider:
         self.policy.load_state_dict(state["policy"])
         self.current = Decision.from_json(state["current"])
         self.frozen_since = tuple(state["frozen_since"])
-        self.transition_cost.load_state_dict(state["transition_cost"])
-        self._lengthening = state.get("lengthening", 1.0)
-        self._corrections = dict(state.get("corrections", {}))
-
-    def forget_times(self) -> None:
-        """Start over with what was measured anew, on devices that may be others."""
-        self._lengthening, self._corrections = 1.0, {}
+        self.planner.load_state_dict(state["planner"])
 
     def close(self) -> None:
         """Close the journal."""
         if self._journal is not None:
             self._journal.close()
-
-    def _request(self, num_frozen: int, clock: Clock) -> PlanRequest:
-        config, measured = self._task.config, self.measurements
-        request = PlanRequest(
-            self._world.size,
-            self._world.slots_per_node,
-            config.global_batch_size,
-            num_frozen,
-            memory_limit_bytes=self._memory_limit_bytes,
-            prefix_chunk=config.prefix_chunk_of(self._world.size),
-            lengths=self._lengths(num_frozen),
-            micro_batches=None if config.micro_batches is None else (config.micro_batches,),
-            micro_batch_size=config.micro_batch_size,
-            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
-        )
-        rate = measured.copy_bytes_per_s if config.cache else None
-        return complete_request(
-            request,
-            measured.profile,
-            cache_bytes_per_s=rate,
-            reads_a_row=self._reads_a_row(clock),
-        )
-
-    def _reads_a_row(self, clock: Clock) -> float:
-        """Return how often a sample comes again in the run, after it was computed and stored."""
-        if self.current is not None and self.current.use_cache:
-            return math.inf  # What is stored by now serves deeper layers, too.
-        fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
-        return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
 
     def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
         """Bring all sublayers' mean squared norms to every rank, and start a new interval."""
@@ -263,14 +177,15 @@ class Decider:
     def _decide(
         self, clock: Clock, norms: Mapping[str, float], metrics: Mapping[str, float]
     ) -> Decision:
-        current = self.current.num_frozen if self.current else 0
+        current, plan_for = self.current, self.planner.plan
+        num_frozen = current.num_frozen if current else 0
         context = FreezeContext(
             **asdict(clock),
-            layers=self._layers(norms, current),
-            num_frozen=current,
+            layers=self._layers(norms, num_frozen),
+            num_frozen=num_frozen,
             frozen_since=self.frozen_since,
             metrics=metrics,
-            predict=lambda frozen: self.plan(clock, frozen)[0].predicted_step_s,
+            predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
         num_frozen, reason = freeze.num_frozen, freeze.reason
@@ -280,8 +195,7 @@ class Decider:
                 return recorded
             # Another world needs another pipeline, but what was frozen must stay what it was.
             num_frozen, reason = recorded.num_frozen, recorded.reason
-        plan, use_cache = self.plan(clock, num_frozen)
-        self._check(plan, clock, num_frozen)
+        plan, use_cache = plan_for(clock, num_frozen, current)
         return Decision(clock.step, num_frozen, plan, use_cache, reason)
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
@@ -290,26 +204,6 @@ class Decider:
         if entry is None:
             return None, False
         return Decision.from_json(entry["decision"]), entry["world"] == self._shape
-
-    def _check(self, plan: PipelinePlan, clock: Clock, num_frozen: int) -> None:
-        """Refuse what a user's planner may not return."""
-        first = self._task.model.first_active(num_frozen)
-        if plan.boundaries[0] != first:
-            raise ValueError(
-                f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
-                f"frozen layers the first active sublayer is {first}; plan the active ones"
-            )
-        config, request = self._task.config, self._request(num_frozen, clock)
-        if config.micro_batch_size is None:
-            return
-        batch = config.global_batch(request.replicas_of(plan.length))
-        sizes = replace(request, global_batch=batch).sizes_of(plan.length, plan.num_micro_batches)
-        if plan.num_micro_batches != len(sizes):
-            raise ValueError(
-                f"the planner wants {plan.num_micro_batches} micro-batches, but micro_batch_size "
-                f"{config.micro_batch_size} makes {len(sizes)} of a replica's samples; let it "
-                "return as many, or leave micro_batch_size out"
-            )
 
     def _review(self, clock: Clock, left: PipelinePlan, measured_s: float | None) -> Decision:
         current = self.current
@@ -320,30 +214,18 @@ class Decider:
         kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
         if measured_s is None:
             return kept
-        back = same_stages(self._situation(clock, current.num_frozen, left), left)
+        back = self.planner.same_stages(clock, current, left)
         # Told apart from a machine that became slower by how soon the one followed the other.
         slower = measured_s / max(current.plan.training_s, 1e-9)
-        self._corrections[_name(current.plan)] = self._correction(current.plan) * slower
+        self.planner.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
         if back is None or measured_s <= (1 + _NOISE) * back.training_s:
             return kept
         reason = (
-            f"back to {_name(left)}: {_name(current.plan)} takes {measured_s:.3g} s a step, "
-            f"instead of {back.training_s:.3g} s"
+            f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
+            f"a step, instead of {back.training_s:.3g} s"
         )
         return replace(kept, plan=back, reason=reason)
-
-    def _correction(self, plan: PipelinePlan) -> float:
-        return self._corrections.get(_name(plan), 1.0)
-
-    def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
-        """Return the length that was set, or the longest below it that the active layers allow."""
-        length = self._task.config.pipeline_length
-        if length is None:
-            return None
-        model = self._task.model
-        most = min(length, len(model.sublayers) - model.first_active(num_frozen))
-        return (max(one for one in self._world.lengths if one <= most),)
 
     def _layers(self, norms: Mapping[str, float], num_frozen: int) -> tuple[LayerStats, ...]:
         model = self._task.model
@@ -367,8 +249,3 @@ class Decider:
             )
             for index in range(model.num_layers)
         )
-
-
-def _name(plan: PipelinePlan) -> str:
-    """Name what steps are compared by: pipelines of one name differ by their frozen layers."""
-    return f"K = {plan.length}, M = {plan.num_micro_batches}"

@@ -21,10 +21,11 @@ from pipetransformer.measure import Measurements, measure
 from pipetransformer.processes import World, free_bytes, tightest
 from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
+from pipetransformer.transition.costs import REVIEW_STEPS, Pace
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
-from pipetransformer.transition.pace import REVIEW_STEPS, Pace
+from pipetransformer.transition.run_planner import RunPlanner
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Transitions:
 
     Args:
         task, world: what is trained, and where.
+        policy: decides how many layers are frozen.
         deployment: what decisions are carried out on.
         timeline: where the run is.
         read: reads samples of the training set to measure with; ids may exceed its length.
-        peak_learning_rate: of the first parameter group, at a factor of 1.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class Transitions:
         task: Task,
         world: World,
         *,
+        policy: FreezePolicy,
         deployment: Deployment,
         timeline: Timeline,
         read: Callable[[Tensor], Batch],
-        peak_learning_rate: float,
     ) -> None:
         self._task, self._world = task, world
-        self._deployment, self._timeline = deployment, timeline
+        self._policy = policy
+        self.deployment, self.timeline = deployment, timeline
         self._read = read
-        self._peak_learning_rate = peak_learning_rate
         self._decider: Decider | None = None
         self._pace = Pace()
         self._review: Review | None = None
@@ -117,41 +118,45 @@ class Transitions:
     @property
     def replicas(self) -> int:
         """Return how many pipelines train; 1 before the first decision."""
-        stage = self._deployment.stage
+        stage = self.deployment.stage
         return stage.topology.replicas if stage else 1
 
     def clock(self) -> Clock:
         """Describe the coming step to a policy."""
-        return self._timeline.clock(self.replicas, self._peak_learning_rate)
+        return self.timeline.clock(self.replicas)
 
-    def begin(self, policy: FreezePolicy, kept: Measurements | None) -> None:
+    def begin(self, kept: Measurements | None) -> None:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
         limit = self._memory_limit_bytes()
-        self._decider = Decider(
+        planner = RunPlanner(
             self._task,
             self._world,
-            policy=policy,
             measurements=kept or self._measure(),
             memory_limit_bytes=limit,
         )
+        self._decider = Decider(self._task, self._world, policy=self._policy, planner=planner)
 
     def measure(self) -> Measurements:
         """Measure anew, for the decisions to come. Collective."""
-        self.decider.measurements = self._measure()
-        self.decider.forget_times()
-        return self.decider.measurements
+        self.decider.planner.use(self._measure())
+        return self.decider.planner.measurements
 
     def decide_if_due(self, metrics: Mapping[str, float]) -> Change | None:
         """Decide where a decision, or its review, precedes the coming step. Collective there."""
         current = self.decider.current
-        if current is None or self._timeline.decision_due(current.step):
-            stage = self._deployment.stage
+        if current is None or self.timeline.decision_due(current.step):
+            stage = self.deployment.stage
             signals = stage.signals if stage else None
             if current is not None and (measured_s := self._pace.median_s) is not None:
-                self.decider.calibrate(measured_s)
+                self.decider.planner.calibrate(
+                    self.clock(),
+                    current,
+                    measured_s=measured_s,
+                    computed_s=self._pace.computed_s,
+                )
             return self._carry_out(lambda: self.decider.decide(self.clock(), signals, metrics))
         review = self._review
-        if review is not None and review.step == self._timeline.position.step:
+        if review is not None and review.step == self.timeline.position.step:
             measured_s = self._pace.median_s if review.was_measured else None
             change = self._carry_out(
                 lambda: self.decider.review(self.clock(), review.left, measured_s)
@@ -162,7 +167,8 @@ class Transitions:
 
     def note_step(self, result: StepResult) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
-        known = self._pace.note(result.seconds - result.breakdown["data"])
+        took = result.breakdown
+        known = self._pace.note(result.seconds - took["data"], took["compute"])
         return self._pace.median_s if known else None
 
     def close(self) -> None:
@@ -189,11 +195,13 @@ class Transitions:
         before, step_before_s = self.decider.current, self._pace.median_s
         start = time.perf_counter()
         decision = decide()
-        predicted_s = self.decider.predict_transition_s(decision.plan)
+        predicted_s = self.decider.planner.predict_transition_s(
+            before.plan if before else None, decision.plan
+        )
         is_transition, moved = decision.changes(before), 0
         if is_transition:
             # The transition ends when its last rank is done.
-            moved = sum(gather_json(self._deployment.change(decision), group=self._world.group))
+            moved = sum(gather_json(self.deployment.change(decision), group=self._world.group))
         seconds = time.perf_counter() - start
         self.decider.executed(decision, seconds if is_transition else None)
         if is_transition:
@@ -208,5 +216,5 @@ class Transitions:
         return tightest((self._task.config.memory_limit_bytes, *free))
 
     def _measure(self) -> Measurements:
-        held_bytes = self._deployment.held_bytes()
+        held_bytes = self.deployment.held_bytes()
         return measure(self._task, self._world, self._read, held_bytes=held_bytes)

@@ -103,7 +103,7 @@ def test_a_short_sentence_touches_only_its_own_bytes() -> None:
     ):  # fmt: skip
         for _ in range(NUM_SENTENCES // 8):
             trainer.step()
-        store = trainer._feed._store
+        store = trainer._run.feed._store
         assert store is not None
         words = store._words[0].view(torch.float64).view(NUM_SENTENCES, LENGTH, -1)
         lengths = Sentences().mask.sum(1)

@@ -116,9 +116,9 @@ def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float
     with make_trainer(scenario, scenario.policy(), folder=folder) as trainer:
         losses = [trainer.step().loss]
         stages = {span.stage for span in trainer.trace_step().spans}
-        while not trainer._timeline.is_over:
+        while not trainer._run.timeline.is_over:
             losses.append(trainer.step().loss)
-        loss = trainer.evaluate(trainer._train_dataset)["loss"]
+        loss = trainer.evaluate(trainer._run.feed.dataset)["loss"]
         return collect(trainer, losses), loss, stages
 
 

@@ -66,7 +66,7 @@ def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) 
         outcome = collect(trainer, [0.0])
         transitions = [entry["step"] for entry in trainer.report.transitions]
         outcome.extra["report"] = [trainer.report.samples, trainer.report.metrics, transitions]
-        outcome.extra["policy"] = trainer._policy.state_dict()
+        outcome.extra["policy"] = trainer._run.transitions.decider.policy.state_dict()
         return outcome
 
 
@@ -290,7 +290,7 @@ def read_by_epoch(scenario: Scenario) -> list[list[int]]:
         freeze=FreezeSchedule(scenario.frozen),
         **scenario.options,
     ) as trainer:
-        trainer._set_up()
+        trainer._run.begin()
         data.read.clear()
         for _ in range(trainer.config.epochs):
             for _ in range(5):
@@ -312,7 +312,7 @@ def held_sublayers(scenario: Scenario) -> list[int]:
     with make_trainer(scenario, None, checkpoint_every_epochs=0) as trainer:
         for _ in range(6):
             trainer.step()
-        model = trainer._task.model
+        model = trainer._run.task.model
         return [
             i
             for i in range(len(model.sublayers))

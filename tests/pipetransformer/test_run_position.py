@@ -29,7 +29,7 @@ def test_saves_are_due_by_steps_by_epochs_and_at_the_end(
         checkpoint_every_steps=steps,
         checkpoint_every_epochs=epochs,
     )
-    timeline, found = Timeline(settings, 26), []
+    timeline, found = Timeline(settings, 26, 1.0), []
     while not timeline.is_over:
         timeline.advance(min(6, 26 - timeline.position.sample))
         if timeline.save_due():

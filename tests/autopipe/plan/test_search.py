@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopipe.plan.request import PipelinePlan
-from autopipe.plan.search import candidates, plan_pipeline, predict
+from autopipe.plan.search import candidates, plan_pipeline, predict, stage_compute_s
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
 from tests.costs import profile, request, sublayer, sums, uniform
@@ -209,3 +209,27 @@ def test_a_lengthened_profile_computes_longer_and_reads_and_sends_as_before() ->
     assert longer.frozen_s(0, 4) == pytest.approx(1.5 * known.frozen_s(0, 4))
     assert longer.optimizer_s_per_byte == 1.5 * known.optimizer_s_per_byte
     assert longer.link == known.link and longer.all_reduce == known.all_reduce
+
+
+def test_a_slow_rank_is_given_less_to_do() -> None:
+    # Rank 1 takes twice as long: of 12 equal layers it gets 4 where there are two stages.
+    equal, unequal = uniform(12), uniform(12, slowness=(1.0, 2.0))
+    forced: dict[str, Any] = {"lengths": (2,), "micro_batches": (16,)}
+    assert plan_pipeline(equal, request(**forced)).boundaries == (0, 6, 12)
+    plan = plan_pipeline(unequal, request(**forced))
+    assert plan.boundaries == (0, 8, 12)
+    assert stage_compute_s(unequal, request(**forced), plan) == (16 * 24.0, 16 * 24.0)
+    assert stage_compute_s(equal, request(**forced), plan) == (16 * 24.0, 16 * 12.0)
+    # Where both do the same, each step waits for it: 8 samples of 12 layers of 3 s, twice as long.
+    replicas = request(lengths=(1,))
+    assert plan_pipeline(unequal, replicas).predicted_step_s == 2 * 8 * 36.0
+    assert plan_pipeline(equal, replicas).predicted_step_s == 8 * 36.0
+
+
+def test_a_stage_is_as_slow_as_the_slowest_of_its_replicas() -> None:
+    slow = uniform(4, slowness=(1.0, 1.0, 1.0, 3.0))
+    assert [slow.slowness_of(stage, 2) for stage in range(2)] == [1.0, 3.0]
+    assert [slow.slowness_of(stage, 4) for stage in range(4)] == [1.0, 1.0, 1.0, 3.0]
+    assert slow.slowness_of(0, 1) == 3.0
+    # Three of four ranks train: which, is not known here.
+    assert slow.slowness_of(0, 3) == 3.0

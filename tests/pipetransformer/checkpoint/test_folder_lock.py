@@ -170,7 +170,7 @@ def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
         with make_trainer(tmp_path, checkpoint_every_steps=1) as trainer:
             trainer.step()
             raise KeyError("the cause")
-    writer = trainer._state._saver._writer
+    writer = trainer._run.state._saver._writer
     try:
         with pytest.raises(ValueError, match="is training in folder"):
             lock_folder(tmp_path)

@@ -277,8 +277,8 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
     run_state._PATIENCE_STEPS = PATIENCE_STEPS
     # Two runs may measure the machine differently; bits depend on the plan.
     with make_trainer(folder, pipeline_length=2, micro_batches=2, schedule="1f1b") as trainer:
-        trainer._set_up()
-        (folder / f"life-{life}").write_text(str(trainer._timeline.position.step))
+        trainer._run.begin()
+        (folder / f"life-{life}").write_text(str(trainer._run.timeline.position.step))
         trainer.fit()
         trainer.save_model(folder / "model.safetensors")
 

@@ -213,3 +213,29 @@ def test_random_samples_are_told(make: Callable[[int], Mapping[str, Any]]) -> No
 @pytest.mark.parametrize("num_samples", [1, 3, 100])
 def test_fixed_samples_are_told(num_samples: int) -> None:
     assert not varies(lambda i: {"x": torch.full((2,), i), "y": i}, num_samples)
+
+
+def test_a_tensor_dataset_is_read_as_its_items_are() -> None:
+    x, y = torch.arange(40.0).reshape(10, 4), torch.arange(10)
+    ids = torch.tensor([7, 0, 7, 3])
+    options: dict[str, Any] = {"names": ("x", "y"), "required": ("x", "y"), "seed": 0, "epoch": 0}
+    whole = read_samples(TensorDataset(x, y), ids, **options)
+    items = read_samples(list(TensorDataset(x, y)), ids, **options)
+    assert list(whole) == list(items) == ["x", "y"]
+    for name, tensor in items.items():
+        assert torch.equal(whole[name], tensor) and whole[name].dtype == tensor.dtype
+    with pytest.raises(ValueError, match="a tuple of 2 in that order"):
+        read_samples(TensorDataset(x), ids, **options)
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
+def test_labels_go_by_any_of_their_names(name: str) -> None:
+    items = [{"x": torch.zeros(2), name: 3, "text": "left out"}] * 2
+    ids = torch.tensor([0, 1])
+    for wanted in ("labels", "label"):
+        names = ("x", wanted)
+        batch = read_samples(items, ids, names=names, required=names, seed=0, epoch=0)
+        assert list(batch) == ["x", wanted] and batch[wanted].tolist() == [3, 3]
+    both = [{"x": torch.zeros(2), "label": 1, "labels": 2}]
+    batch = read_samples(both, ids[:1], names=("labels",), required=("labels",), seed=0, epoch=0)
+    assert batch["labels"].tolist() == [2]

@@ -201,10 +201,10 @@ def measure_while_training() -> tuple[Measurements, list[str]]:
         progress=False,
     ) as trainer:
         trainer.step()
-        model = trainer._task.model.model
+        model = trainer._run.task.model.model
         before = {name: p for name, p in model.named_parameters() if not p.is_meta}
         values = {name: (p.detach().clone(), p.requires_grad) for name, p in before.items()}
-        measured = measure(trainer._task, trainer.world, read)
+        measured = measure(trainer._run.task, trainer.world, read)
         after = dict(model.named_parameters())
         changed = [
             name

@@ -163,12 +163,12 @@ def present_while_measuring() -> tuple[list[int], int]:
         progress=False,
     ) as trainer:
         trainer.step()
-        model = trainer._task.model
+        model = trainer._run.task.model
         own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}
         with spans_noted() as noted:
             trainer.measure()
         trainer.step()
-        return [len({*span} - own) for span in noted], trainer._deployment.held_bytes()
+        return [len({*span} - own) for span in noted], trainer._run.deployment.held_bytes()
 
 
 def test_measuring_anew_leaves_room_for_what_is_trained(two_ranks: Pool) -> None:

@@ -93,7 +93,7 @@ def change_again_and_again(sequence: list[tuple[int, ...]]) -> list[list[str]]:
     with start(2) as trainer:
         trainer.step()
         trainer.step()
-        deployment = trainer._deployment
+        deployment = trainer._run.deployment
         before = {k: v for one in reversed(digests(deployment)) for k, v in one.items()}
         for boundaries in sequence:
             deployment.change(decision(boundaries))
@@ -137,14 +137,14 @@ def gather_and_go_on() -> list[str]:
     wrong = []
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = trainer._run.deployment
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
         owners = {k: v for one in digests(deployment) for k, v in one.items()}
         deployment.gather_weights(torch.device("cpu"))
         if {name: t.data_ptr() for name, t in held(deployment).items()} != before:
             wrong.append("shards of this rank were touched")
         if trainer.world.is_main:
-            model = trainer._task.model
+            model = trainer._run.task.model
             gathered = {
                 f"{sub.name}/weights/{name}": digest(tensor)
                 for index, sub in enumerate(model.sublayers)
@@ -167,8 +167,8 @@ def gather_into(device: str) -> list[str]:
     """Gather the weights onto a device; return where this rank's model is then."""
     with start(2) as trainer:
         trainer.step()
-        trainer._deployment.gather_weights(torch.device(device))
-        model = trainer._task.model
+        trainer._run.deployment.gather_weights(torch.device(device))
+        model = trainer._run.task.model
         return [
             next(iter(model.tensors(i).values())).device.type for i in range(len(model.sublayers))
         ]
@@ -203,8 +203,8 @@ def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     with start(1) as trainer:
-        deployment, cuda = trainer._deployment, torch.device("cuda", 0)
-        needed = sum(p.nbytes for p in trainer._task.model.model.parameters())
+        deployment, cuda = trainer._run.deployment, torch.device("cuda", 0)
+        needed = sum(p.nbytes for p in trainer._run.task.model.model.parameters())
         free = needed + pipetransformer.transition.deployment.ROUND_BYTES + room
         monkeypatch.setattr(
             pipetransformer.transition.deployment, "free_bytes", lambda device: free
@@ -217,7 +217,7 @@ def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
 
 def change_counted(trainer: Trainer, to: Decision) -> dict[str, int]:
     """Carry out a decision in rounds of the tests; count this rank's bytes while shards move."""
-    deployment = trainer._deployment
+    deployment = trainer._run.deployment
     found = {"first": sum(t.nbytes for t in held(deployment).values())}
 
     def counted(*arguments: Any, **keywords: Any) -> int:
@@ -258,7 +258,7 @@ def test_a_rank_that_gives_all_and_gets_all_holds_never_both(four_ranks: Pool) -
 def watch_entry(trainer: Trainer, act: Callable[[], object]) -> dict[str, Any]:
     """Do what leads to a change, and note what this rank has when the first shard is to move."""
     found: dict[str, Any] = {}
-    model = trainer._task.model.model
+    model = trainer._run.task.model.model
 
     def watched(*arguments: Any, **keywords: Any) -> int:
         tensors = [*model.parameters(), *model.buffers()]
@@ -277,7 +277,7 @@ def watch_entry(trainer: Trainer, act: Callable[[], object]) -> dict[str, Any]:
 
 def enter_first_change() -> dict[str, Any]:
     with start(2) as trainer:
-        return watch_entry(trainer, trainer._set_up)
+        return watch_entry(trainer, trainer._run.begin)
 
 
 def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(
@@ -292,9 +292,9 @@ def enter_second_change() -> dict[str, Any]:
     """Hold on to the old stage while it is left, as a caller may."""
     with start(2) as trainer:
         trainer.step()
-        stage = trainer._deployment.active_stage
+        stage = trainer._run.deployment.active_stage
         assert stage.optimizer is not None
-        found = watch_entry(trainer, lambda: trainer._deployment.change(decision((0, 8))))
+        found = watch_entry(trainer, lambda: trainer._run.deployment.change(decision((0, 8))))
         found["kept"] = (stage.optimizer, len(stage.parameters))
         return found
 
@@ -311,7 +311,7 @@ def change_locally() -> list[str]:
     refused = AssertionError("no rank needs another for this")
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = trainer._run.deployment
         deployment.change(decision((0, 4, 8)))
         groups = deployment.active_stage._groups
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
@@ -345,7 +345,7 @@ def freeze_and_look() -> list[tuple[list[str], list[bool]]]:
     found = []
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = trainer._run.deployment
         for boundaries in ((6, 8), (0, 4, 8)):
             deployment.change(decision(boundaries))
             parked = deployment._held.states

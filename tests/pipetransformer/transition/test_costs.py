@@ -12,7 +12,7 @@ from autopipe.plan.request import PipelinePlan
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from pipetransformer.processes.world import World
-from pipetransformer.transition.cost import TransitionCost
+from pipetransformer.transition.costs import TransitionCost
 from tests.costs import FREE, sums
 
 TWO = World(0, 2, 2, torch.device("cpu"), None, owned=False)

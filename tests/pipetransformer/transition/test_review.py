@@ -12,8 +12,8 @@ from autopipe.plan.request import PipelinePlan
 from freeze.rules import FreezeSchedule
 from pipetransformer import Trainer, planning
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
+from pipetransformer.transition.costs import REVIEW_STEPS, Pace
 from pipetransformer.transition.decision import Decision
-from pipetransformer.transition.pace import REVIEW_STEPS, Pace
 from pipetransformer.transition.transitions import Review
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -21,7 +21,7 @@ from tests.pool import Pool
 
 def watch(pace: Pace, *seconds: float) -> list[int]:
     """Note steps; return the positions at which the outcome became known."""
-    return [n for n, one in enumerate(seconds) if pace.note(one)]
+    return [n for n, one in enumerate(seconds) if pace.note(one, one / 2)]
 
 
 def test_the_outcome_is_the_median_after_warming_up_and_known_once() -> None:
@@ -29,7 +29,7 @@ def test_the_outcome_is_the_median_after_warming_up_and_known_once() -> None:
     assert watch(pace, 9.0, 9.0, *[2.0] * 9) == []
     assert pace.median_s is None
     assert watch(pace, 2.0) == [0]
-    assert pace.median_s == 2.0
+    assert pace.median_s == 2.0 and pace.computed_s == 1.0
     assert watch(pace, *[2.0] * 20) == []
     pace.begin()
     assert pace.median_s is None
@@ -111,11 +111,11 @@ def pipelines_of(
     def costs(situation: Any) -> Any:
         return situation.profile.sublayers
 
-    def note(pace: Pace, seconds: float, known: Any = Pace.note) -> bool:
+    def note(pace: Pace, seconds: float, computed_s: float, known: Any = Pace.note) -> bool:
         # As predicted: what live steps calibrate is then the prediction itself.
-        stage = trainer._deployment.active_stage
+        stage = trainer._run.deployment.active_stage
         factor = slowness if stage.topology.length == 2 else 1.0
-        return bool(known(pace, factor))
+        return bool(known(pace, factor, 0.0))
 
     made: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(), "freeze": FreezeSchedule([0, 0]), "plan": name or plan,

@@ -1,0 +1,192 @@
+"""Learn from a run what its steps and its transitions cost: live steps are the measurement."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autodp import largest_incoming_bytes, plan_moves
+from autopipe.plan import PipelinePlan
+from autopipe.profile import Profile
+from pipetransformer.processes import World
+from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, Ownership, shard_name
+
+_WINDOW = 10
+"""Steps whose median counts; fewer are too noisy, and more would notice late."""
+
+_WARM_UP = 2
+"""First steps of a plan, which touch fresh memory."""
+
+_UNEQUAL = 0.25
+"""Share by which one rank must compute longer than another for them to count as unequal: other
+people's work makes that much of a difference for a while."""
+
+REVIEW_STEPS = _WARM_UP + _WINDOW
+"""Steps after which it is known what a plan's steps take."""
+
+_REGROUP_S = 0.05
+"""Building groups, optimizer and buckets, before a change that moved nothing has told."""
+
+_FRESH = 3.0
+"""How many times slower bytes travel into fresh memory than in a repeated probe, before a
+transition has told."""
+
+
+class Pace:
+    """Watch the steps of one plan after the other, apart from fetching their samples.
+
+    While a cache fills, fetching says nothing of the plan; and it takes as long under another.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._computed: deque[float] = deque(maxlen=_WINDOW)
+
+    def begin(self) -> None:
+        """Start to watch a plan."""
+        self._num_steps = 0
+        self._recent.clear()
+        self._computed.clear()
+
+    def note(self, seconds: float, computed_s: float) -> bool:
+        """Take a step; return whether it is known now what the plan's steps take.
+
+        It is once for every plan.
+
+        Args:
+            seconds: of the step, without fetching samples.
+            computed_s: those of them in which this rank computed.
+        """
+        self._num_steps += 1
+        if self._num_steps > _WARM_UP:
+            self._recent.append(seconds)
+            self._computed.append(computed_s)
+        return self._num_steps == REVIEW_STEPS
+
+    @property
+    def median_s(self) -> float | None:
+        """Return what a step of this plan takes of late; None before there are enough of them."""
+        return statistics.median(self._recent) if len(self._recent) == _WINDOW else None
+
+    @property
+    def computed_s(self) -> float:
+        """Return in how many of these seconds this rank computed."""
+        return statistics.median(self._computed)
+
+
+class Calibration:
+    """Hold what live steps have taught of costs since they were measured.
+
+    All computing takes longer by one factor, some ranks by one of their own, and steps of a plan
+    that was tried by another.
+    """
+
+    def __init__(self) -> None:
+        self._lengthening = 1.0
+        self._slowness: tuple[float, ...] = ()
+        self._corrections: dict[str, float] = {}
+
+    def applied_to(self, profile: Profile) -> Profile:
+        """Return the costs as they are now."""
+        return replace(profile.lengthened(self._lengthening), slowness=self._slowness)
+
+    def correction(self, plan: PipelinePlan) -> float:
+        """Return how many times longer than predicted a plan's steps have turned out to take."""
+        return self._corrections.get(plan_name(plan), 1.0)
+
+    def correct(self, plan: PipelinePlan, slower: float) -> None:
+        """Note that a plan's steps take longer than predicted by another factor."""
+        self._corrections[plan_name(plan)] = self.correction(plan) * slower
+
+    def compare_ranks(self, computed_s: Sequence[float], expected_s: Sequence[float]) -> None:
+        """Find out how many times longer than the fastest each rank computes.
+
+        Args:
+            computed_s: seconds a step, by rank.
+            expected_s: by rank, with the slowness known so far; 0 for one that has nothing to do.
+        """
+        known = self._slowness or (1.0,) * len(computed_s)
+        found = [
+            before * seconds / expected if seconds and expected else 0.0
+            for before, seconds, expected in zip(known, computed_s, expected_s, strict=True)
+        ]
+        fastest = min(filter(None, found), default=1.0)
+        slowness = tuple(max(one / fastest, 1.0) for one in found)
+        self._slowness = slowness if max(slowness) > 1 + _UNEQUAL else ()
+
+    def compare_steps(self, plan: PipelinePlan, measured_s: float) -> None:
+        """Find out how much longer all computing takes.
+
+        Args:
+            plan: as it is predicted now.
+            measured_s: what its steps take, without fetching samples.
+        """
+        if plan.training_s > 0:
+            self._lengthening *= measured_s / plan.training_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {
+            "lengthening": self._lengthening,
+            "slowness": list(self._slowness),
+            "corrections": self._corrections,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._lengthening, self._slowness = state["lengthening"], tuple(state["slowness"])
+        self._corrections = dict(state["corrections"])
+
+
+class TransitionCost:
+    """Predict transitions; each one that happened corrects the coming predictions."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._regroup_s, self._slowness = _REGROUP_S, _FRESH
+
+    def predict_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
+        """Return the seconds of going from one plan to another."""
+        return self._regroup_s + self._slowness * self._way_s(profile, before, after)
+
+    def note(
+        self, profile: Profile, before: PipelinePlan, after: PipelinePlan, *, seconds: float
+    ) -> None:
+        """Learn from a transition's measured seconds."""
+        way_s = self._way_s(profile, before, after)
+        if way_s == 0:
+            self._regroup_s = seconds
+        else:
+            self._slowness = max(0.0, seconds - self._regroup_s) / way_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {"regroup_s": self._regroup_s, "slowness": self._slowness}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._regroup_s, self._slowness = state["regroup_s"], state["slowness"]
+
+    def _way_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
+        """Return the seconds for the bytes of the rank that receives most, at a probe's rate."""
+        names = tuple(cost.name for cost in profile.sublayers)
+        old, new = (
+            Ownership(names, self._world.topology(plan.length), plan.boundaries).shards()
+            for plan in (before, after)
+        )
+        sizes: dict[str, int] = {}
+        for cost in profile.sublayers:
+            sizes[shard_name(cost.name, WEIGHTS)] = cost.parameter_bytes + cost.buffer_bytes
+            sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
+        moves = plan_moves(old, new, sizes, slots_per_node=self._world.slots_per_node)
+        slowest = min(profile.link.bytes_per_s, profile.node_link.bytes_per_s)
+        return largest_incoming_bytes(moves, sizes) * (1 / slowest)
+
+
+def plan_name(plan: PipelinePlan) -> str:
+    """Name what steps are compared by: pipelines of one name differ by their frozen layers."""
+    return f"K = {plan.length}, M = {plan.num_micro_batches}"

@@ -1,0 +1,211 @@
+"""Plan a run's pipeline with what is known of costs by now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autodp import gather_json
+from autopipe.plan import PipelinePlan, PlanRequest, stage_compute_s
+from pipetransformer.job import Task
+from pipetransformer.measure import Measurements
+from pipetransformer.planning import (
+    PlanSituation,
+    complete_request,
+    of_length,
+    planner_of,
+    same_stages,
+)
+from pipetransformer.processes import World
+from pipetransformer.run_position import Clock
+from pipetransformer.stage import BatchCut
+from pipetransformer.transition.costs import Calibration, TransitionCost
+from pipetransformer.transition.decision import Decision
+
+
+class RunPlanner:
+    """Ask the run's planner, and correct the costs it is given.
+
+    Args:
+        task, world: what is trained, and where.
+        measurements: costs on the live devices.
+        memory_limit_bytes: what a device slot may use; None for no limit.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        measurements: Measurements,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        self._task, self._world = task, world
+        self.measurements = measurements
+        self._memory_limit_bytes = memory_limit_bytes
+        self._calibration = Calibration()
+        self._transition_cost = TransitionCost(world)
+
+    def plan(
+        self, clock: Clock, num_frozen: int, current: Decision | None
+    ) -> tuple[PipelinePlan, bool]:
+        """Return the pipeline for a number of frozen layers, and whether the prefix is cached.
+
+        Args:
+            clock: of the coming step.
+            num_frozen: frozen layers.
+            current: what holds so far.
+        Raises:
+            ValueError: no pipeline is possible, or a user's planner returns one that is not.
+        """
+        situation = self._situation(clock, num_frozen, current, current.plan if current else None)
+        plan = planner_of(self._task.config.plan)(situation)
+        self._check(plan, situation)
+        return plan, situation.request.prefix_cached_s is not None
+
+    def same_stages(
+        self, clock: Clock, current: Decision, plan: PipelinePlan
+    ) -> PipelinePlan | None:
+        """Predict a plan's stages with the layers that are frozen now; None if they do not fit."""
+        return same_stages(self._situation(clock, current.num_frozen, current, plan), plan)
+
+    def calibrate(
+        self, clock: Clock, current: Decision, *, measured_s: float, computed_s: float
+    ) -> None:
+        """Correct the costs by what live steps take. Collective.
+
+        Args:
+            clock: of the coming step.
+            current: what holds.
+            measured_s: what its steps take, without fetching samples.
+            computed_s: in how many of these seconds this rank computed.
+        """
+        all_computed_s = gather_json(computed_s, group=self._world.group)
+        self._calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
+        predicted = self.same_stages(clock, current, current.plan) or current.plan
+        self._calibration.compare_steps(predicted, measured_s)
+
+    def correct(self, plan: PipelinePlan, slower: float) -> None:
+        """Note that a plan's steps take longer than predicted by a factor."""
+        self._calibration.correct(plan, slower)
+
+    def use(self, measurements: Measurements) -> None:
+        """Start over with what was measured anew."""
+        self.measurements, self._calibration = measurements, Calibration()
+
+    def note_transition(self, before: PipelinePlan, after: PipelinePlan, seconds: float) -> None:
+        """Learn from what a transition took."""
+        profile = self.measurements.profile
+        self._transition_cost.note(profile, before, after, seconds=seconds)
+
+    def predict_transition_s(self, before: PipelinePlan | None, after: PipelinePlan) -> float:
+        """Return the seconds that going from one plan to another is predicted to cost."""
+        if before is None:
+            return 0.0
+        return self._transition_cost.predict_s(self.measurements.profile, before, after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {
+            "transition_cost": self._transition_cost.state_dict(),
+            "calibration": self._calibration.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._transition_cost.load_state_dict(state["transition_cost"])
+        self._calibration.load_state_dict(state["calibration"])
+
+    def _situation(
+        self,
+        clock: Clock,
+        num_frozen: int,
+        current: Decision | None,
+        plan: PipelinePlan | None,
+    ) -> PlanSituation:
+        """Describe to a planner what holds, and the plan that it may stay with."""
+        before = current.plan if current else None
+        return PlanSituation(
+            clock.step,
+            clock.max_steps - clock.step,
+            self._calibration.applied_to(self.measurements.profile),
+            self._request(clock, num_frozen, current),
+            plan,
+            lambda after: self.predict_transition_s(before, after),
+            self._task.config.scale_batch,
+            self._calibration.correction,
+        )
+
+    def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
+        """Return what each rank is expected to compute in a step; 0 for one that waits."""
+        plan, config = current.plan, self._task.config
+        situation = self._situation(clock, current.num_frozen, current, plan)
+        stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
+        topology = self._world.topology(plan.length)
+        cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)
+        slices = cut.slices(config.global_batch(topology.replicas))
+        return [
+            0.0
+            if topology.is_spare(rank)
+            else stages[topology.stage_of(rank)] * slices[topology.replica_of(rank)] / slices[0]
+            for rank in range(self._world.size)
+        ]
+
+    def _request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
+        config, measured = self._task.config, self.measurements
+        request = PlanRequest(
+            self._world.size,
+            self._world.slots_per_node,
+            config.global_batch_size,
+            num_frozen,
+            memory_limit_bytes=self._memory_limit_bytes,
+            prefix_chunk=config.prefix_chunk_of(self._world.size),
+            lengths=self._lengths(num_frozen),
+            micro_batches=None if config.micro_batches is None else (config.micro_batches,),
+            micro_batch_size=config.micro_batch_size,
+            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
+        )
+        rate = measured.copy_bytes_per_s if config.cache else None
+        return complete_request(
+            request,
+            measured.profile,
+            cache_bytes_per_s=rate,
+            reads_a_row=self._reads_a_row(clock, current),
+        )
+
+    def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
+        """Return how often a sample comes again in the run, after it was computed and stored."""
+        if current is not None and current.use_cache:
+            return math.inf  # What is stored by now serves deeper layers, too.
+        fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
+        return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
+
+    def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the length that was set, or the longest below it that the active layers allow."""
+        length = self._task.config.pipeline_length
+        if length is None:
+            return None
+        model = self._task.model
+        most = min(length, len(model.sublayers) - model.first_active(num_frozen))
+        return (max(one for one in self._world.lengths if one <= most),)
+
+    def _check(self, plan: PipelinePlan, situation: PlanSituation) -> None:
+        """Refuse what a user's planner may not return."""
+        config, num_frozen = self._task.config, situation.request.num_frozen
+        first = self._task.model.first_active(num_frozen)
+        if plan.boundaries[0] != first:
+            raise ValueError(
+                f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
+                f"frozen layers the first active sublayer is {first}; plan the active ones"
+            )
+        if config.micro_batch_size is None:
+            return
+        request = of_length(situation, plan.length)
+        sizes = request.sizes_of(plan.length, plan.num_micro_batches)
+        if plan.num_micro_batches != len(sizes):
+            raise ValueError(
+                f"the planner wants {plan.num_micro_batches} micro-batches, but micro_batch_size "
+                f"{config.micro_batch_size} makes {len(sizes)} of a replica's samples; let it "
+                "return as many, or leave micro_batch_size out"
+            )

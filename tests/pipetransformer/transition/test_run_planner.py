@@ -1,0 +1,123 @@
+"""Prove that live steps correct costs: all of them, those of slow ranks, those of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.plan.request import PipelinePlan
+from pipetransformer import adamw
+from pipetransformer.adapters.registry import adapt
+from pipetransformer.config import TrainConfig
+from pipetransformer.job import Task
+from pipetransformer.loss import Loss
+from pipetransformer.measure import Measurements
+from pipetransformer.processes.world import World
+from pipetransformer.run_position import Clock
+from pipetransformer.transition import run_planner
+from pipetransformer.transition.costs import Calibration
+from pipetransformer.transition.decision import Decision
+from pipetransformer.transition.run_planner import RunPlanner
+from tests.costs import uniform
+from tests.models import tiny_model
+
+CLOCK = Clock(100, 2, 1000, 50, 1e-3, 1e-3)
+
+
+def planner(**settings: Any) -> RunPlanner:
+    """Plan the tiny model's 6 sublayers, each 1 s forward and 2 s backward, on two ranks."""
+    layered = adapt(tiny_model())
+    config = TrainConfig(global_batch_size=12, **settings)
+    names = frozenset(name for name, _ in layered.model.named_parameters())
+    task = Task(layered, Loss(nn.CrossEntropyLoss()), adamw(), config, names)
+    world = World(0, 2, 2, torch.device("cpu"), None, owned=False)
+    measured = Measurements(uniform(len(layered.sublayers)), 1e9)
+    return RunPlanner(task, world, measurements=measured, memory_limit_bytes=None)
+
+
+def calibrate(
+    one: RunPlanner, plan: PipelinePlan, *, measured_s: float, computed_s: tuple[float, float]
+) -> None:
+    """Have both ranks report what they computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_planner, "gather_json", lambda value, group: list(computed_s))
+        decision = Decision(50, 0, plan, False, "")
+        one.calibrate(CLOCK, decision, measured_s=measured_s, computed_s=computed_s[0])
+
+
+def plan_of(one: RunPlanner) -> PipelinePlan:
+    return one.plan(CLOCK, 0, None)[0]
+
+
+def test_steps_that_take_longer_lengthen_what_is_predicted() -> None:
+    one = planner(pipeline_length=1, micro_batches=1)
+    plan = plan_of(one)
+    assert plan.predicted_step_s == 6 * 6 * 3.0
+    calibrate(one, plan, measured_s=2 * plan.training_s, computed_s=(200.0, 200.0))
+    assert plan_of(one).predicted_step_s == pytest.approx(2 * plan.predicted_step_s)
+    # Told by the same steps again, nothing changes.
+    calibrate(one, plan, measured_s=2 * plan.training_s, computed_s=(200.0, 200.0))
+    assert plan_of(one).predicted_step_s == pytest.approx(2 * plan.predicted_step_s)
+    one.use(one.measurements)
+    assert plan_of(one).predicted_step_s == plan.predicted_step_s
+
+
+def test_a_rank_that_computes_slowly_gets_fewer_sublayers_and_gets_them_back() -> None:
+    one = planner(pipeline_length=2, micro_batches=6)
+    plan = plan_of(one)
+    assert plan.boundaries == (0, 3, 6)
+    # Each stage is to compute 12 samples x 3 sublayers x 3 s.
+    calibrate(one, plan, measured_s=plan.training_s, computed_s=(108.0, 216.0))
+    uneven = plan_of(one)
+    assert uneven.boundaries == (0, 4, 6)
+    resumed = planner(pipeline_length=2, micro_batches=6)
+    resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert plan_of(resumed) == uneven
+    # The four take 144 s now, and the two as long: rank 1 is still slow.
+    calibrate(one, uneven, measured_s=uneven.training_s, computed_s=(144.0, 144.0))
+    assert plan_of(one).boundaries == (0, 4, 6)
+    calibrate(one, uneven, measured_s=uneven.training_s, computed_s=(144.0, 72.0))
+    assert plan_of(one).boundaries == (0, 3, 6)
+
+
+def test_replicas_with_unequal_shares_of_a_batch_are_not_taken_for_slow() -> None:
+    one = planner(micro_batch_size=8, pipeline_length=1)
+    plan = plan_of(one)
+    # Of 12 samples one takes 8 and the other 4: 8 x 6 x 3 s, and half of that.
+    calibrate(one, plan, measured_s=plan.training_s, computed_s=(144.0, 72.0))
+    assert plan_of(one) == plan
+
+
+@pytest.mark.parametrize(
+    ("computed_s", "slowness"),
+    [
+        ((1.0, 1.0, 1.0), ()),
+        ((1.0, 1.2, 1.0), ()),  # Noise.
+        ((3.0, 3.0, 6.0), (1.0, 1.0, 2.0)),
+        ((1.0, 2.0, 0.0), (1.0, 2.0, 1.0)),  # The third waits.
+        ((0.0, 0.0, 0.0), ()),
+    ],
+)
+def test_ranks_are_compared_with_the_fastest_beyond_noise(
+    computed_s: tuple[float, ...], slowness: tuple[float, ...]
+) -> None:
+    calibration = Calibration()
+    calibration.compare_ranks(computed_s, (1.0, 1.0, 1.0))
+    assert calibration.applied_to(uniform(2)).slowness == slowness
+
+
+def test_a_user_s_planner_must_return_the_micro_batches_that_their_size_makes() -> None:
+    def two(situation: Any) -> PipelinePlan:
+        return PipelinePlan(1, (0, 6), 2, "1f1b", 1.0, (0,))
+
+    with pytest.raises(ValueError, match="wants 2 micro-batches, but micro_batch_size 2 makes 3"):
+        plan_of(planner(plan=two, micro_batch_size=2))
+    assert plan_of(planner(plan=two, micro_batch_size=3)).num_micro_batches == 2
+    bad = dataclasses.replace(two(None), boundaries=(1, 6))
+    with pytest.raises(ValueError, match="first boundary is 1, but with 0 frozen layers"):
+        plan_of(planner(plan=lambda situation: bad))
