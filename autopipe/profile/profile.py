@@ -275,7 +275,7 @@ def profile_sublayers(
     with left_as_found([one.module for one in sublayers], device_of(middle)) as modules:
         sizes = chain_bytes(sublayers, batches[-1])
         rounds = _time_rounds(sublayers, modules, batches, repeats)
-        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 3))
+        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 2))
     # By size, kind (forward, backward, frozen) and sublayer.
     medians_s = np.median(rounds, axis=0)
     costs = []

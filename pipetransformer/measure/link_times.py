@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,14 +17,23 @@ from pipetransformer.measure.timing import typical_s
 from pipetransformer.processes import World
 
 _PROBE_BYTES = 1 << 20
-_TURNS = 31
+_TURNS = 11
 _SUM_BYTES = (1 << 12, 1 << 18, 1 << 22, 25 << 20)
 """Sizes at which sums are timed; beyond the last, a bucket's, they cost in proportion."""
 
 _FREE = LinkCost(0.0, float(1 << 40))
 
 
-def measure_links(world: World, work: Callable[[], object]) -> tuple[LinkCost, LinkCost]:
+@dataclass(frozen=True)
+class MessageTimes:
+    """Hold what messages within a node and between two cost, and the seconds of an agreement."""
+
+    link: LinkCost
+    node_link: LinkCost
+    agreement_s: float
+
+
+def measure_messages(world: World, work: Callable[[], object]) -> MessageTimes:
     """Time messages within a node, and between two; all links of a kind count as equal.
 
     Ranks exchange messages in pairs, all at once, as stages do; rank 0's times count. Where one of
@@ -33,10 +43,23 @@ def measure_links(world: World, work: Callable[[], object]) -> tuple[LinkCost, L
         world: the ranks.
         work: computes as a stage does, for a few milliseconds.
     """
+    if world.group is None:
+        return MessageTimes(_FREE, _FREE, 0.0)
+    alone = _Work(work, typical_s(work, repeats=_TURNS))
     slots = world.slots_per_node
-    within = _measure_link(world, 1, work) if slots > 1 and world.size > 1 else None
-    between = _measure_link(world, slots, work) if world.size > slots else None
-    return within or between or _FREE, between or within or _FREE
+    within = _measure_link(world, 1, alone) if slots > 1 and world.size > 1 else None
+    between = _measure_link(world, slots, alone) if world.size > slots else None
+    return MessageTimes(
+        within or between or _FREE, between or within or _FREE, _agreement_s(world, alone)
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Compute as a stage does; it is known how long that takes."""
+
+    do: Callable[[], object]
+    seconds: float
 
 
 def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[AllReduceCost, ...]:
@@ -61,26 +84,21 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     return tuple(costs)
 
 
-def measure_agreement(world: World, work: Callable[[], object]) -> float:
+def _agreement_s(world: World, work: _Work) -> float:
     """Return the seconds of a sum of two numbers over the world, of which a step has two.
 
     Ranks come to it from their work, one earlier than the other.
-
-    Args:
-        world, work: as for `measure_links`.
     """
-    if world.group is None:
-        return 0.0
     numbers = torch.zeros(2, dtype=torch.float64)
 
     def work_and_agree() -> None:
-        work()
+        work.do()
         dist.all_reduce(numbers, group=world.group)
 
-    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - typical_s(work, repeats=_TURNS))
+    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - work.seconds)
 
 
-def _measure_link(world: World, distance: int, work: Callable[[], object]) -> LinkCost:
+def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
     """Time messages, there and back, between each rank and the one at a distance above it."""
     position = world.rank % (2 * distance)
     is_lower = position < distance
@@ -111,9 +129,7 @@ def _pass(world: World, payload: Tensor, peer: int, *, sends: bool) -> None:
         payload.copy_(message)
 
 
-def _overhead_s(
-    world: World, peer: int, work: Callable[[], object], *, begins: bool, message_s: float
-) -> float:
+def _overhead_s(world: World, peer: int, work: _Work, *, begins: bool, message_s: float) -> float:
     """Return the seconds that a message costs each of its ends beside its way.
 
     Two ranks work in turn, each waiting for the other's message; what that takes beyond the work
@@ -121,16 +137,15 @@ def _overhead_s(
     that have gone cold.
     """
     payload = torch.zeros(1, dtype=torch.uint8, device=world.device)
-    alone_s = typical_s(work, repeats=_TURNS)
 
     def turn() -> None:
         for works in (begins, not begins):
             if works:
-                work()
+                work.do()
             _pass(world, payload, peer, sends=works)
 
     turn_s = typical_s(turn, repeats=_TURNS)
-    return max(0.0, turn_s / 2 - alone_s - message_s) / 2
+    return max(0.0, turn_s / 2 - work.seconds - message_s) / 2
 
 
 @contextmanager

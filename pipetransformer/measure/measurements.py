@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from autodp import broadcast_json, gather_json
 from autopipe.profile import (
-    LinkCost,
     MeasuredChain,
     Profile,
     ProfiledSublayer,
     SublayerCost,
+    chain_bytes,
     chain_seconds,
     join_chains,
     join_sizes,
@@ -34,7 +35,8 @@ from autopipe.profile import (
 )
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
-from pipetransformer.measure.link_times import measure_agreement, measure_links, measure_sums
+from pipetransformer.measure.kinds import few_of, kinds_of, spread
+from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
@@ -43,7 +45,10 @@ from pipetransformer.processes import World, free_bytes, tightest
 _BUDGET_S = 1.5
 """Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
 
-_MOST_ROUNDS = 5
+_WHOLE_S = 0.2
+"""Seconds of a round beyond which not all sublayers are timed, but some of each kind."""
+
+_OF_A_KIND, _MOST_ROUNDS = 2, 5
 
 _SHRINKS = (4, 2, 0)
 """Halvings of the largest micro-batch to the sizes that are measured: a line needs no more."""
@@ -94,20 +99,21 @@ def measure(
         read: reads samples of the training set.
         held_bytes: what training holds on this rank's device meanwhile.
     """
-    spans_of = _choose_spans(task, world, read, held_bytes)
+    whole_spans_of = _choose_spans(task, world, read, held_bytes)
+    everyone, kinds, chosen = _choose_sublayers(task, world, read, whole_spans_of)
+    spans_of = {size: _within(spans, chosen) for size, spans in whole_spans_of.items()}
     batches, rounds = _choose_batches(task, world, read, spans_of)
-    chain = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
+    timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
+    measured = spread(timed.costs, chosen, kinds=kinds, everyone=everyone)
     smallest, largest = min(batches), max(batches)
-    alone = partial(time_alone, world=world, repeats=max(3, rounds // 2))
+    alone = partial(time_alone, world=world, repeats=max(2, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
-    idle_node_share = measure_company(chain, alone_s, world)
+    idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
-    costs = tuple(_with_state(cost, state_ratio) for cost in chain.costs)
-    worked = first_sublayers(costs, spans_of[smallest][0], _WORK_S)
+    costs = tuple(_with_state(cost, state_ratio) for cost in measured)
+    worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
-    link, node_link, agreement_s = _measure_messages(
-        task, world, batch=batches[smallest], span=worked
-    )
+    messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     fetch_s, read_s = measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
@@ -118,15 +124,15 @@ def measure(
         cached_fetch_s=cached_fetch_s,
         idle_node_share=idle_node_share,
         optimizer_s_per_byte=update_s,
-        step_overhead_s=2 * agreement_s,
-        link=link,
-        node_link=node_link,
+        step_overhead_s=2 * messages.agreement_s,
+        link=messages.link,
+        node_link=messages.node_link,
         all_reduce=measure_sums(
             world,
             sum(cost.gradient_bytes for cost in costs),
             timeout_s=task.config.setup_timeout_s,
         ),
-        uncertainty=statistics.median(map(uncertainty, chain.rounds_s)),
+        uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
     )
     agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
     return replace(agreed, profile=agreed.profile.smoothed())
@@ -155,7 +161,7 @@ def _measure_chain(
     world: World,
     *,
     batches: Mapping[int, Batch],
-    spans_of: Mapping[int, Sequence[range]],
+    spans_of: Mapping[int, Sequence[Sequence[int]]],
     rounds: int,
 ) -> MeasuredChain:
     """Time every sublayer at every size; ranks start together. Collective."""
@@ -172,16 +178,11 @@ def _measure_chain(
     return join_sizes(chains)
 
 
-def _measure_messages(
-    task: Task, world: World, *, batch: Batch, span: range
-) -> tuple[LinkCost, LinkCost, float]:
-    """Return what links within and between nodes cost, and an agreement's seconds. Collective."""
+def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) -> MessageTimes:
+    """Return what messages cost that ranks exchange between their computing. Collective."""
 
-    def time_beside_work(
-        sublayers: list[ProfiledSublayer], inputs: list[Batch]
-    ) -> tuple[LinkCost, LinkCost, float]:
-        work = partial(forward, sublayers, inputs[0])
-        return *measure_links(world, work), measure_agreement(world, work)
+    def time_beside_work(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MessageTimes:
+        return measure_messages(world, partial(forward, sublayers, inputs[0]))
 
     (costs,) = run_spans(task, world.device, [span], [batch], time_beside_work)
     return costs
@@ -220,11 +221,51 @@ def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None
     return tightest((None if limit is None else limit - held_bytes, free))
 
 
-def _choose_batches(
+def _choose_sublayers(
     task: Task,
     world: World,
     read: Callable[[Tensor], Batch],
     spans_of: Mapping[int, Sequence[range]],
+) -> tuple[list[SublayerCost], list[int], tuple[int, ...]]:
+    """Return all sublayers without times, their kinds, and which of them to time. Collective.
+
+    That is all where it can be done soon. Some of each kind compute in warmer caches, and hide
+    that a sublayer is slower at one place than at another; live steps correct the former.
+    """
+    smallest = min(spans_of)
+    spans, batch = spans_of[smallest], _read(read, smallest, world.device)
+    gather_json(None, group=world.group)
+    start = time.perf_counter()
+    found = run_spans(
+        task, world.device, spans, [batch], lambda subs, inputs: chain_bytes(subs, inputs[0])
+    )
+    # Forwards alone: with backwards, and once more without gradients, it takes four times as long.
+    own_s = 4 * (time.perf_counter() - start) / smallest
+    sublayers, rows = task.model.sublayers, list(chain.from_iterable(found))
+    everyone = [
+        SublayerCost(sublayer.name, sublayer.layer, (), (), (), (), optimizer_bytes=0, **row)
+        for sublayer, row in zip(sublayers, rows, strict=True)
+    ]
+    every = tuple(range(len(sublayers)))
+    kinds = kinds_of([sublayer.module for sublayer in sublayers], rows)
+    round_s = max(gather_json(own_s, group=world.group)) * sum(spans_of)
+    if round_s <= _WHOLE_S:
+        return everyone, list(every), every
+    few = few_of(kinds, most=_OF_A_KIND)
+    return everyone, kinds, tuple(broadcast_json(few, group=world.group))
+
+
+def _within(spans: Sequence[range], chosen: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return what was chosen of each span, if anything was."""
+    parts = (tuple(index for index in chosen if index in span) for span in spans)
+    return tuple(part for part in parts if part)
+
+
+def _choose_batches(
+    task: Task,
+    world: World,
+    read: Callable[[Tensor], Batch],
+    spans_of: Mapping[int, Sequence[Sequence[int]]],
 ) -> tuple[dict[int, Batch], int]:
     """Read batches of the sizes to measure; say how often to time them.
 

@@ -89,7 +89,7 @@ def cut_spans(
 def run_spans(
     task: Task,
     device: torch.device,
-    spans: Sequence[range],
+    spans: Sequence[Sequence[int]],
     batches: Sequence[Batch],
     action: Callable[[list[ProfiledSublayer], list[Batch]], _Result],
 ) -> list[_Result]:
@@ -99,14 +99,15 @@ def run_spans(
     Args:
         task: whose model is lent.
         device: where.
-        spans: consecutive sublayers, from the first one.
+        spans: ascending sublayers, from the first one, each of which takes what the one before it
+            here gives.
         batches: what the first span takes, on the device.
         action: is given a span's sublayers and the batches that they take.
     """
     results = []
     inputs = list(batches)
     for span in spans:
-        sublayers = [_profiled(task, index, span.start) for index in span]
+        sublayers = [_profiled(task, index, span[0]) for index in span]
         modules = [sublayer.module for sublayer in sublayers]
         with held_on(task, device, span), left_as_found(modules, device):
             results.append(action(sublayers, inputs))
@@ -145,7 +146,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 
 
 @contextmanager
-def held_on(task: Task, device: torch.device, span: range) -> Iterator[None]:
+def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[None]:
     """Hold a span's sublayers on a device; those that are elsewhere get random weights."""
     model = task.model
     absent = [i for i in span if any(t.is_meta for t in model.tensors(i).values())]

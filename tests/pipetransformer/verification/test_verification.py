@@ -127,7 +127,7 @@ def believed(given: Any, own: Any, *, model: str) -> Loss:
 
 
 def test_a_loss_that_depends_on_the_split_is_found() -> None:
-    with mock.patch("pipetransformer.trainer.choose_loss", believed):
+    with mock.patch("pipetransformer.run.choose_loss", believed):
         found = verify(replace(TINY, loss_fn=WEIGHTED))
         assert "the loss 'CrossEntropyLoss' depends on how a batch is split" in found
         assert "when joined from parts" in found
