@@ -32,7 +32,7 @@ from pipetransformer.checkpoint.snapshot import Shards
 from pipetransformer.durable_files import fsync, hash_json, replace_file
 from pipetransformer.errors import CorruptCheckpointError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
