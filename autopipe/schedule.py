@@ -90,8 +90,16 @@ def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Cut samples into micro-batches that differ by at most one, the larger ones first."""
+def micro_batch_sizes(
+    num_samples: int, num_micro_batches: int, *, fixed_size: int | None = None
+) -> tuple[int, ...]:
+    """Cut samples into micro-batches that differ by at most one, the larger ones first.
+
+    Where their size is fixed, all have it but the last, and their number follows.
+    """
+    if fixed_size is not None:
+        whole, rest = divmod(num_samples, fixed_size)
+        return (fixed_size,) * whole + (rest,) * (rest > 0)
     size, num_larger = divmod(num_samples, num_micro_batches)
     return (size + 1,) * num_larger + (size,) * (num_micro_batches - num_larger)
 

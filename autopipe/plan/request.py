@@ -157,8 +157,6 @@ class PlanRequest:
             length: of its pipeline.
             num_micro_batches: how many they are, where their size is not fixed.
         """
-        num_samples = self.samples_of(length)
-        if self.micro_batch_size is None:
-            return micro_batch_sizes(num_samples, num_micro_batches)
-        whole, rest = divmod(num_samples, self.micro_batch_size)
-        return (self.micro_batch_size,) * whole + (rest,) * (rest > 0)
+        return micro_batch_sizes(
+            self.samples_of(length), num_micro_batches, fixed_size=self.micro_batch_size
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autodp import split_evenly
+from autopipe.schedule import micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,5 @@ class BatchCut:
         """Return the sizes of a replica's micro-batches; none without samples."""
         if num_samples == 0:
             return ()
-        if self.micro_batch_size is None:
-            return split_evenly(num_samples, min(num_samples, self.num_micro_batches))
-        whole, rest = divmod(num_samples, self.micro_batch_size)
-        return (self.micro_batch_size,) * whole + (rest,) * (rest > 0)
+        count = min(num_samples, self.num_micro_batches)
+        return micro_batch_sizes(num_samples, count, fixed_size=self.micro_batch_size)
