@@ -34,11 +34,16 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import replace_file
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World, agree, is_restarted, launcher_name
-from pipetransformer.transition import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
+from pipetransformer.transition import (
+    JOURNAL_FILE,
+    OPTIMIZER,
+    WEIGHTS,
+    shard_name,
+    split_shard_name,
+)
 
 CHECKPOINTS = "checkpoints"
 
-_JOURNAL = "journal.jsonl"
 _LAUNCHERS = "launchers.json"
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ def resumes(config: TrainConfig) -> bool:
             f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
             "give the folder of the run, or resume='auto', which starts anew where there is none"
         )
-    found = [name for name in (CHECKPOINTS, _JOURNAL) if (folder / name).exists()]
+    found = [name for name in (CHECKPOINTS, JOURNAL_FILE) if (folder / name).exists()]
     if config.resume or not found:
         return bool(config.resume)
     if is_restarted() and launcher_name() in _noted_launchers(folder):

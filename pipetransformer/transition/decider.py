@@ -25,7 +25,7 @@ from pipetransformer.processes import World
 from pipetransformer.run_position import Clock
 from pipetransformer.transition.costs import plan_name
 from pipetransformer.transition.decision import Decision
-from pipetransformer.transition.journal import Journal
+from pipetransformer.transition.journal import JOURNAL_FILE, Journal
 from pipetransformer.transition.run_planner import RunPlanner
 
 _NOISE = 0.03
@@ -77,7 +77,7 @@ class Decider:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
         folder = self._task.config.folder
         if folder is not None and self._world.is_main:
-            self._journal = Journal(Path(folder) / "journal.jsonl", from_step=from_step or 0)
+            self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
 
     def decide(
         self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]

@@ -51,6 +51,10 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+JOURNAL_FILE = "journal.jsonl"
+"""Its name in a run's folder."""
+
+
 class Journal:
     """Append decisions durably, and know those recorded for the steps to come. For rank 0 only.
 
