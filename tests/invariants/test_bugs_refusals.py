@@ -21,7 +21,7 @@ from torch.optim import LBFGS
 from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
-from pipetransformer.checkpoint.format import open_checkpoint, published
+from pipetransformer.checkpoint.format import FORMAT_VERSION, open_checkpoint, published
 from tests.invariants.test_bugs_numbers import TINY, sgd
 from tests.loops import make_trainer
 from tests.models import tiny_data, tiny_model
@@ -66,7 +66,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(tmp_path: Path, elsewh
 
 
 def test_the_pointer_cannot_name_a_folder_elsewhere(tmp_path: Path) -> None:
-    content = {"format": 2, "checkpoints": ["../elsewhere"]}
+    content = {"format": FORMAT_VERSION, "checkpoints": ["../elsewhere"]}
     seal = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     (tmp_path / "latest").write_text(json.dumps({"sha256": seal, "content": content}))
     with pytest.raises(ValueError, match="'../elsewhere', which is no checkpoint of its folder"):
