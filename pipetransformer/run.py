@@ -19,6 +19,7 @@ from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, resumes
 from pipetransformer.config import make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset
+from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
@@ -26,7 +27,7 @@ from pipetransformer.processes import agree, connect, likely_device, slots_of_a_
 from pipetransformer.refusals import check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
 from pipetransformer.run_position import Clock, Timeline
-from pipetransformer.stage import FrozenPrefix, SampleFeed, StepResult
+from pipetransformer.stage import StepResult
 from pipetransformer.transition import Deployment, Transitions
 
 

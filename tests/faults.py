@@ -36,9 +36,9 @@ from freeze.rules import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
+from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.sample_feed import SampleFeed
 from pipetransformer.report.records import RECORDS_FILE, read_records
-from pipetransformer.stage.frozen_prefix import FrozenPrefix
-from pipetransformer.stage.sample_feed import SampleFeed
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
 from pipetransformer.transition.decider import Decider

@@ -22,6 +22,7 @@ from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.trace import Recorder
 from freeze import GradientSignals
 from pipetransformer.errors import NonFiniteError, PeerError
+from pipetransformer.feed import Rows
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import SplitProbe, mean_of
 from pipetransformer.processes import World
@@ -33,7 +34,6 @@ from pipetransformer.stage.work import (
     EvaluationWork,
     LossSums,
     MicroBatches,
-    Rows,
     StageLayers,
     TrainMoment,
     TrainWork,

@@ -17,8 +17,8 @@ from autopipe.engine import Payload, StageWork
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
+from pipetransformer.feed import Rows
 from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
-from pipetransformer.stage.sample_feed import Rows
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
 

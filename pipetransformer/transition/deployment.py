@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
+from pipetransformer.feed import SampleFeed
 from pipetransformer.job import Task, set_frozen, set_training
 from pipetransformer.processes import World, free_bytes
-from pipetransformer.stage import SampleFeed, Stage
+from pipetransformer.stage import Stage
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.held_shards import HeldShards
 from pipetransformer.transition.ownership import WEIGHTS, Ownership, split_shard_name

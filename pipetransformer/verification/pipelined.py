@@ -21,9 +21,9 @@ from autodp import broadcast_json, gather_json
 from autopipe.plan import PipelinePlan
 from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
+from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.processes import World
-from pipetransformer.stage import FrozenPrefix, SampleFeed
 from pipetransformer.transition import Decision, Deployment
 from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance

@@ -14,10 +14,10 @@ from autocache import CacheStats, PrefixCache, RowContent, RowField, RowLayout, 
 from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
 from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
+from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.node_store import share_store
 from pipetransformer.job import Task
 from pipetransformer.processes import World
-from pipetransformer.stage.frozen_prefix import FrozenPrefix
-from pipetransformer.stage.node_store import share_store
 
 _LOGGER = logging.getLogger(__name__)
 

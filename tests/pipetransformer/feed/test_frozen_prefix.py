@@ -24,11 +24,11 @@ from pipetransformer import adamw
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data.samples import Batch
+from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.sample_feed import SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.processes.world import World, connect
-from pipetransformer.stage.frozen_prefix import FrozenPrefix
-from pipetransformer.stage.sample_feed import SampleFeed
 from tests.models import NUM_FEATURES, tiny_data, tiny_model
 from tests.pool import Pool
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetransformer.stage.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from tests.models import NUM_SAMPLES
 from tests.pipetransformer.stage.test_frozen_prefix import Feed, counts, leave_rows_unchecked
 
