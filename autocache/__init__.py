@@ -1,6 +1,6 @@
 """Cache the frozen prefix's activations, shared by all processes of a node.
 
-stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, content of a sample
+stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, content of a sample, positions
               └─► reader: rows read ahead ─► row_copy
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
+from autocache.positions import Positions
 from autocache.stamp import PrefixStamps, chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 
@@ -16,6 +17,7 @@ __all__ = [
     "HIDDEN",
     "CacheStats",
     "NamelessFilesError",
+    "Positions",
     "PrefixCache",
     "PrefixStamps",
     "RowContent",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -34,7 +34,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.content import DIGEST, HIDDEN, RowContent, check_kept, digests
+from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
+from autocache.positions import own_lengths
 from autocache.reader import RowReader
 from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
@@ -147,12 +148,16 @@ class PrefixCache:
             )
         row_ids = sample_ids if row_ids is None else row_ids
         found, rows = self._read(row_ids, depth)
-        if not self._is_current(sample_ids, found, rows, load):
-            found, rows = torch.zeros_like(found), {}
+        wanted, due, self._reads = self._to_load(sample_ids, found, self._reads)
+        loaded = self._load(wanted, load) if len(wanted) else {}
+        if len(due) and not self._is_current(sample_ids[due], rows, due, wanted, loaded):
+            found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
+            loaded = self._load(wanted, load)
+        rows, loaded = self._brought_together(found, rows, loaded)
         for first in sorted({*found.tolist()} - {depth}):
             positions = (found == first).nonzero().flatten()
             ids, inverse = sample_ids[positions].unique(return_inverse=True)
-            batch = self._load(ids, load) if first == 0 else _take(rows, positions, inverse)
+            batch = _take(rows, positions, inverse) if first else _of_ids(loaded, wanted, ids)
             fresh = self._run(batch, first, depth)
             if keeps:
                 self._write(_chosen(row_ids, positions, inverse), fresh, depth)
@@ -160,6 +165,21 @@ class PrefixCache:
         self._count(found, depth)
         rows.pop(DIGEST, None)
         return rows
+
+    def foresee(self, coming: Iterable[tuple[Tensor, Tensor]], *, depth: int) -> Iterator[Tensor]:
+        """Yield the ids that `load` will be asked for, as far as the store stays as it is.
+
+        Args:
+            coming: the (B,) sample and row ids of every fetch to come.
+            depth: of these fetches.
+        """
+        reads, stamps = self._reads, self._stamps.up_to(depth) if self._store else ()
+        for sample_ids, row_ids in coming:
+            found = torch.zeros_like(row_ids)
+            if self._store is not None:
+                found = self._store.find(row_ids, stamps)
+            wanted, _, reads = self._to_load(sample_ids, found, reads)
+            yield wanted
 
     def take_stats(self) -> CacheStats:
         """Return the statistics since the last call, and start over."""
@@ -192,20 +212,30 @@ class PrefixCache:
             read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
             return read.depth, read.rows
 
+    def _to_load(
+        self, sample_ids: Tensor, found: Tensor, reads: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return which ids to load, the positions of those only to be checked, and how many rows
+        have been read by then.
+        """
+        misses, due = found == 0, torch.empty(0, dtype=torch.int64)
+        if self._store is not None and self._content.checked:
+            hits = found.nonzero().flatten()
+            numbers = torch.arange(reads + 1, reads + 1 + len(hits))
+            every = torch.where(numbers <= self._store.num_rows, _DENSE_CHECKS, _SPARSE_CHECKS)
+            due, reads = hits[numbers % every == 0], reads + len(hits)
+        return torch.cat((sample_ids[misses], sample_ids[due])).unique(), due, reads
+
     def _is_current(
         self,
         sample_ids: Tensor,
-        found: Tensor,
         rows: dict[str, Tensor],
-        load: Load,
+        due: Tensor,
+        wanted: Tensor,
+        loaded: dict[str, Tensor],
     ) -> bool:
-        """Compare some samples read with the dataset's; condemn the store if one differs."""
-        hits = found.nonzero().flatten().tolist() if self._content.checked else []
-        due = [position for position in hits if self._check_due()]
-        if not due:
-            return True
-        ids, inverse = sample_ids[due].unique(return_inverse=True)
-        given = digests(self._load(ids, load))[inverse]
+        """Compare samples read with the dataset's; condemn the store if one differs."""
+        given = self._content.digests(_of_ids(loaded, wanted, sample_ids))
         differing = (given != rows[DIGEST][due]).nonzero().flatten().tolist()
         if not differing:
             return True
@@ -216,15 +246,21 @@ class PrefixCache:
                 "(random augmentation, or its data changed): the cache is not used any more, and "
                 "the frozen prefix is computed at every step. Make the dataset deterministic, or "
                 "set cache=False",
-                int(sample_ids[due[differing[0]]]),
+                int(sample_ids[differing[0]]),
             )
         return False
 
-    def _check_due(self) -> bool:
-        assert self._store is not None
-        self._reads += 1
-        dense = self._reads <= self._store.num_rows
-        return self._reads % (_DENSE_CHECKS if dense else _SPARSE_CHECKS) == 0
+    def _brought_together(
+        self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Give what was read and what was loaded as many positions as the longest needs."""
+        positions = self._content.positions
+        if positions is None:
+            return rows, loaded
+        num = loaded[positions.mask].shape[1] if loaded and bool((found == 0).any()) else 1
+        if rows:
+            num = max(num, int(own_lengths(rows[positions.mask][found > 0]).max()))
+        return positions.bring(rows, num), positions.bring(loaded, num)
 
     def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
         batch = load(ids)
@@ -257,7 +293,7 @@ class PrefixCache:
                 hidden = hidden.to(self._content.dtype).to(hidden.dtype)
             kept = {name: batch[name] for name in self._content.keep}
             if self._store is not None and self._content.checked:
-                kept[DIGEST] = batch[DIGEST] if DIGEST in batch else digests(batch)
+                kept[DIGEST] = batch[DIGEST] if DIGEST in batch else self._content.digests(batch)
             return {HIDDEN: hidden, **kept}
 
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
@@ -266,6 +302,8 @@ class PrefixCache:
                 lengths = self._content.lengths(fresh)
                 stored = fresh[HIDDEN].to(self._content.dtype or fresh[HIDDEN].dtype)
                 rows = {**fresh, HIDDEN: stored}
+                if (positions := self._content.positions) is not None:
+                    rows = positions.bring(rows, positions.most)
                 self._store.write(row_ids, self._stamps[depth], rows, lengths)
 
     def _count(self, found: Tensor, depth: int) -> None:
@@ -297,6 +335,14 @@ def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
 def _take(rows: dict[str, Tensor], positions: Tensor, inverse: Tensor) -> dict[str, Tensor]:
     """Return the rows at the given positions, each id once."""
     return {name: _chosen(row, positions, inverse) for name, row in rows.items()}
+
+
+def _of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """Return the rows of some ids of those that a batch holds, ascending."""
+    if torch.equal(held, ids):
+        return batch
+    index = torch.searchsorted(held, ids)
+    return {name: entry[index.to(entry.device)] for name, entry in batch.items()}
 
 
 def _place(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autocache.layout import RowField, RowLayout
+from autocache.positions import Positions, own_lengths
 
 HIDDEN, DIGEST = "hidden", "digest"
 
@@ -27,6 +28,8 @@ class RowContent:
             models in which all count.
         computed_dtype: the hidden states' as the layers compute them; None where that is `dtype`.
         checked: whether to store a digest of the sample, too, and so check the dataset against it.
+        positions: where samples are padded to another length in every batch; rows then have room
+            for the longest, and the hidden states count to its names.
     Raises:
         ValueError: `keep` names "hidden" or an entry twice, or lacks the mask.
     """
@@ -36,6 +39,7 @@ class RowContent:
     computed_dtype: torch.dtype | None = None
     padding_mask: str | None = None
     checked: bool = True
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
         if len({HIDDEN, DIGEST, *self.keep}) < 2 + len(self.keep):
@@ -63,31 +67,32 @@ class RowContent:
         ]
         kept = {name: batch_of_one[name] for name in self.keep}
         if self.checked:
-            kept[DIGEST] = digests(batch_of_one)
+            kept[DIGEST] = self.digests(batch_of_one)
         fields += [RowField(name, tuple(t.shape[1:]), t.dtype) for name, t in kept.items()]
         return RowLayout(tuple(fields))
 
     def lengths(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return the (N,) hidden states of each sample that are stored; None for all."""
-        if self.padding_mask is None:
-            return None
-        mask = batch[self.padding_mask].cpu().reshape(len(batch[self.padding_mask]), -1) != 0
-        positions = torch.arange(1, mask.shape[1] + 1)
-        return (mask * positions).amax(dim=1)
+        return None if self.padding_mask is None else own_lengths(batch[self.padding_mask])
 
+    def digests(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return (N,) int64: a digest of all that the dataset gave for each of (N, ...) samples.
 
-def digests(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return (N,) int64: a digest of all that the dataset gave for each of (N, ...) samples."""
-    names = sorted(batch)
-    found = []
-    for index in range(len(batch[names[0]])):
-        digest = hashlib.blake2b(digest_size=8)
-        for name in names:
-            values = batch[name][index].cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(name.encode())
-            digest.update(values.numpy().data)
-        found.append(int.from_bytes(digest.digest(), "little", signed=True))
-    return torch.tensor(found)
+        Padding does not enter it where that depends on the batch.
+        """
+        positions = self.positions
+        lengths = None if positions is None else own_lengths(batch[positions.mask])
+        found = []
+        for index in range(len(next(iter(batch.values())))):
+            digest = hashlib.blake2b(digest_size=8)
+            for name in sorted(batch):
+                values = batch[name][index].cpu()
+                if positions is not None and lengths is not None and name in positions.names:
+                    values = values[: lengths[index]]
+                digest.update(name.encode())
+                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found.append(int.from_bytes(digest.digest(), "little", signed=True))
+        return torch.tensor(found)
 
 
 def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:

@@ -225,7 +225,6 @@ class RowStore:
     ) -> RowRead:
         """Read the rows of a batch whose stamp is one of those given.
 
-
         Args:
             sample_ids: (B,) int64 on CPU; duplicates are fine, ids without a row are misses.
             depth_stamps: the stamps that count as hits, none of them 0.
@@ -237,11 +236,8 @@ class RowStore:
             ValueError: see `write`.
         """
         ids, fits = self._slots(sample_ids)
-        stamps = np.array([_checked_stamp(stamp) for stamp in depth_stamps], np.uint64)
         before, _, lengths = self._tags[ids].T
-        ranks = np.arange(1, len(stamps) + 1)
-        fits = fits & (not self.is_condemned)
-        depth = np.max((before[:, None] == stamps) * ranks, axis=1, initial=0) * fits
+        depth = self._depths(before, fits, depth_stamps)
         found = depth > 0
         buffers = self.buffers(len(ids)) if into is None else into
         # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
@@ -260,6 +256,11 @@ class RowStore:
         if not in_background:
             self.note(read)
         return read
+
+    def find(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> Tensor:
+        """Return the (B,) depths that `read` would find rows at, unless they are damaged."""
+        ids, fits = self._slots(sample_ids)
+        return torch.from_numpy(self._depths(self._tags[ids, 0], fits, depth_stamps))
 
     def note(self, read: RowRead) -> None:
         """Count rows that were read; warn of the first damaged ones."""
@@ -326,6 +327,14 @@ class RowStore:
         self._tags[ids, 1] = _check_values(sums, ids, np.uint64(stamp), own)
         self._tags[ids, 0] = stamp
         self.counts.bytes_written += len(ids) * self.layout.row_bytes
+
+    def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Sequence[int]) -> np.ndarray:
+        """Return at which depth each of the stamps found stands, 0 for none."""
+        wanted = np.array([_checked_stamp(stamp) for stamp in stamps], np.uint64)
+        ranks = np.arange(1, len(wanted) + 1)
+        usable = fits & (not self.is_condemned)
+        depths: np.ndarray = np.max((found[:, None] == wanted) * ranks, axis=1, initial=0) * usable
+        return depths
 
     def _slots(self, sample_ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return each id's row number, 0 where it has none, and the (B,) mask of those it has."""

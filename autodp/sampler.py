@@ -5,15 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_POOLED_BATCHES = 50
+"""Batches whose samples are sorted together, where each is to have about equal lengths."""
+
 
 class EpochSampler:
-    """Order an epoch's dataset indices as a pure function of (seed, epoch)."""
+    """Order an epoch's dataset indices as a pure function of (seed, epoch).
 
-    def __init__(self, num_samples: int, *, seed: int) -> None:
+    Args:
+        num_samples: of the dataset.
+        seed: of the run.
+        lengths: (N,) of the samples, to have those of about equal lengths in one batch; samples of
+            so many batches at a time are sorted, the longest first. None leaves them in any order.
+        batch_size: of a global batch.
+    Source: the grouping of transformers' LengthGroupedSampler.
+    """
+
+    def __init__(
+        self, num_samples: int, *, seed: int, lengths: Tensor | None = None, batch_size: int = 1
+    ) -> None:
         if num_samples < 1:
             raise ValueError("the dataset is empty; give at least one sample")
         self.num_samples = num_samples
         self.seed = seed
+        self._lengths, self._pool = lengths, _POOLED_BATCHES * batch_size
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -23,10 +38,18 @@ class EpochSampler:
         They are (min(size, num_samples - position),) int64 on CPU.
         """
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-            self._order = torch.randperm(self.num_samples, generator=generator)
-            self._epoch = epoch
+            self._order, self._epoch = self._order_of(epoch), epoch
         return self._order[position : position + size].clone()
+
+    def _order_of(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        order = torch.randperm(self.num_samples, generator=generator)
+        if self._lengths is None:
+            return order
+        pools = order.split(self._pool)
+        return torch.cat(
+            [pool[self._lengths[pool].argsort(descending=True, stable=True)] for pool in pools]
+        )
 
 
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from pipetransformer.data import CollateFunction
 from pipetransformer.planning import PLANS, Planner, usual_prefix_chunk
 
 LearningRateSchedule = Callable[[float, int], float]
@@ -113,6 +114,16 @@ class TrainConfig:
             epoch, which cannot be cached.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
             share of the batch, rounded up to a multiple of 8 and at most 32.
+        num_workers: processes of each rank that reads data, ahead of the steps; 0 reads within the
+            step. Samples, their order and random numbers are the same for any number.
+        prefetch_factor: steps that each of them is ahead.
+        pin_memory: read into page-locked memory where training is on GPUs.
+        collate_fn: makes a batch, a mapping or a tuple, of a list of the dataset's items; it gets
+            a replica's samples of a step, which are so padded to their longest. One that draws
+            random numbers gives others to other numbers of replicas. None stacks equal shapes.
+        remove_unused_columns: keep columns that the model does not take from collate_fn.
+        group_by_length: put samples of about equal lengths into a batch; the order of samples then
+            depends on their lengths: the column "length", or that of the model's first input.
         folder: where records and checkpoints go; None writes nothing.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
             folder; what is due while the save before is still written may be left out, with a
@@ -157,6 +168,12 @@ class TrainConfig:
     cache_dtype: Literal["bfloat16", "float16"] | None = None
     cache_views: int | None = None
     prefix_chunk: int | None = None
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = True
+    collate_fn: CollateFunction | None = None
+    remove_unused_columns: bool = True
+    group_by_length: bool = False
     folder: str | Path | None = None
     checkpoint_every_epochs: int = 0
     checkpoint_every_steps: int = 0
@@ -215,7 +232,7 @@ class TrainConfig:
         return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
 
     def _check_numbers(self) -> None:
-        for name in ("epochs", "global_batch_size", "keep_checkpoints"):
+        for name in ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor"):
             self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
         for name in (
             "pipeline_length",
@@ -231,7 +248,12 @@ class TrainConfig:
             self._require(
                 name, value is None or _is_whole(value, 1), "None or a whole number, at least 1"
             )
-        for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"):
+        for name in (
+            "checkpoint_every_epochs",
+            "checkpoint_every_steps",
+            "evaluate_every_epochs",
+            "num_workers",
+        ):
             self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
         self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
         for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
@@ -276,7 +298,14 @@ class TrainConfig:
             self._require(
                 name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}"
             )
-        for name in ("scale_batch", "cache", "progress"):
+        for name in (
+            "scale_batch",
+            "cache",
+            "progress",
+            "pin_memory",
+            "remove_unused_columns",
+            "group_by_length",
+        ):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require(
             "resume",
@@ -285,6 +314,11 @@ class TrainConfig:
         )
         self._require(
             "learning_rate_schedule", callable(self.learning_rate_schedule), "a function"
+        )
+        self._require(
+            "collate_fn",
+            self.collate_fn is None or callable(self.collate_fn),
+            "None or a function of a list of samples",
         )
         self._require(
             "plan",

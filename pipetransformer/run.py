@@ -8,6 +8,8 @@ state: what checkpoints hold          log: records, progress and the report
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from autodp import EpochSampler
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, resumes
-from pipetransformer.config import make_config
-from pipetransformer.data import Batch, SizedDataset, check_dataset
-from pipetransformer.feed import FrozenPrefix, SampleFeed
+from pipetransformer.config import TrainConfig, make_config
+from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
+from pipetransformer.feed import Coming, FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
@@ -68,11 +70,11 @@ class Run:
         resumes(config)  # Refuses a folder before anything is started.
         policy = as_policy(freeze)
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
-        self._sampler = EpochSampler(len(train_dataset), seed=config.seed)
+        self._sampler = self._sampler_of(train_dataset, config)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
         self._prefix = FrozenPrefix(task, world.device)
-        self.feed = self.feed_of(train_dataset)
+        self.feed = self._make_feed(train_dataset, self._to_come)
         self.evaluation_feed = None if eval_dataset is None else self.feed_of(eval_dataset)
         self.timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
         self.deployment = Deployment(task, world, self.feed)
@@ -130,8 +132,31 @@ class Run:
         return ids, self._sampler.global_batch(position.epoch, sample, size)
 
     def feed_of(self, dataset: SizedDataset, *, once: bool = False) -> SampleFeed:
-        """Return what serves a data set's samples; `once` where each is asked for once."""
-        return SampleFeed(self.task, self.world, dataset, self._prefix, once=once)
+        """Return what serves a data set to be evaluated; `once` where each is asked for once."""
+
+        def to_come() -> Iterator[tuple[int, Tensor]]:
+            return ((0, ids) for ids in self.deployment.active_stage.rounds(len(dataset)))
+
+        return self._make_feed(dataset, to_come, once=once)
+
+    def _make_feed(self, dataset: SizedDataset, to_come: Coming, **options: bool) -> SampleFeed:
+        return SampleFeed(self._prefix, self.world, dataset, to_come=to_come, **options)
+
+    def _to_come(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the epoch and this replica's samples of the coming step and of all after it."""
+        replicas, sampler = self.transitions.replicas, copy.copy(self._sampler)
+        size = self.timeline.global_batch(replicas)
+        for epoch, sample in self.timeline.to_come(replicas):
+            batch = sampler.global_batch(epoch, sample, size)
+            yield epoch, self.deployment.active_stage.own_part(batch)
+
+    def _sampler_of(self, dataset: SizedDataset, config: TrainConfig) -> EpochSampler:
+        lengths = None
+        if config.group_by_length:
+            lengths = read_lengths(dataset, self.task.model.inputs[0])
+        return EpochSampler(
+            len(dataset), seed=config.seed, lengths=lengths, batch_size=config.global_batch_size
+        )
 
     def first_samples(self) -> Batch:
         """Read a few samples of the training set for every rank, to try things out with."""
@@ -164,4 +189,9 @@ class Run:
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile
         cache_bytes = self.feed.most_bytes(profile) if self._caches else 0
-        self.log.start(self.transitions.clock(), profile, cache_bytes)
+        self.log.start(
+            self.transitions.clock(),
+            profile,
+            cache_bytes=cache_bytes,
+            unused=self.feed.unused_columns() if self.world.is_main else (),
+        )

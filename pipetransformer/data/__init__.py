@@ -1,16 +1,21 @@
-"""Read samples by position, and collate them."""
+"""Read samples by position, and collate them.
 
+samples ─► collation: one batch       sample_lengths
+   └─► workers: ahead of the steps
+"""
+
+from pipetransformer.data.collation import Batch, CollateFunction, Collation
+from pipetransformer.data.sample_lengths import read_lengths
 from pipetransformer.data.samples import (
-    Batch,
+    Samples,
     SizedDataset,
     check_dataset,
     own_random_numbers,
     part_of,
-    read_samples,
-    varies_between_reads,
 )
+from pipetransformer.data.workers import ForeseenSamples, Request, Workers
 
 __all__ = [
-    "Batch", "SizedDataset", "check_dataset", "own_random_numbers", "part_of",
-    "read_samples", "varies_between_reads",
+    "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "Samples",
+    "SizedDataset", "Workers", "check_dataset", "own_random_numbers", "part_of", "read_lengths",
 ]  # fmt: skip

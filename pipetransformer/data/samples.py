@@ -1,25 +1,23 @@
-"""Read samples of a dataset, each a function of nothing but (seed, epoch, index)."""
+"""Read samples of a dataset, each a function of nothing but (seed, view, index)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from autodp import mix_seed
+from pipetransformer.data.collation import Batch, Collation
 
 _MOST_PROBED = 16
-_LABELS = ("labels", "label", "label_ids")
-"""Names by which data sets call one and the same entry."""
-
-Batch = dict[str, Tensor]
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 
 
@@ -53,113 +51,73 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} is empty; give at least one sample")
 
 
-def read_samples(
-    dataset: SizedDataset,
-    ids: Tensor,
-    *,
-    names: Sequence[str],
-    required: Sequence[str],
-    seed: int,
-    epoch: int,
-) -> Batch:
-    """Read and collate samples.
+@dataclass(frozen=True)
+class Samples:
+    """Read a dataset's samples as a model takes them; the same in every process.
 
     Args:
-        dataset: items are mappings, or tuples in the order of `required`; entries are tensors,
-            arrays, numbers or lists of numbers. "labels" may be "label" or "label_ids" there.
-        ids: (B,) int64 dataset indices.
-        names: entries the model knows; others in a mapping are left out.
-        required: entries that must be there.
-        seed, epoch: with the index, they seed torch, numpy and random before each read.
-    Returns:
-        tensors by entry name, (B, ...) on the CPU.
-    Raises:
-        ValueError: an item lacks a required entry or one that another has, an entry is no tensor,
-            or samples have unequal shapes.
+        dataset: items are mappings, or tuples of inputs and targets; "labels" may be "label" or
+            "label_ids" there.
+        collation: makes batches of them.
+        seed: of the run.
     """
-    if type(dataset) is TensorDataset and len(dataset.tensors) == len(required):
-        # It draws no random numbers, and one call reads all: 0.7 ms less for 32 samples.
-        return {n: t[ids].cpu() for n, t in zip(required, dataset.tensors, strict=True)}
-    items = []
-    for index in ids.tolist():
-        sample_seed = mix_seed(seed, epoch, index)
-        torch.default_generator.manual_seed(sample_seed)
-        np.random.seed(sample_seed & 0xFFFFFFFF)
-        random.seed(sample_seed)
-        items.append(_named(dataset[index], names, required))
-    return {
-        name: _stack([item.get(name) for item in items], name, ids.tolist())
-        for name in dict.fromkeys(name for item in items for name in item)
-    }
+
+    dataset: SizedDataset
+    collation: Collation
+    seed: int
+
+    def read(self, ids: Sequence[int], *, view: int) -> Batch:
+        """Read and collate samples.
+
+        Args:
+            ids: dataset indices.
+            view: with the seed and the index, it seeds torch, numpy and random before each read.
+        Returns:
+            tensors by entry name, (B, ...) on the CPU.
+        Raises:
+            ValueError: see `Collation.collate`.
+        """
+        collation, dataset = self.collation, self.dataset
+        names = (*collation.inputs, *collation.targets)
+        if (
+            type(dataset) is TensorDataset
+            and len(dataset.tensors) == len(names)
+            and collation.function is None
+        ):
+            # It draws no random numbers, and one call reads all: 0.7 ms less for 32 samples.
+            index = torch.tensor(ids)
+            return {n: t[index].cpu() for n, t in zip(names, dataset.tensors, strict=True)}
+        items = [self._item(index, view) for index in ids]
+        if collation.function is not None:
+            _seed(mix_seed(self.seed, view, *ids))
+        return collation.collate(items, ids)
+
+    def vary_between_reads(self, *, same_seed: bool = False) -> bool:
+        """Tell whether a sample changes from epoch to epoch, by reading some twice.
+
+        They are read under one seed, or under two. A flip of every second image goes unseen with
+        a chance of 2 ** -_MOST_PROBED.
+        """
+        for index in self.spread(_MOST_PROBED):
+            first, second = (self.read([index], view=view) for view in (1, 1 if same_seed else 2))
+            if any(not torch.equal(first[name], second[name]) for name in first):
+                return True
+        return False
+
+    def spread(self, most: int) -> list[int]:
+        """Choose some samples from all over the dataset."""
+        num = len(self.dataset)
+        return torch.linspace(0, num - 1, min(most, num)).long().tolist()
+
+    def _item(self, index: int, view: int) -> Any:
+        _seed(mix_seed(self.seed, view, index))
+        return self.dataset[index]
 
 
-def _stack(values: list[Any], name: str, ids: list[int]) -> Tensor:
-    """Make one tensor of the samples' values of an entry, None where a sample lacks it."""
-    lacking = [index for index, value in zip(ids, values, strict=True) if value is None]
-    if lacking:
-        raise ValueError(
-            f"samples {lacking[:4]} lack the entry {name!r}, which others of their "
-            "batch have; give it in all or in none"
-        )
-    try:
-        # default_collate would take a list apart: one tensor for each position.
-        whole = [torch.as_tensor(v) if isinstance(v, (list, tuple)) else v for v in values]
-        batch = default_collate(whole)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the entry {name!r} of the samples {ids[:4]}... cannot be stacked into a batch "
-            f"({error}); give tensors, arrays or numbers, padded to one length"
-        ) from error
-    if not isinstance(batch, Tensor):
-        raise ValueError(
-            f"the entry {name!r} of the samples {ids[:4]}... is a "
-            f"{type(values[0]).__name__}; give tensors, arrays or numbers"
-        )
-    return batch.cpu()
-
-
-def _named(item: Any, names: Sequence[str], required: Sequence[str]) -> dict[str, Any]:
-    if isinstance(item, Mapping):
-        found = {name: _entry(item, name) for name in names}
-        entries = {name: value for name, value in found.items() if value is not None}
-    elif isinstance(item, (tuple, list)) and len(item) == len(required):
-        entries = dict(zip(required, item, strict=True))
-    else:
-        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
-        raise ValueError(
-            f"a dataset item is a {type(item).__name__}{size}; give a mapping with the entries "
-            f"{list(required)}, or a tuple of {len(required)} in that order"
-        )
-    missing = [name for name in required if name not in entries]
-    if missing:
-        raise ValueError(f"a dataset item lacks {missing}; the model needs {list(required)}")
-    return entries
-
-
-def _entry(item: Mapping[str, Any], name: str) -> Any:
-    """Return an item's entry, labels by any of their names; None where there is none."""
-    others = _LABELS if name in _LABELS else ()
-    return next((item[one] for one in (name, *others) if item.get(one) is not None), None)
-
-
-def varies_between_reads(
-    dataset: SizedDataset,
-    *,
-    names: Sequence[str],
-    required: Sequence[str],
-    same_seed: bool = False,
-) -> bool:
-    """Tell whether a sample changes from epoch to epoch, by reading some twice.
-
-    They are read under one seed, or under two. A flip of every second image goes unseen with a
-    chance of 2 ** -_MOST_PROBED.
-    """
-    ids = torch.linspace(0, len(dataset) - 1, min(_MOST_PROBED, len(dataset))).long()
-    first, second = (
-        read_samples(dataset, ids, names=names, required=required, seed=seed, epoch=seed)
-        for seed in ((1, 1) if same_seed else (1, 2))
-    )
-    return any(not torch.equal(first[name], second[name]) for name in first)
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class FrozenPrefix:
     the host's, until one does.
 
     Attributes:
+        task: what is trained.
         depth: frozen layers.
         stamps: of activations after each of them; on stage 0, where a cache is used.
         uses_cache: whether reading rows is faster than computing them.
@@ -30,7 +31,7 @@ class FrozenPrefix:
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        self._task, self._device = task, device
+        self.task, self._device = task, device
         self._is_away, self._num_unneeded = False, 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
@@ -51,14 +52,14 @@ class FrozenPrefix:
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
         self.uses_cache = use_cache and num_frozen > 0
-        self._modules = modules_of(self._task.model, self._sublayers())
+        self._modules = modules_of(self.task.model, self._sublayers())
         if self.uses_cache and on_stage_0:
             self._stamp_layers()
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1, in eval mode."""
         self.come_back()
-        model = self._task.model
+        model = self.task.model
         begin, end = model.first_active(first), model.first_active(last)
         with in_mode(model, self._modules, training=False):
             return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
@@ -81,7 +82,7 @@ class FrozenPrefix:
         """Move the weights in place: whoever holds one of the tensors still holds it."""
         is_edited = self._versions() != self._stamped
         for index in self._sublayers():
-            for tensor in self._task.model.tensors(index).values():
+            for tensor in self.task.model.tensors(index).values():
                 tensor.data = tensor.data.to(device)
         self._stamped = [] if is_edited else self._versions()
 
@@ -96,16 +97,16 @@ class FrozenPrefix:
             self._stamp_layers()
 
     def _sublayers(self) -> range:
-        return range(self._task.model.first_active(self.depth) if self.depth else 0)
+        return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
     def _versions(self) -> list[tuple[int, int]]:
         """Tell what the frozen layers' tensors hold apart from what they held before."""
-        model = self._task.model
+        model = self.task.model
         tensors = (t for index in self._sublayers() for t in model.tensors(index).values())
         return [(t.data_ptr(), t._version) for t in tensors]
 
     def _stamp_layers(self) -> None:
-        model = self._task.model
+        model = self.task.model
         for layer in range(len(self.stamps), self.depth):
             self.stamps.extend(
                 (name, tensor)

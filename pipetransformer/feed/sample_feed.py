@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from autocache import CacheStats, PrefixCache, RowContent, RowField, RowLayout, RowStore
-from autodp import broadcast_json, gather_json
+from autocache import CacheStats, PrefixCache, RowStore
+from autodp import gather_json
 from autopipe.profile import Profile
-from pipetransformer.data import Batch, SizedDataset, read_samples, varies_between_reads
+from pipetransformer.data import (
+    Batch,
+    Collation,
+    ForeseenSamples,
+    Request,
+    Samples,
+    SizedDataset,
+    Workers,
+)
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store
-from pipetransformer.job import Task
+from pipetransformer.feed.row_maker import RowMaker
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,47 +47,71 @@ class Rows(Protocol):
         """Prepare for the fetch that comes next."""
 
 
+Coming = Callable[[], Iterable[tuple[int, Tensor]]]
+"""Yields the epoch and (B,) samples of every fetch to come, the next one first."""
+
+
 class SampleFeed:
     """Answer for a data set's samples at the current depth of the frozen prefix.
 
     Args:
-        task, world: what is trained, and where.
+        prefix: the frozen layers of what is trained.
+        world: where.
         dataset: whose samples.
-        prefix: the frozen layers.
+        to_come: what fetches will ask for; workers read it ahead.
         once: whether each sample is asked for once, so that none needs to be kept.
+        needs_targets: whether samples without targets are refused.
     """
 
     def __init__(
         self,
-        task: Task,
+        prefix: FrozenPrefix,
         world: World,
         dataset: SizedDataset,
-        prefix: FrozenPrefix,
         *,
+        to_come: Coming = tuple,
         once: bool = False,
+        needs_targets: bool = True,
     ) -> None:
         self.prefix = prefix
         self.dataset = dataset
-        self._task = task
+        self._task = task = prefix.task
         self._world = world
-        model = task.model
-        self._required = (model.inputs[0], *model.targets)
-        self._sides = model.sides_of(0, len(model.sublayers))
-        self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *model.targets)))
-        self._chunk_size = task.config.prefix_chunk_of(world.size)
-        self._num_views = task.config.cache_views or 1
+        self._to_come = to_come
+        model, config = task.model, task.config
+        names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
+        collation = Collation(
+            tuple(dict.fromkeys(names)),
+            inputs=model.inputs[:1],
+            targets=model.targets,
+            needs_targets=needs_targets,
+            function=config.collate_fn,
+            drops_unknown=config.remove_unused_columns,
+        )
+        self._samples = Samples(dataset, collation, config.seed)
+        workers = Workers(
+            config.num_workers,
+            config.prefetch_factor,
+            config.pin_memory and world.device.type == "cuda",
+            config.setup_timeout_s,
+        )
+        self._foreseen = ForeseenSamples(self._samples, workers, self._requests)
+        self._chunk_size = config.prefix_chunk_of(world.size)
+        self._num_views = config.cache_views or 1
         self._generation = -1
-        self._content = RowContent(())
+        self._rows = RowMaker(prefix, world, self._samples, chunk_size=self._chunk_size)
         self._store: RowStore | None = None
         self._cache: PrefixCache | None = None
         self._gave_up = once
 
+    def unused_columns(self) -> tuple[str, ...]:
+        """Name the entries of the first sample that the model does not take."""
+        return self._samples.collation.unused(self.dataset[0])
+
     def check_repeatable(self) -> None:
         """Refuse to cache samples that change from one read to the next."""
         views = self._task.config.cache_views is not None
-        if varies_between_reads(
-            self.dataset, names=self._names, required=self._required, same_seed=views
-        ):
+        if self._samples.vary_between_reads(same_seed=views):
             raise ValueError(
                 "the training set gives other values each time a sample is read, whatever the "
                 "seed, so its activations cannot be cached; draw random numbers from torch, numpy "
@@ -93,6 +126,7 @@ class SampleFeed:
         """Return about how much a node's cache will take at most, whatever freezes."""
         model, config = self._task.model, self._task.config
         row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
+        row_bytes *= self._rows.share_of_measured()
         if config.cache_dtype is not None:
             computed = next(model.model.parameters()).dtype.itemsize
             row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed
@@ -101,14 +135,7 @@ class SampleFeed:
 
     def read(self, ids: Tensor, *, view: int = 0) -> Batch:
         """Read samples as they are in an epoch, or in a view; ids may exceed their number."""
-        return read_samples(
-            self.dataset,
-            ids % len(self.dataset),
-            names=self._names,
-            required=self._required,
-            seed=self._task.config.seed,
-            epoch=view,
-        )
+        return self._samples.read((ids % len(self.dataset)).tolist(), view=view)
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.
@@ -117,14 +144,12 @@ class SampleFeed:
             epoch: of the run.
             is_last: whether no sample is asked for again in the view that it has now.
         """
-        views = self._task.config.cache_views
-        view = epoch if views is None else epoch % views
-        first_row = 0 if views is None else view * len(self.dataset)
-        return _EpochRows(self, view, first_row, keeps=not is_last)
+        return _EpochRows(self, epoch, keeps=not is_last)
 
     def follow_prefix(self) -> None:
         """Serve the prefix's depth from now on, if it has changed. Collective."""
         prefix = self.prefix
+        self._foreseen.forget()  # After a transition others may train these samples.
         if self._generation == prefix.generation:
             return
         self._generation = prefix.generation
@@ -133,15 +158,14 @@ class SampleFeed:
         if use_cache:
             self._match_store()
         if prefix.depth and prefix.on_stage_0:
-            if self._store is None or not use_cache:
-                self._content = RowContent(self._kept_of(self._first_sample()), checked=False)
+            kept = self._store is not None and use_cache
             self._cache = PrefixCache(
                 prefix.run_layers,
                 chunk_size=self._chunk_size,
                 stamps=prefix.stamps,
-                store=self._store if use_cache else None,
+                store=self._store if kept else None,
                 device=self._world.device,
-                content=self._content,
+                content=self._rows.content if kept else self._rows.unstored_content(),
             )
 
     def take_stats(self) -> CacheStats:
@@ -149,20 +173,30 @@ class SampleFeed:
         return self._cache.take_stats() if self._cache else CacheStats()
 
     def close(self) -> None:
-        """Unmap the cache."""
+        """Unmap the cache, and end the workers."""
+        self._foreseen.close()
+        self._drop_store()
+
+    def _drop_store(self) -> None:
         self._close_cache()
         if self._store is not None:
             self._store.close()
             self._store = None
 
-    def fetch(self, ids: Tensor, *, view: int, row_ids: Tensor, keeps: bool) -> Batch:
+    def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
         """Return samples' entries, with "hidden" in place of the inputs behind a frozen prefix."""
+        view = self._view(epoch)
+
+        def load(wanted: Tensor) -> Batch:
+            return self._foreseen.read(wanted.tolist(), view=view)
+
         if self._cache is None:
-            return self.read(ids, view=view)
+            return load(ids)
         if self._uses_store:
             self.prefix.stamp_anew_if_edited()
-        depth, load = self.prefix.depth, self._loader(view)
+        depth = self.prefix.depth
         self.prefix.expect_fetch(len(ids), num_all=len(self.dataset))
+        row_ids = self.row_ids(ids, epoch)
         return self._cache.fetch(ids, load, depth=depth, row_ids=row_ids, keeps=keeps)
 
     def read_ahead(self, row_ids: Tensor) -> None:
@@ -173,22 +207,44 @@ class SampleFeed:
         if num_bytes >= _AHEAD_BYTES or self._world.device.type == "cuda":
             self._cache.read_ahead(row_ids, depth=self.prefix.depth)
 
-    def row_ids(self, ids: Tensor, first_row: int) -> Tensor:
+    def row_ids(self, ids: Tensor, epoch: int) -> Tensor:
         """Return samples' rows: where not all fit, every so manyth has one, spread evenly."""
         num_rows = self._store.num_rows if self._store is not None else 0
         num_all = self._num_views * len(self.dataset)
-        wanted = ids + first_row
+        wanted = ids + self._view(epoch) * len(self.dataset) if self._num_views > 1 else ids
         if num_rows in (0, num_all):
             return wanted
         slots = wanted * num_rows // num_all
         return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
 
+    def _view(self, epoch: int) -> int:
+        """Return which view of the samples an epoch sees."""
+        views = self._task.config.cache_views
+        return epoch if views is None else epoch % views
+
+    def _requests(self) -> Iterator[Request]:
+        """Yield what the dataset will be asked for, fetch by fetch.
+
+        Rows that are written meanwhile are found only from the next epoch on.
+        """
+        coming = iter(self._to_come())
+        if self._cache is None:
+            for epoch, ids in coming:
+                yield tuple(ids.tolist()), self._view(epoch)
+            return
+        first = next(coming, None)
+        if first is None:
+            return
+        epoch, view = first[0], self._view(first[0])
+        same = itertools.takewhile(lambda one: one[0] == epoch, coming)
+        batches = ((ids, self.row_ids(ids, epoch)) for _, ids in (first, *same))
+        for wanted in self._cache.foresee(batches, depth=self.prefix.depth):
+            if len(wanted):
+                yield tuple(wanted.tolist()), view
+
     @property
     def _uses_store(self) -> bool:
         return self._store is not None and self.prefix.uses_cache and not self._gave_up
-
-    def _loader(self, view: int) -> Callable[[Tensor], Batch]:
-        return lambda ids: self.read(ids, view=view)
 
     def _close_cache(self) -> None:
         if self._cache is not None:
@@ -203,10 +259,13 @@ class SampleFeed:
 
     def _match_store(self) -> None:
         """Keep the store where rows of this depth look as its own do, else make another."""
-        layout = self._agree_on_layout()
+        layout = self._rows.agree_on_layout()
         if self._store is not None and self._store.layout == layout:
             return
-        self.close()
+        self._drop_store()
+        if layout is None:
+            self._gave_up = True
+            return
         limit = self._task.config.cache_limit_bytes
         num_rows = self._num_views * len(self.dataset)
         if limit is not None:
@@ -223,71 +282,17 @@ class SampleFeed:
         self._store = share_store(self._world, self._task.config.cache_folder, layout, num_rows)
         self._gave_up = self._store is None
 
-    def _agree_on_layout(self) -> RowLayout:
-        """Find out what a row looks like on rank 0, which always holds the prefix. Collective."""
-        found: Any = None
-        if self._world.is_main:
-            content, layout = self._probe_row()
-            fields = [[f.name, list(f.shape), _spell(f.dtype), f.varies] for f in layout.fields]
-            found = [list(content.keep), _spell(content.computed_dtype), fields]
-        keep, computed, fields = broadcast_json(found, group=self._world.group)
-        self._content = self._describe(tuple(keep), getattr(torch, computed))
-        return RowLayout(
-            tuple(
-                RowField(name, tuple(shape), getattr(torch, dtype), varies)
-                for name, shape, dtype, varies in fields
-            )
-        )
-
-    def _probe_row(self) -> tuple[RowContent, RowLayout]:
-        """Run one sample through the prefix."""
-        batch = self._first_sample()
-        repeat = torch.zeros(self._chunk_size, dtype=torch.int64)
-        chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}
-        with torch.no_grad():
-            hidden = self.prefix.run_layers(chunk, 0, self.prefix.depth)
-        if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
-            _LOGGER.info(
-                "this machine's kernels give a sample other last bits at another place of a "
-                "chunk: a cached run equals an uncached one to rounding, not bit by bit"
-            )
-        content = self._describe(self._kept_of(batch), hidden.dtype)
-        return content, content.layout(batch, hidden[:1])
-
-    def _first_sample(self) -> Batch:
-        return self.read(torch.zeros(1, dtype=torch.int64))
-
-    def _kept_of(self, batch: Batch) -> tuple[str, ...]:
-        names = (*self._sides, *self._task.model.targets)
-        return tuple(name for name in names if name in batch)
-
-    def _describe(self, keep: tuple[str, ...], computed_dtype: torch.dtype) -> RowContent:
-        dtype = self._task.config.cache_dtype
-        mask = self._task.model.padding_mask
-        return RowContent(
-            keep,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            computed_dtype=computed_dtype,
-            padding_mask=mask if mask in keep else None,
-        )
-
 
 @dataclass(frozen=True)
 class _EpochRows:
     """Serve a feed's samples as they are in one epoch."""
 
     feed: SampleFeed
-    view: int
-    first_row: int
+    epoch: int
     keeps: bool
 
     def fetch(self, ids: Tensor) -> Batch:
-        row_ids = self.feed.row_ids(ids, self.first_row)
-        return self.feed.fetch(ids, view=self.view, row_ids=row_ids, keeps=self.keeps)
+        return self.feed.fetch(ids, epoch=self.epoch, keeps=self.keeps)
 
     def read_ahead(self, ids: Tensor) -> None:
-        self.feed.read_ahead(self.feed.row_ids(ids, self.first_row))
-
-
-def _spell(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+        self.feed.read_ahead(self.feed.row_ids(ids, self.epoch))

@@ -114,7 +114,8 @@ def measure(
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
-    fetch_s, read_s = measure_samples(read, largest)
+    # Workers read while stages compute.
+    fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
     cached_fetch_s, cached_byte_s = measure_rows()
     own = Profile(
         batch_sizes=tuple(batches),

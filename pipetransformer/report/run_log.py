@@ -6,7 +6,7 @@ import logging
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,16 @@ class RunLog:
         if self._config.folder is not None and self._world.is_main:
             self._records = Records(Path(self._config.folder))
 
-    def start(self, clock: Clock, profile: Profile, cache_bytes: int) -> None:
+    def start(
+        self, clock: Clock, profile: Profile, *, cache_bytes: int, unused: Sequence[str]
+    ) -> None:
         """Begin to show progress.
 
         Args:
             clock: of the coming step.
             profile: tells messages from bubbles in the time waited.
             cache_bytes: what a node's cache may come to take; 0 where nothing is cached.
+            unused: columns of the training set that the model does not take.
         """
         self._profile = profile
         if self._config.progress and self._world.is_main:
@@ -66,6 +69,8 @@ class RunLog:
                 mininterval=interval_s,
                 maxinterval=interval_s,
             )
+            if unused:
+                self._bar.write(f"columns that the model does not take: {', '.join(unused)}")
             if cache_bytes:
                 self._bar.write(_cache_text(cache_bytes, Path(self._config.cache_folder)))
 

@@ -158,7 +158,7 @@ class Stage:
         intrusion = self._begin_step()
         own, first = self._own(ids)
         moment = TrainMoment(step, self._task.config.seed, first, len(ids))
-        coming = None if next_ids is None else self._own(next_ids)[0]
+        coming = None if next_ids is None else self.own_part(next_ids)
         batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
         with _naming_peers():
             work = TrainWork(
@@ -201,16 +201,14 @@ class Stage:
 
     def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
         """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
-        model, config, layers = self._task.model, self._task.config, self._layers
-        own, _ = self._own(torch.arange(num_samples))
-        per_step = max(1, config.global_batch_size // self.topology.replicas)
+        model, layers = self._task.model, self._layers
+        own = self.rounds(num_samples)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad():
             # Every rank counts the largest replica's rounds, and hears of all others in each: a
             # spare, or a replica without examples, waits for a round and not for the whole.
-            most = self._cut.slices(num_samples)[0]
-            for begin in range(0, most, per_step):
-                ids, differs = own[begin : begin + per_step], False
+            for ids in own:
+                differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
                     with _naming_peers():
@@ -218,6 +216,20 @@ class Stage:
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
+
+    def rounds(self, num_samples: int) -> list[Tensor]:
+        """Return this replica's share of the examples 0..num_samples-1, as it evaluates them.
+
+        As many rounds as the largest replica has; the last ones may be empty.
+        """
+        own = self.own_part(torch.arange(num_samples))
+        size = max(1, self._task.config.global_batch_size // self.topology.replicas)
+        most = self._cut.slices(num_samples)[0]
+        return [own[begin : begin + size] for begin in range(0, most, size)]
+
+    def own_part(self, ids: Tensor) -> Tensor:
+        """Return this replica's slice of a batch."""
+        return self._own(ids)[0]
 
     def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> bool:
         """Evaluate some examples; tell whether their loss depends on how they are split."""

@@ -116,7 +116,11 @@ class LayerWork(StageWork):
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
         copy = len(self._parts) > 1
-        batch = {name: part.to(self.layers.device, copy=copy) for name, part in batch.items()}
+        device = self.layers.device
+        batch = {
+            name: part.to(device, copy=copy, non_blocking=part.is_pinned())
+            for name, part in batch.items()
+        }
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
         name = HIDDEN if HIDDEN in batch else self.layers.model.inputs[0]

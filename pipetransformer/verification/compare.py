@@ -68,6 +68,8 @@ def verify(
                 cache=False,
                 on_nonfinite="raise",
                 micro_batch_size=None,
+                collate_fn=None,  # The batch is collated.
+                num_workers=0,
             ),
         )
         outcome = compare_steps(

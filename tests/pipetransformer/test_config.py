@@ -24,7 +24,7 @@ from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("epochs", "global_batch_size", "keep_checkpoints"),
+        ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor"),
         (0, -1, 1.5, "3", None, True),
     ),
     **dict.fromkeys(
@@ -41,11 +41,27 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         (0, -1, 2.0, "8"),
     ),
     **dict.fromkeys(
-        ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"),
+        (
+            "checkpoint_every_epochs",
+            "checkpoint_every_steps",
+            "evaluate_every_epochs",
+            "num_workers",
+        ),
         (-1, 0.5, None),
     ),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
-    **dict.fromkeys(("scale_batch", "cache", "progress"), ("no", 1, None)),
+    **dict.fromkeys(
+        (
+            "scale_batch",
+            "cache",
+            "progress",
+            "pin_memory",
+            "remove_unused_columns",
+            "group_by_length",
+        ),
+        ("no", 1, None),
+    ),
+    "collate_fn": ("pad", 1),
     "resume": ("no", "Auto", 1, 0, None),
     "learning_rate_schedule": (0.1, "cosine", None),
     "plan": ("slowest", "Fastest", "", None, 1, ["published"]),

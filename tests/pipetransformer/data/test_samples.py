@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pipetransformer.data.samples import Batch, check_dataset, read_samples, varies_between_reads
+from pipetransformer.data import Batch, Collation, Samples, check_dataset
 
 
 class Made(Dataset[Any]):
@@ -46,9 +46,21 @@ def read(
     epoch: int = 0,
 ) -> Batch:
     """Read samples by plain indices."""
-    return read_samples(
-        dataset, torch.tensor(ids), names=names, required=required, seed=seed, epoch=epoch
-    )
+    return samples_of(dataset, names=names, required=required, seed=seed).read(ids, view=epoch)
+
+
+def samples_of(
+    dataset: Any,
+    *,
+    names: Sequence[str] = ("x", "y"),
+    required: Sequence[str] = ("x", "y"),
+    seed: int = 0,
+    **options: Any,
+) -> Samples:
+    """Describe samples whose first required entry is the model's input."""
+    inputs, targets = tuple(required[:1]), tuple(required[1:])
+    collation = Collation(tuple(names), inputs, targets, **options)
+    return Samples(dataset, collation, seed)
 
 
 def test_a_sample_does_not_depend_on_what_was_read_with_or_before_it() -> None:
@@ -80,9 +92,7 @@ def test_exactly_the_samples_asked_for_are_read_in_order() -> None:
 
 def test_tuples_take_the_required_names_in_order() -> None:
     data = TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
-    batch = read_samples(
-        data, torch.tensor([2, 0]), names=("x", "mask", "y"), required=("x", "y"), seed=0, epoch=0
-    )
+    batch = samples_of(data, names=("x", "mask", "y")).read([2, 0], view=0)
     assert torch.equal(batch["x"], torch.tensor([[4.0, 5.0], [0.0, 1.0]]))
     assert torch.equal(batch["y"], torch.tensor([2, 0])) and list(batch) == ["x", "y"]
 
@@ -187,7 +197,7 @@ def test_lists_and_datasets_with_a_length_are_accepted() -> None:
 
 
 def varies(make: Callable[[int], Mapping[str, Any]], num_samples: int = 32) -> bool:
-    return varies_between_reads(Made(make, num_samples), names=("x", "y"), required=("x", "y"))
+    return samples_of(Made(make, num_samples)).vary_between_reads()
 
 
 UNSEEDED = np.random.default_rng()
@@ -217,25 +227,23 @@ def test_fixed_samples_are_told(num_samples: int) -> None:
 
 def test_a_tensor_dataset_is_read_as_its_items_are() -> None:
     x, y = torch.arange(40.0).reshape(10, 4), torch.arange(10)
-    ids = torch.tensor([7, 0, 7, 3])
-    options: dict[str, Any] = {"names": ("x", "y"), "required": ("x", "y"), "seed": 0, "epoch": 0}
-    whole = read_samples(TensorDataset(x, y), ids, **options)
-    items = read_samples(list(TensorDataset(x, y)), ids, **options)
+    ids = [7, 0, 7, 3]
+    whole = samples_of(TensorDataset(x, y)).read(ids, view=0)
+    items = samples_of(list(TensorDataset(x, y))).read(ids, view=0)
     assert list(whole) == list(items) == ["x", "y"]
     for name, tensor in items.items():
         assert torch.equal(whole[name], tensor) and whole[name].dtype == tensor.dtype
     with pytest.raises(ValueError, match="a tuple of 2 in that order"):
-        read_samples(TensorDataset(x), ids, **options)
+        samples_of(TensorDataset(x)).read(ids, view=0)
 
 
 @pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
 def test_labels_go_by_any_of_their_names(name: str) -> None:
     items = [{"x": torch.zeros(2), name: 3, "text": "left out"}] * 2
-    ids = torch.tensor([0, 1])
     for wanted in ("labels", "label"):
         names = ("x", wanted)
-        batch = read_samples(items, ids, names=names, required=names, seed=0, epoch=0)
+        batch = samples_of(items, names=names, required=names).read([0, 1], view=0)
         assert list(batch) == ["x", wanted] and batch[wanted].tolist() == [3, 3]
     both = [{"x": torch.zeros(2), "label": 1, "labels": 2}]
-    batch = read_samples(both, ids[:1], names=("labels",), required=("labels",), seed=0, epoch=0)
+    batch = samples_of(both, names=("labels",), required=("labels",)).read([0], view=0)
     assert batch["labels"].tolist() == [2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from tests.models import NUM_SAMPLES
-from tests.pipetransformer.stage.test_frozen_prefix import Feed, counts, leave_rows_unchecked
+from tests.pipetransformer.feed.test_frozen_prefix import Feed, counts, leave_rows_unchecked
 
 ALL = torch.arange(NUM_SAMPLES)
 ACCELERATOR = torch.device("cpu", 0)
