@@ -30,7 +30,7 @@ from pipetransformer.errors import (
 )
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer import adamw
+from pipetransformer.optimizer import adamw, named_optimizer
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
 from pipetransformer.processes import launch
 from pipetransformer.report import FitReport
@@ -79,6 +79,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "launch",
+    "named_optimizer",
     "polynomial_with_warmup",
     "published_plan",
     "register_adapter",
