@@ -31,11 +31,17 @@ class TrainConfig:
 
     Args:
         epochs: passes over the training set.
-        global_batch_size: samples of a global batch, over all replicas.
+        global_batch_size: samples of a global batch, over all replicas: of one update. To fit it
+            into memory it is cut into micro-batches, so there is no accumulation beside that.
         seed: of the sample order, of dataset reads and of dropout.
         learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate, or
             a name that `named_schedule` takes.
         warmup: of a schedule by name: steps, or, as a float below 1, a share of the run.
+        layer_decay: factor on the learning rate from each layer to the one below it; an embedding
+            counts as a layer of its own below block 0. What policies see is the head's rate. None
+            is 1.
+        label_smoothing: share of each target that is spread over all classes, in training and
+            evaluation, where the loss is the cross entropy of a known model or of torch.
         max_grad_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
             the step everywhere.
@@ -96,6 +102,8 @@ class TrainConfig:
     seed: int = 0
     learning_rate_schedule: str | LearningRateSchedule = constant
     warmup: float = 0
+    layer_decay: float | None = None
+    label_smoothing: float = 0.0
     max_grad_norm: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
@@ -203,7 +211,7 @@ class TrainConfig:
         )
 
     def _check_learning_rate(self) -> None:
-        schedule = self.learning_rate_schedule
+        schedule, decay = self.learning_rate_schedule, self.layer_decay
         check_warmup(self.warmup)
         if isinstance(schedule, str):
             # The rate itself is the optimizer's, and known later.
@@ -215,6 +223,17 @@ class TrainConfig:
                     f"warmup is {self.warmup}, but learning_rate_schedule is a function, which "
                     "says itself how the rate begins; give one of them, or a schedule's name"
                 )
+        self._require(
+            "layer_decay",
+            decay is None or (_is_positive(decay) and decay <= 1),
+            "None or a number above 0, at most 1",
+        )
+        smoothing = self.label_smoothing
+        self._require(
+            "label_smoothing",
+            smoothing == 0 or (_is_positive(smoothing) and smoothing < 1),
+            "a number, 0 or more and below 1",
+        )
 
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
