@@ -31,8 +31,8 @@ from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule
 from pipetransformer.checkpoint import clear_folder
-from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
-from pipetransformer.optimizer import adamw
+from pipetransformer.config import make_config
+from pipetransformer.optimizer import adamw, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.processes import launch
 from pipetransformer.refusals import check_world
 from pipetransformer.report import (

@@ -20,7 +20,7 @@ from freeze import (
     PaperRule,
 )
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
-from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
+from pipetransformer.config import TrainConfig
 from pipetransformer.errors import (
     CorruptCheckpointError,
     NonFiniteError,
@@ -30,7 +30,13 @@ from pipetransformer.errors import (
 )
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer import adamw
+from pipetransformer.optimizer import (
+    adamw,
+    cosine_with_warmup,
+    named_optimizer,
+    named_schedule,
+    polynomial_with_warmup,
+)
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
 from pipetransformer.processes import launch
 from pipetransformer.report import FitReport
@@ -79,6 +85,8 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "launch",
+    "named_optimizer",
+    "named_schedule",
     "polynomial_with_warmup",
     "published_plan",
     "register_adapter",

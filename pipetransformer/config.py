@@ -11,67 +11,19 @@ from typing import Any, Literal
 from torch import Tensor
 
 from pipetransformer.data import CollateFunction
+from pipetransformer.optimizer import (
+    LearningRateSchedule,
+    check_warmup,
+    constant,
+    named_schedule,
+)
 from pipetransformer.planning import PLANS, Planner, usual_prefix_chunk
 
-LearningRateSchedule = Callable[[float, int], float]
 Metric = Callable[[Tensor, Any], tuple[float, float]]
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 _EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
-
-
-def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
-    """Return a schedule that rises linearly, then falls along a half cosine to zero.
-
-    Args:
-        warmup_fraction: share of the run that warms up, in [0, 1).
-    Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate, in
-        [0, 1].
-    Raises:
-        ValueError: the share is out of range.
-    """
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
-
-    def factor(step: float, max_steps: int) -> float:
-        warmup = warmup_fraction * max_steps
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(max_steps - warmup, 1)))
-
-    return factor
-
-
-def polynomial_with_warmup(
-    power: float = 2.0, warmup_fraction: float = 0.1
-) -> LearningRateSchedule:
-    """Return a schedule that rises linearly, then falls as (1 - t) ** power to zero.
-
-    A power above 1 calms the layers earlier than a cosine does, so that they can freeze earlier.
-
-    Args:
-        power: at least 1.
-        warmup_fraction: share of the run that warms up, in [0, 1).
-    Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate.
-    """
-    if power < 1:
-        raise ValueError(f"power is {power}; choose 1 or more")
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
-
-    def factor(step: float, max_steps: int) -> float:
-        warmup = (step + 1) / (warmup_fraction * max_steps + 1)
-        return float(min(warmup, (1 - min(step / max_steps, 1.0)) ** power))
-
-    return factor
-
-
-def constant(step: float, max_steps: int) -> float:
-    """Keep the learning rate as the optimizer was built with."""
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -80,9 +32,17 @@ class TrainConfig:
 
     Args:
         epochs: passes over the training set.
-        global_batch_size: samples of a global batch, over all replicas.
+        global_batch_size: samples of a global batch, over all replicas: of one update. To fit it
+            into memory it is cut into micro-batches, so there is no accumulation beside that.
         seed: of the sample order, of dataset reads and of dropout.
-        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate.
+        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate, or
+            a name that `named_schedule` takes.
+        warmup: of a schedule by name: steps, or, as a float below 1, a share of the run.
+        layer_decay: factor on the learning rate from each layer to the one below it; an embedding
+            counts as a layer of its own below block 0. What policies see is the head's rate. None
+            is 1.
+        label_smoothing: share of each target that is spread over all classes, in training and
+            evaluation, where the loss is the cross entropy of a known model or of torch.
         max_grad_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
             the step everywhere.
@@ -151,7 +111,10 @@ class TrainConfig:
     epochs: int = 1
     global_batch_size: int = 32
     seed: int = 0
-    learning_rate_schedule: LearningRateSchedule = constant
+    learning_rate_schedule: str | LearningRateSchedule = constant
+    warmup: float = 0
+    layer_decay: float | None = None
+    label_smoothing: float = 0.0
     max_grad_norm: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
@@ -197,6 +160,7 @@ class TrainConfig:
                 f"{self.global_batch_size}"
             )
         self._check_micro_batch_size()
+        self._check_learning_rate()
         if self.folder is None and (self.saves or self.resume):
             raise ValueError(
                 "checkpoint_every_epochs, checkpoint_every_steps and resume need a "
@@ -268,6 +232,31 @@ class TrainConfig:
             "None or a number above 0",
         )
 
+    def _check_learning_rate(self) -> None:
+        schedule, decay = self.learning_rate_schedule, self.layer_decay
+        check_warmup(self.warmup)
+        if isinstance(schedule, str):
+            # The rate itself is the optimizer's, and known later.
+            named_schedule(schedule, warmup=self.warmup, learning_rate=1.0)
+        else:
+            self._require("learning_rate_schedule", callable(schedule), "a name or a function")
+            if self.warmup:
+                raise ValueError(
+                    f"warmup is {self.warmup}, but learning_rate_schedule is a function, which "
+                    "says itself how the rate begins; give one of them, or a schedule's name"
+                )
+        self._require(
+            "layer_decay",
+            decay is None or (_is_positive(decay) and decay <= 1),
+            "None or a number above 0, at most 1",
+        )
+        smoothing = self.label_smoothing
+        self._require(
+            "label_smoothing",
+            smoothing == 0 or (_is_positive(smoothing) and smoothing < 1),
+            "a number, 0 or more and below 1",
+        )
+
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
         if size is None:
@@ -311,9 +300,6 @@ class TrainConfig:
             "resume",
             isinstance(self.resume, bool) or self.resume == "auto",
             "True, False or 'auto'",
-        )
-        self._require(
-            "learning_rate_schedule", callable(self.learning_rate_schedule), "a function"
         )
         self._require(
             "collate_fn",

@@ -23,8 +23,8 @@ from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
 from pipetransformer.feed import Coming, FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
-from pipetransformer.loss import LossFunction, choose_loss
-from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
+from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
+from pipetransformer.optimizer import OptimizerFactory, adamw, decay_by_layer, try_optimizer
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
 from pipetransformer.refusals import check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
@@ -55,14 +55,18 @@ class Run:
         refuse_model(layered)
         optimizer = optimizer or adamw()
         traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
-        self.given_loss_fn = loss_fn
+        if config.layer_decay is not None:
+            optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
+        loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
         self.task = task = Task(
             layered,
-            choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__),
+            smooth_labels(loss, config.label_smoothing),
             optimizer,
             config,
             frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
         )
+        # The loss that the model itself returns is not smoothed.
+        self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         check_dataset(train_dataset, "train_dataset")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval_dataset")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipetransformer.config import TrainConfig
+from pipetransformer.optimizer import named_schedule
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Clock:
     Args:
         step, epoch: of the coming step.
         max_steps, steps_per_epoch: lengths at the current batch size.
-        learning_rate, peak_learning_rate: of the first parameter group, now and at a factor of 1.
+        learning_rate, peak_learning_rate: of the first parameter group as the user's optimizer
+            has it, now and at a factor of 1; layer_decay lowers it in lower layers.
     """
 
     step: int
@@ -45,6 +47,12 @@ class Timeline:
         self._config = config
         self.num_samples = num_samples
         self._peak_learning_rate = peak_learning_rate
+        schedule = config.learning_rate_schedule
+        if isinstance(schedule, str):
+            schedule = named_schedule(
+                schedule, warmup=config.warmup, learning_rate=peak_learning_rate
+            )
+        self._schedule = schedule
         self.position = Position()
 
     @property
@@ -108,7 +116,7 @@ class Timeline:
         size = self._config.global_batch_size
         per_epoch = -(-self.num_samples // size)
         step = self.position.epoch * per_epoch + self.position.sample / size
-        factor = self._config.learning_rate_schedule(step, per_epoch * self._config.epochs)
+        factor = self._schedule(step, per_epoch * self._config.epochs)
         return factor * self.global_batch(replicas) / size
 
     def clock(self, replicas: int) -> Clock:

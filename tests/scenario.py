@@ -26,7 +26,7 @@ from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.job import trained_parameters
 from pipetransformer.loss import LossFunction
-from pipetransformer.optimizer import NamedParameters, take_state
+from pipetransformer.optimizer import NamedParameters, OptimizerFactory, take_state
 from tests.models import (
     IGNORED,
     NUM_SAMPLES,
@@ -244,9 +244,8 @@ def make_trainer(scenario: Scenario, policy: FreezePolicy, **settings: Any) -> T
             model,
             data,
             loss_fn=loss_fn,
-            optimizer=build_adamw,
             freeze=policy,
-            **{**scenario.options, **settings},
+            **{"optimizer": build_adamw, **scenario.options, **settings},
         )
 
 
@@ -295,7 +294,7 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
     return gather_json(own, group=trainer.world.group)
 
 
-def plain(scenario: Scenario) -> Outcome:
+def plain(scenario: Scenario, build: OptimizerFactory = build_adamw) -> Outcome:
     """Train the same in a hand-written loop: one process, no micro-batches, no framework.
 
     Beside the losses it notes, for every step, the norm of the whole gradient and those of the
@@ -304,7 +303,7 @@ def plain(scenario: Scenario) -> Outcome:
     layered, data, loss_fn = scenario.problem()
     options, model = scenario.options, layered.model
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = build_adamw(named)
+    optimizer = build(named)
     sampler = EpochSampler(len(data), seed=options["seed"])
     per_epoch = -(-len(data) // options["global_batch_size"])
     losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
@@ -322,7 +321,7 @@ def plain(scenario: Scenario) -> Outcome:
         limit = options["max_grad_norm"] or float("inf")
         extra["norms"].append(nn.utils.clip_grad_norm_([p for _, p in named], limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LEARNING_RATE * slow_start(step, 0)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * slow_start(step, 0)
         optimizer.step()
         losses.append(loss.item())
         if step in scenario.looks:

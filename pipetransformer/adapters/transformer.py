@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, final
 
@@ -92,12 +93,12 @@ def refuse_checkpointing(model: nn.Module) -> None:
         )
 
 
-def classification_loss(config: Any) -> Loss:
+def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
     """Build the loss of a transformers classifier from its configuration.
 
     Source: BertForSequenceClassification.forward of transformers, which guesses a problem that
     has no type; ours returns the cross entropy as (sum, count), so that targets of -100 stay
-    exact when a batch is split.
+    exact when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
     """
 
     def loss(output: Tensor, target: Tensor) -> LossValue:
@@ -106,7 +107,17 @@ def classification_loss(config: Any) -> Loss:
             return F.mse_loss(output, target.reshape(output.shape))
         integer = target.dtype in (torch.int64, torch.int32)
         if problem == "single_label_classification" or (problem is None and integer):
-            return sum_over_targets(F.cross_entropy, output, target.reshape(-1), {})
+            keywords = {"label_smoothing": label_smoothing}
+            return sum_over_targets(F.cross_entropy, output, target.reshape(-1), keywords)
+        if label_smoothing:
+            raise ValueError(
+                f"label_smoothing is {label_smoothing}, but the targets are {target.dtype}; give "
+                "classes as integers, or leave it out"
+            )
         return F.binary_cross_entropy_with_logits(output, target)
 
-    return Loss(loss, is_exact=True)
+    may_have_classes = config.problem_type == "single_label_classification" or (
+        config.problem_type is None and config.num_labels > 1
+    )
+    smoothed = partial(classification_loss, config) if may_have_classes else None
+    return Loss(loss, is_exact=True, smoothed=smoothed)

@@ -11,11 +11,12 @@ from pipetransformer.loss.joined import (
     as_sum_and_count,
     choose_loss,
     mean_of,
+    smooth_labels,
     sum_over_targets,
 )
 from pipetransformer.loss.split_probe import SplitProbe, refuse_split
 
 __all__ = [
     "Loss", "LossFunction", "LossValue", "SplitProbe", "as_sum_and_count", "choose_loss",
-    "mean_of", "refuse_split", "sum_over_targets",
+    "mean_of", "refuse_split", "smooth_labels", "sum_over_targets",
 ]  # fmt: skip

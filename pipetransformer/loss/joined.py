@@ -65,6 +65,7 @@ class Loss:
         function: (output, target) -> a 0-dim mean over the samples, or (sum, count).
         is_exact: whether parts are known to join to the whole; otherwise that is probed.
         ignore_index: the class of targets that the accuracy leaves out as well.
+        smoothed: builds the same loss with so much label smoothing, where that is known.
     Raises:
         TypeError: the function cannot be called.
     """
@@ -72,6 +73,7 @@ class Loss:
     function: LossFunction
     is_exact: bool = False
     ignore_index: int = -100
+    smoothed: Callable[[float], Loss] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -86,6 +88,8 @@ class Loss:
     @property
     def name(self) -> str:
         """Name the function for an error's text."""
+        if isinstance(self.function, _TorchLoss):
+            return self.function.name
         named = getattr(self.function, "__qualname__", None)
         return named if isinstance(named, str) else type(self.function).__qualname__
 
@@ -115,6 +119,24 @@ def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: 
     return known_loss(chosen) or Loss(chosen)
 
 
+def smooth_labels(loss: Loss, label_smoothing: float) -> Loss:
+    """Return the same loss with a share of each target spread over all classes.
+
+    Raises:
+        ValueError: the loss is not known to be a cross entropy over classes.
+    """
+    if not label_smoothing:
+        return loss
+    if loss.smoothed is None:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}, but the loss {loss.name} is not known to be a "
+            "cross entropy over classes without smoothing of its own; leave it out, and give a "
+            "loss_fn= that smooths, such as "
+            f"torch.nn.CrossEntropyLoss(label_smoothing={label_smoothing})"
+        )
+    return loss.smoothed(label_smoothing)
+
+
 def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     """Return one of torch's own losses in a form whose parts join; None for any other function.
 
@@ -140,8 +162,20 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         name, options = f"F.{function.__name__}", keywords.copy
     found = options()
     _refuse_options(name, function, found)
-    loss = _TorchLoss(name, function, options)
-    return Loss(loss, is_exact=True, ignore_index=found.get("ignore_index", -100))
+    ignored = found.get("ignore_index", -100)
+
+    def smoothed(label_smoothing: float) -> Loss:
+        added = {"label_smoothing": label_smoothing}
+        loss = _TorchLoss(name, function, lambda: {**options(), **added})
+        return Loss(loss, is_exact=True, ignore_index=ignored)
+
+    is_plain = function is F.cross_entropy and not found.get("label_smoothing")
+    return Loss(
+        _TorchLoss(name, function, options),
+        is_exact=True,
+        ignore_index=ignored,
+        smoothed=smoothed if is_plain else None,
+    )
 
 
 def mean_of(total: float, count: float) -> float:

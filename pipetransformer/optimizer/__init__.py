@@ -1,19 +1,32 @@
 """Build optimizers anew wherever layers go, with the state of the parameters they find there.
 
-named   state by parameter name, taken out and put in; `adamw`
-trial   tries a user's optimizer out before anything starts: is it the same in parts?
+named        state by parameter name, taken out and put in
+factories    optimizers by name, and `adamw`
+layer_decay  a learning rate that falls from layer to layer, around any factory
+trial        tries a user's optimizer out before anything starts: is it the same in parts?
+schedules    how the learning rate follows the step
 """
 
+from pipetransformer.optimizer.factories import adamw, named_optimizer
+from pipetransformer.optimizer.layer_decay import decay_by_layer
 from pipetransformer.optimizer.named import (
     NamedParameters,
     OptimizerFactory,
-    adamw,
     put_state,
     take_state,
+)
+from pipetransformer.optimizer.schedules import (
+    LearningRateSchedule,
+    check_warmup,
+    constant,
+    cosine_with_warmup,
+    named_schedule,
+    polynomial_with_warmup,
 )
 from pipetransformer.optimizer.trial import OptimizerTraits, try_optimizer
 
 __all__ = [
-    "NamedParameters", "OptimizerFactory", "OptimizerTraits", "adamw", "put_state", "take_state",
-    "try_optimizer",
+    "LearningRateSchedule", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "adamw",
+    "check_warmup", "constant", "cosine_with_warmup", "decay_by_layer", "named_optimizer",
+    "named_schedule", "polynomial_with_warmup", "put_state", "take_state", "try_optimizer",
 ]  # fmt: skip

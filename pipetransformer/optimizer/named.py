@@ -7,7 +7,6 @@ survives every move, and an optimizer built anew over other parameters finds its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +18,6 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
 _NUMBER = "#number"
-
-
-def adamw(
-    learning_rate: float = 1e-3,
-    *,
-    weight_decay: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.999),
-) -> OptimizerFactory:
-    """Return a factory for AdamW that does not decay one-dimensional parameters (biases, norms).
-
-    Args:
-        learning_rate: of every group; the run's schedule multiplies it.
-        weight_decay: of parameters with two or more dimensions.
-        betas: decay rates of the moments.
-    """
-
-    def build(named_parameters: NamedParameters) -> Optimizer:
-        decayed = [p for _, p in named_parameters if p.ndim >= 2]
-        others = [p for _, p in named_parameters if p.ndim < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": parameters, "weight_decay": decay}
-            for parameters, decay in ((decayed, weight_decay), (others, 0.0))
-            if parameters
-        ]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
-
-    return build
 
 
 def take_state(

@@ -49,10 +49,16 @@ def try_optimizer(
     The stand-ins have the parameters' names, dimensions, dtypes and attributes.
 
     Raises:
+        TypeError: the factory is no function.
         ValueError: it needs a closure or sparse gradients, cannot be built over a part of the
             parameters, trains others than it was given, keeps state elsewhere than with its
             parameters, or updates a parameter depending on others.
     """
+    if not callable(factory):
+        raise TypeError(
+            f"optimizer= is {factory!r}; give a function of a list of (name, parameter), for "
+            "instance named_optimizer('adamw', 1e-3)"
+        )
     shapes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not shapes:
         return OptimizerTraits("", 0.0, ())
@@ -172,7 +178,8 @@ class _Trial:
 
 def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Make a parameter of a few numbers; what is noted on the real one is noted on it."""
-    shape = [min(size, 2) for size in parameter.shape]
+    # timm's Muon trains what has fewer than four rows or columns in another way.
+    shape = [min(size, 4) for size in parameter.shape]
     small = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=device))
     small.data.copy_(_random(name, small))
     vars(small).update(vars(parameter))

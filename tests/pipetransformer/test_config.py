@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from pipetransformer import LayeredModel, Trainer, cosine_with_warmup
+from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.config import TrainConfig, constant, make_config
+from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.loss import Loss, choose_loss
 from pipetransformer.refusals.model_checks import refuse_model
 from pipetransformer.refusals.run_checks import check_world
@@ -63,7 +63,10 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     ),
     "collate_fn": ("pad", 1),
     "resume": ("no", "Auto", 1, 0, None),
-    "learning_rate_schedule": (0.1, "cosine", None),
+    "learning_rate_schedule": (0.1, "cosin", None),
+    "warmup": (-1, 1.0, 10.0, math.nan, True, "0.1", None),
+    "layer_decay": (0, -0.5, 1.5, math.nan, "0.75"),
+    "label_smoothing": (-0.1, 1.0, math.nan, "0.1", None),
     "plan": ("slowest", "Fastest", "", None, 1, ["published"]),
     "seed": (None, 0.5, "0"),
     "max_grad_norm": (0, -1.0, math.nan, "1"),
@@ -113,6 +116,14 @@ def test_no_setting_but_the_label_goes_unchecked() -> None:
         ),
         ({"micro_batch_size": 4, "micro_batches": 2}, "follows from the other: give one of them"),
         ({"micro_batch_size": 4, "plan": "published"}, "plan='published' chooses the micro-bat"),
+        (
+            {"warmup": 5},
+            "warmup is 5, but learning_rate_schedule is a function, which says it",
+        ),
+        (
+            {"warmup": 5, "learning_rate_schedule": "constant"},
+            "warmup is 5, but .*'constant' has none; choose 'constant_with_warmup'",
+        ),
     ],
     ids=str,
 )
@@ -136,6 +147,10 @@ def test_settings_that_make_sense_are_kept_as_given(tmp_path: Path) -> None:
         "max_grad_norm": 1,
         "pipeline_length": None,
         "schedule": "gpipe",
+        "learning_rate_schedule": "polynomial",
+        "warmup": 0.06,
+        "layer_decay": 0.75,
+        "label_smoothing": 0.1,
         "metrics": {"f1": lambda output, target: (0.0, 1.0)},
         "folder": tmp_path,
         "checkpoint_every_epochs": 2,
@@ -145,44 +160,6 @@ def test_settings_that_make_sense_are_kept_as_given(tmp_path: Path) -> None:
     }
     config = make_config(settings)
     assert {name: getattr(config, name) for name in settings} == settings
-
-
-# Legend: warm-up of w = 20 of 100 steps: (step + 1) / (w + 1), then half a cosine to zero.
-@pytest.mark.parametrize(
-    ("step", "factor"),
-    [
-        (0, 1 / 21),
-        (9.5, 0.5),
-        (19, 20 / 21),
-        (20, 1.0),
-        (40, 0.5 + 0.25 * math.sqrt(2)),
-        (60, 0.5),
-        (80, 0.5 - 0.25 * math.sqrt(2)),
-        (100, 0.0),
-    ],
-)
-def test_cosine_schedule_rises_linearly_and_falls_to_zero(step: float, factor: float) -> None:
-    assert cosine_with_warmup(0.2)(step, 100) == pytest.approx(factor, abs=1e-12)
-
-
-def test_cosine_schedule_without_warmup_starts_at_the_peak() -> None:
-    assert [cosine_with_warmup(0.0)(step, 2) for step in (0, 1, 2)] == pytest.approx(
-        [1.0, 0.5, 0.0], abs=1e-12
-    )
-
-
-def test_cosine_schedule_of_a_single_step_is_positive() -> None:
-    assert 0 < cosine_with_warmup()(0, 1) <= 1
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2, math.nan])
-def test_cosine_schedule_refuses_a_warmup_outside_the_run(fraction: float) -> None:
-    with pytest.raises(ValueError, match=rf"warmup_fraction is {fraction}; choose"):
-        cosine_with_warmup(fraction)
-
-
-def test_constant_schedule_is_one_at_every_step() -> None:
-    assert {constant(step, 10) for step in range(11)} == {1.0}
 
 
 @pytest.mark.parametrize(

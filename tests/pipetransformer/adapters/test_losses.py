@@ -8,24 +8,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.adapters.transformers_bert import span_loss
+from pipetransformer.loss import Loss, LossFunction, choose_loss, smooth_labels
 from tests.adapted import LENGTH, NUM_SAMPLES, answerer, batch_for, classifier, hf_vit, timm_vit
 
 
-def mean_in_parts(layered: LayeredModel, output: Tensor, target: Any) -> Tensor:
+def mean_in_parts(
+    layered: LayeredModel, output: Tensor, target: Any, loss_fn: LossFunction | None = None
+) -> Tensor:
     """Combine the losses of samples 0 and 1..3 as the trainer does."""
     total, count = torch.zeros(()), torch.zeros(())
-    assert layered.loss_fn is not None
+    loss_fn = layered.loss_fn if loss_fn is None else loss_fn
+    assert loss_fn is not None
     for rows in (slice(0, 1), slice(1, None)):
         part = (
             {name: entry[rows] for name, entry in target.items()}
             if isinstance(target, dict)
             else target[rows]
         )
-        value = layered.loss_fn(output[rows], part)
+        value = loss_fn(output[rows], part)
         size = len(output[rows])
         value, number = value if isinstance(value, tuple) else (value * size, size)
         total, count = total + value, count + number
@@ -81,3 +86,37 @@ def test_timm_loss_takes_classes_and_probabilities() -> None:
     expected = nn.functional.cross_entropy(output, classes)
     torch.testing.assert_close(mean_in_parts(layered, output, classes), expected)
     torch.testing.assert_close(mean_in_parts(layered, output, torch.eye(3)[classes]), expected)
+
+
+def smoothed(layered: LayeredModel) -> Loss:
+    """Return the model's own loss with label smoothing."""
+    return smooth_labels(choose_loss(None, layered.loss_fn, model="Model"), 0.1)
+
+
+@pytest.mark.parametrize("build", [classifier, hf_vit, timm_vit])
+def test_a_smoothed_loss_is_that_of_transformers_and_torch(build: Callable[..., Any]) -> None:
+    layered = adapt(build())
+    output, labels = torch.randn(NUM_SAMPLES, 3), torch.tensor([2, -100, 0, 1])
+    ours = mean_in_parts(layered, output, labels, smoothed(layered))
+    torch.testing.assert_close(ours, LabelSmoother(0.1)({"logits": output}, labels))
+    torch.testing.assert_close(ours, nn.CrossEntropyLoss(label_smoothing=0.1)(output, labels))
+
+
+@pytest.mark.parametrize(
+    "layered",
+    [
+        adapt(answerer()),
+        adapt(classifier(num_labels=1)),
+        adapt(classifier(problem_type="regression")),
+        adapt(hf_vit(problem_type="multi_label_classification")),
+    ],
+)
+def test_a_loss_over_no_classes_is_not_smoothed(layered: LayeredModel) -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing is 0.1, but the loss \S+ is not known"):
+        smoothed(layered)
+
+
+def test_targets_that_turn_out_to_be_no_classes_are_not_smoothed() -> None:
+    loss = smoothed(adapt(classifier()))
+    with pytest.raises(ValueError, match=r"targets are torch.float32; give classes as integers"):
+        loss(torch.randn(4, 3), torch.rand(4, 3))

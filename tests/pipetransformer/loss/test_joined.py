@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipetransformer.loss import Loss, mean_of
+from pipetransformer.loss import Loss, choose_loss, mean_of, smooth_labels
 from pipetransformer.loss.joined import known_loss
 
 NUM_SAMPLES, NUM_CLASSES = 12, 5
@@ -275,3 +275,45 @@ def test_shapes_that_mix_samples_are_refused(
     assert known is not None
     with pytest.raises(ValueError, match=reason):
         known(torch.zeros(output), torch.zeros(target))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        F.cross_entropy,
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=1),
+        partial(F.cross_entropy, ignore_index=1),
+    ],
+)
+def test_a_smoothed_cross_entropy_is_torch_s_in_any_split(loss_fn: Any) -> None:
+    output = torch.randn(NUM_SAMPLES, NUM_CLASSES, dtype=torch.float64)
+    target = torch.randint(0, NUM_CLASSES, (NUM_SAMPLES,))
+    smoothed = smooth_labels(choose_loss(loss_fn, None, model="Model"), 0.2)
+    options = {
+        "weight": getattr(loss_fn, "weight", None),
+        "ignore_index": smoothed.ignore_index,
+        "label_smoothing": 0.2,
+    }
+    assert smoothed.is_exact
+    for sizes in SPLITS:
+        parts = zip(output.split(sizes), target.split(sizes), strict=True)
+        values = [smoothed(one, other) for one, other in parts]
+        total, count = (sum(float(value[i]) for value in values) for i in (0, 1))  # type: ignore[index]
+        expected = F.cross_entropy(output, target, **options)
+        assert mean_of(total, count) == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [
+        (nn.MSELoss(), "MSELoss"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss"),
+        (lambda output, target: output.mean(), "<lambda>"),
+        (Loss(F.cross_entropy, is_exact=True), "cross_entropy"),
+    ],
+)
+def test_what_is_not_known_to_be_smoothed_is_refused(loss_fn: Any, name: str) -> None:
+    message = rf"0.2, but the loss (\S+\.)?{name} is not known .* such as torch\.nn\.C"
+    with pytest.raises(ValueError, match=message):
+        smooth_labels(choose_loss(loss_fn, None, model="Model"), 0.2)

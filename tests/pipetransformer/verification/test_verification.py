@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
 from pipetransformer.loss import Loss
-from tests.adapted import MODELS, batch_for
+from tests.adapted import MODELS, batch_for, classifier, timm_vit
 from tests.invariants.test_bugs_numbers import (
     TINY,
     Bounded,
@@ -47,6 +47,15 @@ def test_every_adapter_s_model_passes(name: str) -> None:
         passed = trainer.verify()
     num_tensors = len([*model.parameters(), *model.buffers()])
     assert passed == Verification("float64", 4, num_tensors)
+
+
+@pytest.mark.parametrize("build", [classifier, timm_vit])
+def test_a_smoothed_loss_and_rates_that_fall_by_layer_pass(build: Any) -> None:
+    torch.manual_seed(0)
+    model = build()
+    settings = {"label_smoothing": 0.1, "layer_decay": 0.75, "progress": False}
+    with Trainer(model, Entries(batch_with_targets(model)), **settings) as trainer:
+        assert trainer.verify().dtype == "float64"
 
 
 def verify(job: Job) -> str:
