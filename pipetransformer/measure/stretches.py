@@ -57,7 +57,10 @@ def sublayer_needs(task: Task, device: torch.device, batch: Batch) -> list[Need]
         # Buffers are kept aside. An output is there as itself, as the next one's input, and as a
         # gradient.
         Need(
-            row["parameter_bytes"] + row["gradient_bytes"] + 2 * row["buffer_bytes"],
+            row["parameter_bytes"]
+            + row["gradient_bytes"]
+            + 2 * row["buffer_bytes"]
+            + row["copy_bytes"],
             row["saved_bytes"] + 3 * row["output_bytes"],
         )
         for (row,) in rows
