@@ -138,7 +138,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
             below = batch[_HIDDEN].detach()
             # A copy, as between sublayers, with a gradient to compute, as between stages.
             hidden = below.requires_grad_(below.is_floating_point()).clone()
-        output = model.call(index, batch if hidden is None else hidden, sides=batch)
+        output = task.call(index, batch if hidden is None else hidden, sides=batch)
         if index < len(model.sublayers) - 1:
             return output
         loss = task.loss_fn(output, model.targets_of(batch))

@@ -68,6 +68,7 @@ def verify(
                 cache=False,
                 on_nonfinite="raise",
                 micro_batch_size=None,
+                precision=None,
             ),
         )
         outcome = compare_steps(
