@@ -43,9 +43,14 @@ class TrainConfig:
             is 1.
         label_smoothing: share of each target that is spread over all classes, in training and
             evaluation, where the loss is the cross entropy of a known model or of torch.
+        precision: "bf16" or "fp16" computes each sublayer in torch's autocast to it; what goes
+            from sublayer to sublayer, between stages and into the cache is in it, too, while
+            weights, loss, norms, sums of gradients and the optimizer are in float32. "fp16" scales
+            the loss as torch.amp.GradScaler does. None computes as the weights are.
         max_grad_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
-            the step everywhere.
+            the step everywhere. With "fp16" a gradient that overflows where the loss is finite
+            always skips the step, and halves the loss's scale, down to a scale of 1.
         pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
         micro_batches: micro-batches M of a step; None lets the planner choose.
@@ -115,6 +120,7 @@ class TrainConfig:
     warmup: float = 0
     layer_decay: float | None = None
     label_smoothing: float = 0.0
+    precision: Literal["bf16", "fp16"] | None = None
     max_grad_norm: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
@@ -278,7 +284,14 @@ class TrainConfig:
             )
 
     def _check_choices(self) -> None:
+        if self.precision == "bf16-pure":
+            raise ValueError(
+                "precision is 'bf16-pure', but weights in bfloat16 lose every update smaller than "
+                "their rounding, 1/256 of them, unless the optimizer keeps copies in float32, "
+                "which torch's do not; choose 'bf16', which keeps the weights in float32"
+            )
         for name, allowed in (
+            ("precision", (None, "bf16", "fp16")),
             ("on_nonfinite", ("raise", "skip")),
             ("schedule", (None, "gpipe", "1f1b")),
             ("cache_dtype", (None, "bfloat16", "float16")),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
 from pipetransformer.loss import Loss
 from pipetransformer.optimizer import OptimizerFactory
+from pipetransformer.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class Task:
     optimizer: OptimizerFactory
     config: TrainConfig
     trainable: frozenset[str]
+
+    @property
+    def precision(self) -> Precision:
+        """Return what the sublayers compute in."""
+        return Precision.named(self.config.precision)
+
+    def call(
+        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run one sublayer as the run does: in training, as frozen, to evaluate or to measure.
+
+        Arguments and errors are those of `LayeredModel.call`.
+        """
+        return self.precision.call(self.model, index, value, sides=sides)
 
 
 def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from autodp import EpochSampler
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
-from pipetransformer.checkpoint import RunState, resumes
+from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
 from pipetransformer.feed import Coming, FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
 from pipetransformer.optimizer import OptimizerFactory, adamw, decay_by_layer, try_optimizer
+from pipetransformer.precision import Precision
 from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
 from pipetransformer.refusals import check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
@@ -52,7 +53,7 @@ class Run:
         **settings: Any,
     ) -> None:
         config, layered = make_config(settings), adapt(model)
-        refuse_model(layered)
+        refuse_model(layered, Precision.named(config.precision))
         optimizer = optimizer or adamw()
         traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
         if config.layer_decay is not None:
@@ -91,11 +92,14 @@ class Run:
             read=self.feed.read,
         )
         self.log = RunLog(world, config)
+        parts: dict[str, Part] = {"report": self.log.report, "log": self.log}
+        if self.deployment.loss_scale.is_dynamic:
+            parts["loss_scale"] = self.deployment.loss_scale
         self.state = RunState(
             task,
             world,
             transitions=self.transitions,
-            parts={"report": self.log.report, "log": self.log},
+            parts=parts,
             optimizer=traits,
         )
 

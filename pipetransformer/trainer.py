@@ -177,9 +177,10 @@ class Trainer:
     def verify(self, batch: Batch | None = None) -> Verification:
         """Compare what is trained with the model's own forward and a plain loop. Collective.
 
-        On a few samples, without dropout and in float64 where the model computes in it: outputs,
-        loss, gradients and updated weights, in pipelines over all processes. Twins of the model
-        are trained; this run is as it was. Each rank has room for two of them in host memory.
+        On a few samples, without dropout and in float64 where the model computes in it, whatever
+        precision= says: outputs, loss, gradients and updated weights, in pipelines over all
+        processes. Twins of the model are trained; this run is as it was. Each rank has room for
+        two of them in host memory.
 
         Args:
             batch: entries by name, (N, ...) each with N >= 2; None takes the first of the

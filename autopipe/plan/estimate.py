@@ -54,6 +54,7 @@ class StepModel:
         self._prefix_sample_bytes = max(
             (cost.saved_bytes + 2 * cost.output_bytes for cost in frozen), default=0.0
         )
+        self._prefix_copies = max((cost.copy_bytes for cost in frozen), default=0)
         # A tensor larger than a round travels alone.
         self._round_bytes = round_bytes and max(
             round_bytes, *(cost.parameter_bytes for cost in costs)
@@ -63,6 +64,7 @@ class StepModel:
             cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes for cost in active
         )
         self._saved = _cumulate(cost.saved_bytes for cost in active)
+        self._copies = _cumulate(cost.copy_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
         self._work: dict[int, tuple[list[float], list[float]]] = {}
@@ -99,8 +101,9 @@ class StepModel:
         """Return the function that says how many bytes a stage needs.
 
         In a step they are weights, gradients and optimizer state, the buckets in which replicas
-        sum gradients, and for every micro-batch in flight what autograd saves and the activations
-        at the stage's two ends; on stage 0 besides the frozen weights and what running them takes.
+        sum gradients, and for every micro-batch in flight what autograd saves, cast weights among
+        it, and the activations at the stage's two ends; on stage 0 besides the frozen weights and
+        what running them takes.
         In a transition a round of what arrives comes in the place of gradients and activations.
         Host memory is not counted: frozen layers' optimizer state, the cache, a checkpoint.
 
@@ -111,6 +114,7 @@ class StepModel:
         """
         num_samples = [max(sizes) * number for number in in_flight]
         prefix_run = (self._prefix_chunk or max(sizes)) * self._prefix_sample_bytes
+        prefix_run += self._prefix_copies
         if len(sizes) > 1:
             # All of the step's samples lie behind the prefix until their micro-batches' turn.
             prefix_run += sum(sizes) * self._boundary_bytes[0]
@@ -127,6 +131,7 @@ class StepModel:
             training = (
                 copies * (self._gradients[last] - self._gradients[first])
                 + num_samples[part] * per_sample
+                + in_flight[part] * (self._copies[last] - self._copies[first])
                 + (0 if part else prefix_run)
             )
             return math.ceil(held + max(training, min(held, self._round_bytes)))

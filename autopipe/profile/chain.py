@@ -101,12 +101,17 @@ def chain_bytes(
 ) -> list[dict[str, Any]]:
     """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
 
+    copies = []
+
     def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, int]:
         """Run a forward; count the bytes that its graph keeps, each storage once."""
-        with saved_storages() as saved:
+        dtypes: dict[int, torch.dtype] = {}
+        with saved_storages(dtypes) as saved:
             output = sublayer.run(hidden, batch)
         held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
-        return output, sum(saved[address] for address in saved.keys() - held.keys())
+        own = {address: saved[address] for address in saved.keys() - held.keys()}
+        copies.append(_take_copies(own, dtypes, sublayer.module.parameters()))
+        return output, sum(own.values())
 
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
@@ -121,9 +126,30 @@ def chain_bytes(
             "buffer_bytes": sum(b.nbytes for b in beside),
             "saved_bytes": forward.measured / num_samples,
             "output_bytes": forward.output.nbytes / num_samples,
+            "copy_bytes": copied,
         }
-        for own, beside, forward in zip(parameters, buffers, forwards, strict=True)
+        for own, beside, forward, copied in zip(parameters, buffers, forwards, copies, strict=True)
     ]
+
+
+def _take_copies(
+    saved: dict[int, int], dtypes: Mapping[int, torch.dtype], parameters: Iterable[Tensor]
+) -> int:
+    """Take the weights that an autocast has cast out of the saved storages; return their bytes.
+
+    One is known by its size and by another dtype than its parameter's.
+    """
+    taken = 0
+    for parameter in parameters:
+        if parameter.ndim < 2:
+            continue
+        for address, num_bytes in saved.items():
+            dtype = dtypes[address]
+            is_cast = dtype.is_floating_point and dtype != parameter.dtype
+            if is_cast and num_bytes == parameter.numel() * dtype.itemsize:
+                taken += saved.pop(address)
+                break
+    return taken
 
 
 def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
@@ -147,12 +173,19 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 @contextmanager
-def saved_storages() -> Iterator[dict[int, int]]:
-    """Record the storages that graphs built inside keep until their backward, as `storages`."""
+def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dict[int, int]]:
+    """Record the storages that graphs built inside keep until their backward, as `storages`.
+
+    Args:
+        dtypes: is given those of the tensors in them, by address.
+    """
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved.update(storages([tensor]))
+        found = storages([tensor])
+        saved.update(found)
+        if dtypes is not None:
+            dtypes.update(dict.fromkeys(found, tensor.dtype))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

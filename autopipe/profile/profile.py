@@ -40,6 +40,7 @@ class SublayerCost:
         gradient_bytes, optimizer_bytes: of its trainable parameters.
         saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
         output_bytes: a sample's output.
+        copy_bytes: parameters in another dtype, that autograd keeps for each micro-batch.
     """
 
     name: str
@@ -54,6 +55,7 @@ class SublayerCost:
     buffer_bytes: int
     saved_bytes: float
     output_bytes: float
+    copy_bytes: int = 0
 
     @property
     def backward_s(self) -> tuple[float, ...]:

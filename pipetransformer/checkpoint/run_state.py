@@ -128,7 +128,9 @@ class RunState:
         scalars, transitions = checkpoint.scalars, self._transitions
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
-            part.load_state_dict(scalars["parts"][name])
+            # A run that was saved in another precision has no loss scale: it starts anew.
+            if name in scalars["parts"]:
+                part.load_state_dict(scalars["parts"][name])
         if scalars["world"] != plan_shape(self._task, self._world):
             transitions.decider.replan(transitions.clock())
         decision = transitions.decider.current

@@ -35,7 +35,7 @@ class FrozenPrefix:
         self._is_away, self._num_unneeded = False, 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
-        self.stamps = PrefixStamps("eval")
+        self.stamps = PrefixStamps(f"eval, {task.precision}")
         self._modules: tuple[nn.Module, ...] = ()
         self._stamped: list[tuple[int, int]] = []
 
@@ -62,7 +62,10 @@ class FrozenPrefix:
         model = self.task.model
         begin, end = model.first_active(first), model.first_active(last)
         with in_mode(model, self._modules, training=False):
-            return model.run(batch, first=begin, last=end, hidden=batch[HIDDEN] if begin else None)
+            hidden = self.task.call(begin, batch[HIDDEN] if begin else batch, sides=batch)
+            for index in range(begin + 1, end):
+                hidden = self.task.call(index, hidden, sides=batch)
+        return hidden
 
     def expect_fetch(self, num_samples: int, *, num_all: int) -> None:
         """Note that samples come; where a whole set's have needed no layer, let these leave."""

@@ -128,8 +128,9 @@ class SampleFeed:
         row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
         row_bytes *= self._rows.share_of_measured()
         if config.cache_dtype is not None:
-            computed = next(model.model.parameters()).dtype.itemsize
-            row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed
+            weights = next(model.model.parameters()).dtype
+            computed = self._task.precision.dtype or weights
+            row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed.itemsize
         needed = int(row_bytes * self._num_views * len(self.dataset))
         return min(needed, config.cache_limit_bytes or needed)
 

@@ -57,7 +57,10 @@ def sublayer_needs(task: Task, device: torch.device, batch: Batch) -> list[Need]
         # Buffers are kept aside. An output is there as itself, as the next one's input, and as a
         # gradient.
         Need(
-            row["parameter_bytes"] + row["gradient_bytes"] + 2 * row["buffer_bytes"],
+            row["parameter_bytes"]
+            + row["gradient_bytes"]
+            + 2 * row["buffer_bytes"]
+            + row["copy_bytes"],
             row["saved_bytes"] + 3 * row["output_bytes"],
         )
         for (row,) in rows
@@ -135,7 +138,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
             below = batch[_HIDDEN].detach()
             # A copy, as between sublayers, with a gradient to compute, as between stages.
             hidden = below.requires_grad_(below.is_floating_point()).clone()
-        output = model.call(index, batch if hidden is None else hidden, sides=batch)
+        output = task.call(index, batch if hidden is None else hidden, sides=batch)
         if index < len(model.sublayers) - 1:
             return output
         loss = task.loss_fn(output, model.targets_of(batch))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
+from pipetransformer.precision import Precision
 
 
-def refuse_model(model: LayeredModel) -> None:
-    """Refuse what would be lost, or mean something else, where layers move and batches are split.
+def refuse_model(model: LayeredModel, precision: Precision) -> None:
+    """Refuse what would be lost, or mean something else, where layers move and batches are split,
+    and weights that a low precision would round at every update.
 
     Raises:
         ValueError: the message names the module or parameter, and what to do.
@@ -21,6 +24,8 @@ def refuse_model(model: LayeredModel) -> None:
     _refuse_shared_memory(model.model)
     _refuse_references(model.model)
     _refuse_module_hooks(model)
+    if precision.dtype is not None:
+        _refuse_low_weights(model.model)
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
@@ -99,6 +104,17 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
             raise ValueError(
                 f"{name or type(module).__name__!r} has backward hooks, which would run on the "
                 "gradient of every micro-batch; remove them"
+            )
+
+
+def _refuse_low_weights(model: nn.Module) -> None:
+    """Refuse to compute in low precision over weights that are not in float32 themselves."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, but precision= computes in low "
+                "precision over weights in float32: call model.float() first, or leave precision "
+                "out to train the weights as they are"
             )
 
 

@@ -67,7 +67,7 @@ def refuse_surroundings(*, trains: bool) -> None:
             raise ValueError(
                 f"torch.autocast({kind!r}) is on around the Trainer; it would train every step "
                 "with the first step's weights, which it keeps in low precision until it is left: "
-                "call the Trainer outside of it"
+                "call the Trainer outside of it, and give it precision='bf16' or 'fp16'"
             )
     if torch.is_inference_mode_enabled() or (trains and not torch.is_grad_enabled()):
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"

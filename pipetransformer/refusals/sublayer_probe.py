@@ -34,6 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
+"""For what is computed in low precision."""
 
 
 def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
@@ -128,7 +129,7 @@ class _Probe:
         name = self.task.model.sublayers[index].name
         with self._lent(index, training=False):
             again = self._call(index, value, batch)
-            if _differ(again, expected):
+            if self._differ(again, expected):
                 raise ValueError(
                     f"sublayer {name!r} gives another output for the same input once other "
                     "samples have run: it keeps something in an attribute, or gets something "
@@ -137,7 +138,7 @@ class _Probe:
                 )
             cuts = (slice(0, 1), slice(1, 2))
             parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
-        if _differ(torch.cat(parts), expected):
+        if self._differ(torch.cat(parts), expected):
             raise ValueError(
                 f"the output of sublayer {name!r} depends on how a batch is split; let it treat "
                 "each sample by itself"
@@ -149,7 +150,7 @@ class _Probe:
         before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
         # A copy, on which a layer may work in place.
         given = value.clone() if isinstance(value, Tensor) else value
-        output = model.call(index, given, sides=batch)
+        output = self.task.call(index, given, sides=batch)
         now = model.tensors(index)
         if written := find_changed(now, before):
             with torch.no_grad():
@@ -158,6 +159,16 @@ class _Probe:
                         tensor.copy_(before[name])
             raise ValueError(written_text(written, model.sublayers[index].name))
         return output
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        if one.shape != other.shape or one.numel() == 0:
+            return one.shape != other.shape
+        if not one.is_floating_point():
+            return not torch.equal(one, other)
+        # The last sublayer's output is in float32, however it was computed.
+        computed = self.task.precision.dtype or one.dtype
+        allowed = _TOLERANCES.get(computed, _COARSEST) * float(other.abs().max())
+        return float((one - other).nan_to_num().abs().max()) > allowed
 
     @contextmanager
     def _lent(self, index: int, *, training: bool) -> Iterator[None]:
@@ -178,12 +189,3 @@ def _random_state(device: torch.device) -> bytes:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return b"".join(state.numpy().tobytes() for state in states)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.numel() == 0:
-        return one.shape != other.shape
-    if not one.is_floating_point():
-        return not torch.equal(one, other)
-    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * float(other.abs().max())
-    return float((one - other).nan_to_num().abs().max()) > allowed

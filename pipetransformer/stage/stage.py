@@ -24,7 +24,7 @@ from freeze import GradientSignals
 from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
-from pipetransformer.loss import SplitProbe, mean_of
+from pipetransformer.loss import LossScale, SplitProbe, mean_of
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import StageWatch
@@ -69,10 +69,18 @@ class Stage:
         plan: what this stage does.
         topology: which stage it is.
         groups: those of the topology.
+        loss_scale: the run's.
     """
 
     def __init__(
-        self, task: Task, world: World, *, plan: PipelinePlan, topology: Topology, groups: Groups
+        self,
+        task: Task,
+        world: World,
+        *,
+        plan: PipelinePlan,
+        topology: Topology,
+        groups: Groups,
+        loss_scale: LossScale,
     ) -> None:
         self.plan = plan
         self.topology = topology
@@ -81,7 +89,7 @@ class Stage:
         self._index = topology.stage_of(world.rank)
         self._replica = topology.replica_of(world.rank)
         self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
-        self._groups = groups
+        self._groups, self._loss_scale = groups, loss_scale
         self._cut = BatchCut(
             topology.replicas, plan.num_micro_batches, task.config.micro_batch_size
         )
@@ -157,7 +165,9 @@ class Stage:
         start = time.perf_counter()
         intrusion = self._begin_step()
         own, first = self._own(ids)
-        moment = TrainMoment(step, self._task.config.seed, first, len(ids))
+        moment = TrainMoment(
+            step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value
+        )
         coming = None if next_ids is None else self.own_part(next_ids)
         batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
         with _naming_peers():
@@ -180,11 +190,7 @@ class Stage:
         if num_wrong:
             raise ValueError(wrong or "another rank refuses to go on; it says why")
         loss, norm = self._finish_gradients(sums, len(ids))
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        if skipped:
-            self._report_nonfinite(
-                f"step {step}: the loss is {loss}, the gradient's norm {norm}", work.loss_sums()
-            )
+        skipped = self._must_skip(step, loss, norm, work)
         self._update(step, learning_rate_factor, skipped)
         total = time.perf_counter() - start
         return StepResult(
@@ -273,14 +279,31 @@ class Stage:
         """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
         loss_sum, count = sums
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if count not in (0, num_samples) and gradients:
-            torch._foreach_mul_(gradients, num_samples / count)
+        correction = (num_samples / count if count else 1.0) / self._loss_scale.value
+        if correction != 1 and gradients:
+            torch._foreach_mul_(gradients, correction)
         squared = self.signals.squared_norm(self._sum_over_pipeline)
         norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
         limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return mean_of(loss_sum, count), norm
+
+    def _must_skip(self, step: int, loss: float, norm: float, work: TrainWork) -> bool:
+        """Tell whether all ranks skip the step; raise where it ends the run. Collective."""
+        scale = self._loss_scale
+        if math.isfinite(loss) and math.isfinite(norm):
+            scale.note_good_step()
+            return False
+        what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
+        if not scale.explains(loss, norm):
+            self._report_nonfinite(what, work.loss_sums())
+            return True
+        if self._world.is_main:
+            text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
+            _LOGGER.info(text, what, scale.value)
+        scale.shrink()
+        return True
 
     def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""

@@ -80,7 +80,7 @@ class StageWiring:
                 Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
             )
         is_last = self.index == self.topology.length - 1
-        return StageLayers(self.task.model, indices, self.world.device, side_out, side_in, is_last)
+        return StageLayers(self.task, indices, self.world.device, side_out, side_in, is_last)
 
     def links(self) -> StageLinks:
         """Build the links to the stages below and above; a spare has none.

@@ -14,10 +14,10 @@ from torch import Tensor
 from autocache import HIDDEN
 from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
-from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
 from pipetransformer.feed import Rows
+from pipetransformer.job import Task
 from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
@@ -27,7 +27,7 @@ class StageLayers:
     """Name what a stage runs.
 
     Args:
-        model: the layered model.
+        task: whose sublayers.
         indices: the sublayers this stage runs.
         device: where they live.
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
@@ -35,7 +35,7 @@ class StageLayers:
         is_last: whether the targets are needed here, after the forward.
     """
 
-    model: LayeredModel
+    task: Task
     indices: range
     device: torch.device
     side_out: tuple[SideSender, ...] = ()
@@ -123,7 +123,7 @@ class LayerWork(StageWork):
         }
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
-        name = HIDDEN if HIDDEN in batch else self.layers.model.inputs[0]
+        name = HIDDEN if HIDDEN in batch else self.layers.task.model.inputs[0]
         return Payload((batch[name],))
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
@@ -133,7 +133,7 @@ class LayerWork(StageWork):
             value = entries
         for index in self.layers.indices:
             self.seed(micro_batch, index)
-            value = self.layers.model.call(index, value, sides=entries)
+            value = self.layers.task.call(index, value, sides=entries)
         assert isinstance(value, Tensor)
         size = self._batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
@@ -155,7 +155,7 @@ class LayerWork(StageWork):
 
     def target(self, micro_batch: int) -> Any:
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
-        return self.layers.model.targets_of(self._entries.pop(micro_batch))
+        return self.layers.task.model.targets_of(self._entries.pop(micro_batch))
 
     def _read(self) -> list[Batch]:
         """Return every micro-batch's entries: slices of what the step's samples are given."""
@@ -187,12 +187,14 @@ class TrainMoment:
         seed: the run's.
         first_sample: position of this replica's first sample in the global batch.
         global_batch: samples of the whole step.
+        loss_scale: what the backward's loss is multiplied by.
     """
 
     step: int
     seed: int
     first_sample: int
     global_batch: int
+    loss_scale: float = 1.0
 
 
 class TrainWork(LayerWork):
@@ -227,24 +229,25 @@ class TrainWork(LayerWork):
         """Return the micro-batch's part of the step's mean loss.
 
         A loss given as (sum, count) is divided by the samples of the global batch for now; the
-        gradients are corrected once the counts of all replicas are known.
+        gradients are corrected once the counts of all replicas are known. All are scaled by the
+        moment's loss scale.
         """
         output = only_tensor(outputs)
         target = self.target(micro_batch)
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
         loss = self._loss_fn(output, target)
-        num_samples = len(output)
+        num_samples, divisor = len(output), self._moment.global_batch / self._moment.loss_scale
         if isinstance(loss, tuple):
             total, count = loss
             self.losses.append((_precise(total), _precise(count)))
-            return total / self._moment.global_batch
+            return total / divisor
         if loss.ndim != 0:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
             )
         self.losses.append((_precise(loss) * num_samples, num_samples))
-        return loss * (num_samples / self._moment.global_batch)
+        return loss * (num_samples / divisor)
 
     def loss_sums(self) -> list[float]:
         """Return [sum of the losses, count, whether it depends on the split]; 0 without a loss."""

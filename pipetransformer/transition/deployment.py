@@ -19,6 +19,7 @@ from torch import Tensor
 from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
 from pipetransformer.feed import SampleFeed
 from pipetransformer.job import Task, set_frozen, set_training
+from pipetransformer.loss import LossScale
 from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import Stage
 from pipetransformer.transition.decision import Decision
@@ -44,6 +45,8 @@ class Deployment:
             on_cuda=world.link_device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,
         )
+        # Stages come and go.
+        self.loss_scale = LossScale(is_dynamic=task.config.precision == "fp16")
         self.stage: Stage | None = None
 
     @property
@@ -213,6 +216,7 @@ class Deployment:
             plan=decision.plan,
             topology=after.topology,
             groups=self._groups.open(after.topology, timeout_s=limit_s),
+            loss_scale=self.loss_scale,
         )
         self._held.give_to(self.stage.optimizer, after.trained_by(rank))
         self._feed.prefix.set_depth(

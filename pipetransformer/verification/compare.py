@@ -70,6 +70,7 @@ def verify(
                 micro_batch_size=None,
                 collate_fn=None,  # The batch is collated.
                 num_workers=0,
+                precision=None,
             ),
         )
         outcome = compare_steps(

@@ -18,6 +18,7 @@ from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.loss import Loss, choose_loss
+from pipetransformer.precision import Precision
 from pipetransformer.refusals.model_checks import refuse_model
 from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
@@ -72,6 +73,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "max_grad_norm": (0, -1.0, math.nan, "1"),
     "on_nonfinite": ("ignore", None),
     "cache_dtype": ("bf16", "float32", 16),
+    "precision": ("fp32", "bfloat16", "", 16, torch.bfloat16),
     "schedule": ("1F1B", "zero-bubble", 1),
     "device": ("gpu", None, 0),
     "folder": (3,),
@@ -91,6 +93,11 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
 def test_a_bad_value_is_refused_by_name_with_what_is_allowed(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; choose \w+"):
         make_config({name: value})
+
+
+def test_weights_in_bfloat16_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"bf16-pure.*lose every update smaller .*choose 'bf16'"):
+        make_config({"precision": "bf16-pure"})
 
 
 def test_no_setting_but_the_label_goes_unchecked() -> None:
@@ -201,7 +208,7 @@ def test_a_batch_smaller_than_the_replicas_is_refused() -> None:
 def test_batch_normalisation_is_refused_by_its_name(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), norm), nn.Linear(8, 3))
     with pytest.raises(ValueError, match=rf"'1\.1' is a {type(norm).__name__}: .*LayerNorm"):
-        refuse_model(adapt(model))
+        refuse_model(adapt(model), Precision())
 
 
 def test_the_given_loss_wins_over_the_model_s_own() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.network import LinkCost
+from autopipe.profile.profile import Profile
 from autopipe.schedule import micro_batch_sizes
 from tests.costs import profile, request, sublayer, sums, uniform
 
@@ -46,6 +47,24 @@ def test_in_a_transition_a_round_comes_in_the_place_of_gradients_and_activations
     # No more can arrive than is held at last, and a tensor larger than a round travels alone.
     assert peaks(10_000) == (2 * 700, 2 * 600)
     assert peaks(1) == (first, second)
+
+
+def test_cast_weights_are_held_for_every_micro_batch_in_flight() -> None:
+    model = profile(*(sublayer(layer, copy_bytes=50) for layer in range(5)))
+    without = profile(*(sublayer(layer) for layer in range(5)))
+
+    def peaks(model: Profile) -> tuple[int, ...]:
+        return predict(
+            model,
+            request(2, num_frozen=1),
+            boundaries=(1, 3, 5),
+            num_micro_batches=4,
+            schedule="1f1b",
+        ).peak_bytes
+
+    # Of the frozen layers, which run without gradients, one at a time; 2 in flight, then 1.
+    extra = tuple(a - b for a, b in zip(peaks(model), peaks(without), strict=True))
+    assert extra == (50 + 2 * 2 * 50, 2 * 50)
 
 
 def test_1f1b_holds_fewer_micro_batches_than_gpipe_on_every_stage() -> None:

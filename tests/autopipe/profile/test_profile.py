@@ -161,6 +161,22 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     assert costs[0].parameter_bytes == 4 * (8 * 16 + 16 + 16 * 8 + 8)
 
 
+def test_weights_that_an_autocast_casts_are_counted_by_themselves_at_any_size() -> None:
+    class Low(nn.Sequential):
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                return super().forward(hidden)
+
+    # A weight that is not trained is cast, too, as its input needs a gradient.
+    module = Low(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8).requires_grad_(False))
+    for size in (1, 4):
+        cost = profile_sublayers(chain(nn.Linear(8, 8), module), batches(size)).costs[1]
+        assert cost.copy_bytes == 2 * (8 * 16 + 16 * 8)
+        # 8 inputs, cast, and 16 values behind the ReLU.
+        assert cost.saved_bytes == 2 * (8 + 16)
+    assert profile_sublayers(chain(nn.Linear(8, 8)), batches(4)).costs[0].copy_bytes == 0
+
+
 def test_dropout_masks_count_although_the_model_came_in_eval_mode() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
     plain = profile_sublayers(chain(nn.Linear(8, 8)), batches(4)).costs

@@ -66,6 +66,11 @@ def read(ids: Tensor) -> Batch:
     return {"x": x[ids], "y": y[ids]}
 
 
+def read_single(ids: Tensor) -> Batch:
+    """Read in single precision."""
+    return {name: t.float() if t.is_floating_point() else t for name, t in read(ids).items()}
+
+
 def disturbed_model(*, writes: bool = True) -> nn.Sequential:
     """Make a model with gradients, mixed modes, a frozen layer and, if it `writes`, a changing
     buffer."""
@@ -105,6 +110,21 @@ def test_measuring_leaves_model_and_random_numbers_as_they_were() -> None:
             assert torch.equal(after[kind][name], tensor), (kind, name)
     for kind in ("flags", "needs", "objects", "generators"):
         assert after[kind] == before[kind], kind
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_bytes_are_those_of_the_precision(precision: str) -> None:
+    whole, low = (
+        measure(make_task(tiny_model(dtype=torch.float32), precision=one), ALONE, read_single)
+        for one in (None, precision)
+    )
+    for before, now in zip(whole.profile.sublayers[:-1], low.profile.sublayers[:-1], strict=True):
+        assert 2 * now.output_bytes == before.output_bytes
+        assert now.gradient_bytes == now.parameter_bytes == before.parameter_bytes
+        assert now.saved_bytes < before.saved_bytes
+    # A block's two matrices.
+    assert low.profile.sublayers[1].copy_bytes == 2 * (8 * 16 + 16 * 8)
+    assert whole.profile.sublayers[1].copy_bytes == 0
 
 
 def test_measuring_leaves_no_hook_behind() -> None:

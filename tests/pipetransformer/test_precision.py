@@ -1,0 +1,132 @@
+"""Prove what a sublayer's call in low precision computes in, and what is refused before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetransformer import LayeredModel, Trainer
+from pipetransformer.adapters.registry import adapt
+from pipetransformer.precision import Precision
+from tests.adapted import MODELS, batch_for
+from tests.measured import measuring, never
+from tests.models import Entries, tiny_data, tiny_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def tiny() -> LayeredModel:
+    return adapt(tiny_model(dtype=torch.float32))
+
+
+def run(layered: LayeredModel, precision: Precision) -> list[Tensor]:
+    """Return every sublayer's output."""
+    batch = {"x": tiny_data(dtype=torch.float32).tensors[0]}
+    outputs: list[Tensor] = []
+    for index in range(len(layered.sublayers)):
+        value = outputs[-1] if outputs else batch
+        outputs.append(precision.call(layered, index, value, sides=batch))
+    return outputs
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_hidden_states_are_in_low_precision_and_the_output_in_float32(name: str) -> None:
+    *hidden, output = run(tiny(), Precision.named(name))
+    assert {one.dtype for one in hidden} == {DTYPES[name]}
+    assert output.dtype == torch.float32 and torch.equal(output, output.to(DTYPES[name]).float())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_gradients_of_micro_batches_add_up_in_float32(name: str) -> None:
+    layered, precision = tiny(), Precision.named(name)
+    parameters = dict(layered.model.named_parameters())
+    run(layered, precision)[-1].sum().backward()
+    once = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    assert once.keys() == parameters.keys()
+    run(layered, precision)[-1].sum().backward()
+    run(layered, precision)[-1].sum().backward()
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, 3 * once[name]), name
+
+
+def test_without_a_precision_nothing_is_cast() -> None:
+    layered = adapt(tiny_model())
+    batch = {"x": tiny_data().tensors[0]}
+    assert Precision.named(None).call(layered, 0, batch, sides=batch).dtype == torch.float64
+
+
+def test_a_weight_that_a_checkpoint_in_a_sublayer_casts_keeps_its_gradient() -> None:
+    class Recomputed(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            first = torch.utils.checkpoint.checkpoint(super().forward, hidden, use_reentrant=True)
+            return super().forward(first)
+
+    torch.manual_seed(0)
+    layered = adapt(nn.Sequential(nn.Linear(8, 4), Recomputed(4, 4), nn.Linear(4, 3)))
+    run(layered, Precision.named("bf16"))[-1].sum().backward()
+    one = dict(layered.model.named_parameters())["1.weight"]
+    assert one.grad is not None and bool(one.grad.abs().sum() > 0)
+
+
+def train(model: nn.Module | LayeredModel, data: Any, **settings: Any) -> Trainer:
+    """Take two steps, with all that precedes them, and evaluate."""
+    options = {"global_batch_size": 4, "epochs": 2, "progress": False, **settings}
+    with Trainer(model, data, **options) as trainer:
+        trainer.step()
+        trainer.step()
+        trainer.evaluate(data)
+        return trainer
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "sequential"])
+def test_models_of_every_adapter_train(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    batch = batch_for(model)
+    if kind == "bert_answers":
+        targets = {side: torch.arange(4) for side in ("start_positions", "end_positions")}
+    else:
+        targets = {
+            "labels" if kind in ("bert_sdpa", "bert_eager", "vit") else "y": torch.arange(4) % 3
+        }
+    with measuring(never):
+        trainer = train(model, Entries({**batch, **targets}), precision=name)
+    assert trainer.is_over
+
+
+class TakesTheMean(nn.Module):
+    """Take off a batch's mean, which a split changes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(dim=0)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_layer_that_mixes_samples_is_still_refused(name: str) -> None:
+    model = tiny_model(dtype=torch.float32)
+    model.insert(2, TakesTheMean())
+    data = tiny_data(dtype=torch.float32)
+    with pytest.raises(ValueError, match="'2' depends on how a batch is split"):
+        train(model, data, loss_fn=nn.CrossEntropyLoss(), precision=name)
+
+
+def test_weights_in_another_dtype_than_float32_are_refused() -> None:
+    model = tiny_model(dtype=torch.float32)
+    model[1].bfloat16()
+    message = r"'1.norm.weight' is torch.bfloat16, but precision= .*call model.float\(\) first"
+    with pytest.raises(ValueError, match=message):
+        train(model, tiny_data(), loss_fn=nn.CrossEntropyLoss(), precision="bf16")
+
+
+def test_the_model_is_verified_in_float64_whatever_the_precision() -> None:
+    with Trainer(
+        tiny(), tiny_data(dtype=torch.float32), loss_fn=nn.CrossEntropyLoss(),
+        precision="fp16", progress=False,
+    ) as trainer:  # fmt: skip
+        assert trainer.verify().dtype == "float64"
