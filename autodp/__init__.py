@@ -5,7 +5,13 @@ topology ─► groups ─► reduce ─► sums: messages, or shared_memory wit
 """
 
 from autodp.groups import GroupPool, Groups, link_device
-from autodp.messages import PeerError, broadcast_json, gather_json, waiting_for
+from autodp.messages import (
+    PeerError,
+    broadcast_json,
+    broadcast_tensor,
+    gather_json,
+    waiting_for,
+)
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
@@ -26,6 +32,7 @@ __all__ = [
     "ShardStore",
     "Topology",
     "broadcast_json",
+    "broadcast_tensor",
     "gather_json",
     "largest_incoming_bytes",
     "link_device",

@@ -22,27 +22,34 @@ from freeze import (
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.errors import (
+    CallbackError,
     CorruptCheckpointError,
     NonFiniteError,
     PeerError,
     VerificationError,
     WorkerFailedError,
 )
+from pipetransformer.events import Callback, TensorBoard
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import adamw
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
+from pipetransformer.predictions import EvalPrediction, PredictionOutput
 from pipetransformer.processes import launch
 from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 from pipetransformer.trainer import Trainer
-from pipetransformer.transition import Decision
+from pipetransformer.transition import Change, Decision
 from pipetransformer.verification import Verification
 
 __all__ = [
     "AlphaSchedule",
+    "Callback",
+    "CallbackError",
+    "Change",
     "CorruptCheckpointError",
     "Decision",
+    "EvalPrediction",
     "FitReport",
     "FreezeContext",
     "FreezeDecision",
@@ -59,12 +66,14 @@ __all__ = [
     "PeerError",
     "PipelinePlan",
     "PlanSituation",
+    "PredictionOutput",
     "Profile",
     "Recorder",
     "Span",
     "StepResult",
     "Sublayer",
     "Summary",
+    "TensorBoard",
     "Trace",
     "TrainConfig",
     "Trainer",

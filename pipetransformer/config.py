@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,11 @@ from pipetransformer.planning import PLANS, Planner, usual_prefix_chunk
 
 LearningRateSchedule = Callable[[float, int], float]
 Metric = Callable[[Tensor, Any], tuple[float, float]]
+ComputeMetrics = Callable[[Any], Mapping[str, float]]
+"""Judges an `EvalPrediction`."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
-_EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
+EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
 
 
@@ -122,9 +124,20 @@ class TrainConfig:
             there is none; True insists on one; False starts, in a folder without a run. A process
             that its launcher (torchrun --max-restarts) started again continues in any case.
         evaluate_every_epochs: 0 evaluates only when asked.
+        evaluate_every_steps: beside it; 0 is never.
         metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
             examples; None is the accuracy where the output is (N, classes) and the targets are
             class indices.
+        compute_metrics: a function of an `EvalPrediction` of the whole data set that returns more
+            metrics by name; called on rank 0 for all. Without it an evaluation keeps no outputs.
+        metric_for_best_model: which of an evaluation's metrics tells the best.
+        greater_is_better: whether more of it is better; None is no for names that end in "loss",
+            and yes for others.
+        load_best_model_at_end: keep the best weights in folder/best, and end `fit` with them.
+        early_stopping_patience: after how many evaluations in a row without improvement the run
+            ends; None goes on.
+        early_stopping_threshold: by how much a metric must be better to count as improvement.
+        callbacks: told of events; the same on all ranks. See `Callback`.
         device: "auto" takes a GPU for each slot where there are enough, else the CPU;
             "cuda-shared" lets slots share GPUs, with messages through host memory: for tests.
         step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
@@ -163,7 +176,15 @@ class TrainConfig:
     keep_checkpoints: int = 2
     resume: bool | Literal["auto"] = False
     evaluate_every_epochs: int = 1
+    evaluate_every_steps: int = 0
     metrics: Mapping[str, Metric] | None = None
+    compute_metrics: ComputeMetrics | None = None
+    metric_for_best_model: str = "loss"
+    greater_is_better: bool | None = None
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    callbacks: Sequence[Any] = ()
     device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     step_timeout_s: float | None = None
     setup_timeout_s: float = 300.0
@@ -226,12 +247,18 @@ class TrainConfig:
             "cache_limit_bytes",
             "cache_views",
             "prefix_chunk",
+            "early_stopping_patience",
         ):
             value = getattr(self, name)
             self._require(
                 name, value is None or _is_whole(value, 1), "None or a whole number, at least 1"
             )
-        for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"):
+        for name in (
+            "checkpoint_every_epochs",
+            "checkpoint_every_steps",
+            "evaluate_every_epochs",
+            "evaluate_every_steps",
+        ):
             self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
         self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
         for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
@@ -244,6 +271,12 @@ class TrainConfig:
             "max_grad_norm",
             self.max_grad_norm is None or _is_positive(self.max_grad_norm),
             "None or a number above 0",
+        )
+
+        self._require(
+            "early_stopping_threshold",
+            _is_positive(self.early_stopping_threshold) or self.early_stopping_threshold == 0,
+            "a number, 0 or more",
         )
 
     def _check_micro_batch_size(self) -> None:
@@ -271,12 +304,13 @@ class TrainConfig:
             ("on_nonfinite", ("raise", "skip")),
             ("schedule", (None, "gpipe", "1f1b")),
             ("cache_dtype", (None, "bfloat16", "float16")),
+            ("greater_is_better", (None, False, True)),
             ("device", ("auto", "cpu", "cuda", "cuda-shared")),
         ):
             self._require(
                 name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}"
             )
-        for name in ("scale_batch", "cache", "progress"):
+        for name in ("scale_batch", "cache", "progress", "load_best_model_at_end"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require(
             "resume",
@@ -298,8 +332,18 @@ class TrainConfig:
         self._require(
             "metrics",
             self.metrics is None or _are_metrics(self.metrics),
-            f"None or functions by names other than {', '.join(_EVALUATION_FIELDS)}",
+            f"None or functions by names other than {', '.join(EVALUATION_FIELDS)}",
         )
+
+        self._require(
+            "compute_metrics",
+            self.compute_metrics is None or callable(self.compute_metrics),
+            "None or a function",
+        )
+        self._require(
+            "metric_for_best_model", isinstance(self.metric_for_best_model, str), "a name"
+        )
+        self._require("callbacks", isinstance(self.callbacks, (list, tuple)), "a list of Callback")
 
     def _require(self, name: str, condition: bool, allowed: str) -> None:
         if not condition:
@@ -328,7 +372,7 @@ def _is_whole(value: Any, least: float) -> bool:
 
 def _are_metrics(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and name not in _EVALUATION_FIELDS and callable(metric)
+        isinstance(name, str) and name not in EVALUATION_FIELDS and callable(metric)
         for name, metric in value.items()
     )
 

@@ -4,30 +4,54 @@ task: what is trained                 feed, evaluation_feed: whose samples, thro
 world: on which ranks                 deployment: what this rank holds of it
 timeline: where the run is            transitions: what is decided, and carried out
 state: what checkpoints hold          log: records, progress and the report
+best: which evaluation was
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autodp import EpochSampler
+from autodp import EpochSampler, broadcast_json, gather_json
+from autopipe.trace import Span, Trace
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, resumes
 from pipetransformer.config import make_config
-from pipetransformer.data import Batch, SizedDataset, check_dataset
+from pipetransformer.data import Batch, SizedDataset, check_dataset, has_targets
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
+from pipetransformer.model_files import BestModel
 from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
-from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
-from pipetransformer.refusals import check_world, probe_sublayers, refuse_model
+from pipetransformer.predictions import (
+    OUTPUT,
+    EvalPrediction,
+    KeptOutputs,
+    PredictionOutput,
+    gather_outputs,
+    judge,
+)
+from pipetransformer.processes import (
+    agree,
+    connect,
+    likely_device,
+    on_rank_0,
+    slots_of_a_node,
+    world_size,
+)
+from pipetransformer.refusals import check_selection, check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
 from pipetransformer.run_position import Clock, Timeline
-from pipetransformer.stage import FrozenPrefix, SampleFeed, StepResult
-from pipetransformer.transition import Deployment, Transitions
+from pipetransformer.stage import FrozenPrefix, LossSums, Results, SampleFeed, StepResult
+from pipetransformer.transition import Change, Deployment, Transitions
+from pipetransformer.verification import Verification, verify
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Run:
@@ -63,6 +87,7 @@ class Run:
         check_dataset(train_dataset, "train_dataset")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval_dataset")
+        check_selection(config, has_eval_dataset=eval_dataset is not None)
         check_world(config, world_size(), slots_of_a_node())
         resumes(config)  # Refuses a folder before anything is started.
         policy = as_policy(freeze)
@@ -83,30 +108,78 @@ class Run:
             timeline=self.timeline,
             read=self.feed.read,
         )
-        self.log = RunLog(world, config)
+        self.log, self.best = RunLog(world, config), BestModel(config)
         self.state = RunState(
             task,
             world,
             transitions=self.transitions,
-            parts={"report": self.log.report, "log": self.log},
+            parts={"report": self.log.report, "log": self.log, "best": self.best},
             optimizer=traits,
         )
 
-    def begin(self) -> None:
-        """Restore or prepare, measure, and decide, once. Collective."""
+    def begin(self) -> Change | None:
+        """Restore or prepare, measure, and decide, once; return what that changed. Collective."""
         if self.transitions.have_begun:
-            return
+            return None
         checkpoint = self.state.open()
         self._refuse_what_runs_wrongly()
         self.state.begin(checkpoint)
+        self._take_up_selection()
         self._start_log()
-        self.decide_if_due()
+        return self.decide_if_due()
 
-    def decide_if_due(self) -> None:
+    def decide_if_due(self) -> Change | None:
         """Decide where a decision precedes the coming step, and carry it out. Collective there."""
         change = self.transitions.decide_if_due(self.log.report.metrics)
         if change is not None:
             self.log.change(change)
+        return change
+
+    def evaluate(self, dataset: SizedDataset) -> dict[str, float]:
+        """Return loss and metrics over a data set. Collective."""
+        if self.task.config.compute_metrics is not None:
+            return self.predict(dataset, self.task.model.targets).metrics
+        results = Results()
+        self._collect(dataset, self.task.model.targets, results)
+        return self._means(results)
+
+    def predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
+        """Return what the model makes of a data set that has some targets. Collective."""
+        compute, group = self.task.config.compute_metrics, self.world.group
+        results = Results(kept=(kept := KeptOutputs()))
+        self._collect(dataset, targets, results)
+        arrays, metrics = gather_outputs(kept, group=group), self._means(results)
+        labels = tuple(arrays[name] for name in targets)
+        label_ids = (labels[0] if len(labels) == 1 else labels) if labels else None
+        if compute is not None and labels:
+            judged = EvalPrediction(arrays[OUTPUT], label_ids)
+            metrics |= judge(compute, judged, group=group)
+        return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """Evaluate, record that and take it into account, where that follows the last step.
+
+        Collective there.
+        """
+        if self.evaluation_feed is None or not self.timeline.evaluation_due():
+            return None
+        position, start = self.timeline.position, time.perf_counter()
+        metrics = self.evaluate(self.evaluation_feed.dataset)
+        seconds = time.perf_counter() - start
+        self.log.evaluation(position.step, position.epoch, metrics, seconds)
+        self._select(metrics)
+        return metrics
+
+    def targets_in(self, dataset: SizedDataset) -> tuple[str, ...]:
+        """Return the targets that a data set gives: all of the model's, or none."""
+        names = self.task.model.targets
+        return names if has_targets(dataset, names) else ()
+
+    def take_best_weights(self) -> None:
+        """Go back to the weights of the best evaluation, if that is asked for. Collective."""
+        if self.task.config.load_best_model_at_end and self.best.step is not None:
+            state = on_rank_0(self.best.read, group=self.world.group)
+            self.deployment.put_weights(state or {})
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
         """Count a step in, and where it tells what the plan's steps take, record that."""
@@ -128,13 +201,25 @@ class Run:
             return ids, None
         return ids, self._sampler.global_batch(position.epoch, sample, size)
 
-    def feed_of(self, dataset: SizedDataset, *, once: bool = False) -> SampleFeed:
-        """Return what serves a data set's samples; `once` where each is asked for once."""
-        return SampleFeed(self.task, self.world, dataset, self._prefix, once=once)
+    def feed_of(self, dataset: SizedDataset) -> SampleFeed:
+        """Return what serves a data set's samples."""
+        return SampleFeed(self.task, self.world, dataset, self._prefix)
 
-    def first_samples(self) -> Batch:
-        """Read a few samples of the training set for every rank, to try things out with."""
-        return self.feed.read(torch.arange(2 * max(2, self.world.size)))
+    def verify(self, batch: Batch | None) -> Verification:
+        """Verify on a batch, or on a few samples for every rank. Collective."""
+        model, loss_fn = self.task.model, self.given_loss_fn
+        with self.deployment.whole_on_rank_0():
+            if batch is None:
+                batch = self.feed.read(torch.arange(2 * max(2, self.world.size)))
+            return verify(self.task, self.world, model=model, loss_fn=loss_fn, batch=batch)
+
+    def joined_trace(self, own: Trace) -> Trace:
+        """Return what the first pipeline's stages took down, on every rank. Collective."""
+        topology = self.deployment.active_stage.topology
+        is_first = topology.replica_of(self.world.rank) == 0
+        spans = [span.to_json() for span in own.spans] if is_first else []
+        gathered = gather_json(spans, group=self.world.group)
+        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def close(self, *, failed: bool) -> None:
         """Wait for a checkpoint, and let go of all but rank 0's model.
@@ -153,6 +238,51 @@ class Run:
             self.log.close()
             if not failed:
                 self.world.close()
+
+    def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
+        """Run the model over a data set; that of the evaluations goes through its cache."""
+        own = self.evaluation_feed
+        is_own = own is not None and own.dataset is dataset
+        feed = (
+            own
+            if own is not None and is_own
+            else SampleFeed(
+                self.task, self.world, dataset, self._prefix, once=True, targets=targets
+            )
+        )
+        feed.follow_prefix()
+        rows = feed.rows(0, is_last=self.timeline.is_over or not is_own)
+        self.deployment.active_stage.evaluate(len(dataset), rows, results)
+        if not is_own:
+            feed.close()
+
+    def _means(self, results: Results) -> dict[str, float]:
+        totals = gather_json(results.sums.totals, group=self.world.group)
+        return LossSums.joined(totals).means()
+
+    def _select(self, metrics: Mapping[str, float]) -> None:
+        """Keep the weights of the best evaluation; end without improvement. Collective."""
+        best, step = self.best, self.timeline.position.step
+        if best.note(metrics, step) and self.task.config.load_best_model_at_end:
+            state = self.deployment.copy_weights()
+            on_rank_0(lambda: best.write(state), group=self.world.group)
+        self.log.report.best_metric, self.log.report.best_step = best.value, best.step
+        if best.is_out_of_patience:
+            self.timeline.stop()
+
+    def _take_up_selection(self) -> None:
+        """Go on from a checkpoint's best evaluation, if its weights are still there."""
+        if self.task.config.load_best_model_at_end:
+            if broadcast_json(self.best.has_lost_weights, group=self.world.group):
+                if self.world.is_main:
+                    _LOGGER.warning(
+                        "the best weights, of step %s, are no longer in the folder: the best is "
+                        "looked for among the evaluations to come",
+                        self.best.step,
+                    )
+                self.best.forget()
+        if self.best.is_out_of_patience:
+            self.timeline.stop()
 
     def _refuse_what_runs_wrongly(self) -> None:
         if self._caches:

@@ -45,11 +45,20 @@ class Timeline:
         self.num_samples = num_samples
         self._peak_learning_rate = peak_learning_rate
         self.position = Position()
+        self.is_stopped = False
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs are done."""
+        """Tell whether all epochs are done, or the run was stopped before."""
+        return self.is_stopped or self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
         return self.position.epoch >= self._config.epochs
+
+    def stop(self) -> None:
+        """End the run where it is; called on all ranks alike."""
+        self.is_stopped = True
 
     @property
     def at_epoch_start(self) -> bool:
@@ -85,9 +94,12 @@ class Timeline:
         return self.is_over or by_steps or by_epochs
 
     def evaluation_due(self) -> bool:
-        """Tell whether an evaluation follows the epoch that ended."""
-        every = self._config.evaluate_every_epochs
-        return every > 0 and (self.position.epoch % every == 0 or self.is_over)
+        """Tell whether an evaluation follows the last step; that of the end is not left out."""
+        config, position = self._config, self.position
+        steps, epochs = config.evaluate_every_steps, config.evaluate_every_epochs
+        ends_epochs = epochs > 0 and (position.epoch % epochs == 0 or self._is_complete)
+        by_steps = steps > 0 and position.step % steps == 0
+        return by_steps or (self.at_epoch_start and ends_epochs)
 
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step at a number of replicas."""

@@ -4,6 +4,7 @@ from pipetransformer.data.samples import (
     Batch,
     SizedDataset,
     check_dataset,
+    has_targets,
     own_random_numbers,
     part_of,
     read_samples,
@@ -11,6 +12,6 @@ from pipetransformer.data.samples import (
 )
 
 __all__ = [
-    "Batch", "SizedDataset", "check_dataset", "own_random_numbers", "part_of",
-    "read_samples", "varies_between_reads",
+    "Batch", "SizedDataset", "check_dataset", "has_targets", "own_random_numbers",
+    "part_of", "read_samples", "varies_between_reads",
 ]  # fmt: skip

@@ -53,6 +53,14 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} is empty; give at least one sample")
 
 
+def has_targets(dataset: SizedDataset, targets: Sequence[str]) -> bool:
+    """Tell by the first item whether those of a data set have targets, or inputs alone."""
+    item = dataset[0]
+    if isinstance(item, Mapping):
+        return all(_entry(item, name) is not None for name in targets)
+    return not isinstance(item, (tuple, list)) or len(item) > 1
+
+
 def read_samples(
     dataset: SizedDataset,
     ids: Tensor,

@@ -10,8 +10,9 @@ from pipetransformer.stage.frozen_prefix import FrozenPrefix
 from pipetransformer.stage.health import written_text
 from pipetransformer.stage.sample_feed import SampleFeed
 from pipetransformer.stage.stage import Stage, StepResult
-from pipetransformer.stage.work import LossSums
+from pipetransformer.stage.work import LossSums, Results
 
 __all__ = [
-    "BatchCut", "FrozenPrefix", "LossSums", "SampleFeed", "Stage", "StepResult", "written_text",
+    "BatchCut", "FrozenPrefix", "LossSums", "Results", "SampleFeed", "Stage", "StepResult",
+    "written_text",
 ]  # fmt: skip

@@ -46,6 +46,7 @@ class SampleFeed:
         dataset: whose samples.
         prefix: the frozen layers.
         once: whether each sample is asked for once, so that none needs to be kept.
+        targets: those that its samples have; the model's, where any are.
     """
 
     def __init__(
@@ -56,15 +57,17 @@ class SampleFeed:
         prefix: FrozenPrefix,
         *,
         once: bool = False,
+        targets: tuple[str, ...] | None = None,
     ) -> None:
         self.prefix = prefix
         self.dataset = dataset
         self._task = task
         self._world = world
         model = task.model
-        self._required = (model.inputs[0], *model.targets)
+        targets = model.targets if targets is None else targets
+        self._required = (model.inputs[0], *targets)
         self._sides = model.sides_of(0, len(model.sublayers))
-        self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *model.targets)))
+        self._names = tuple(dict.fromkeys((*model.inputs, *self._sides, *targets)))
         self._chunk_size = task.config.prefix_chunk_of(world.size)
         self._num_views = task.config.cache_views or 1
         self._generation = -1
