@@ -38,6 +38,9 @@ class Events:
     def __init__(
         self, trainer: Any, callbacks: Sequence[Callback], *, world: World, timeline: Timeline
     ) -> None:
+        for index, one in enumerate(callbacks):
+            if not isinstance(one, Callback):
+                raise TypeError(f"callbacks[{index}] is {one!r}; give instances of Callback")
         self._trainer, self._callbacks = trainer, tuple(callbacks)
         self._world, self._timeline = world, timeline
         self._failure: tuple[str, Exception] | None = None
