@@ -14,7 +14,7 @@ from autopipe.trace import Trace
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint import Saved
 from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_numbers
-from pipetransformer.events import Callback, Events
+from pipetransformer.events import Callback, Events, check_callbacks
 from pipetransformer.loss import LossFunction
 from pipetransformer.measure import Measurements
 from pipetransformer.model_files import write_model_folder, write_weights
@@ -62,6 +62,7 @@ class Trainer:
         freeze: Any = None,
         **settings: Any,
     ) -> None:
+        check_callbacks(settings.get("callbacks"))
         self._run = run = Run(
             model,
             train_dataset,

@@ -5,6 +5,6 @@ callback: what may be overridden ─► event_calls: called, and agreed on      
 
 from pipetransformer.events.board import TensorBoard
 from pipetransformer.events.callback import Callback
-from pipetransformer.events.event_calls import Events
+from pipetransformer.events.event_calls import Events, check_callbacks
 
-__all__ = ["Callback", "Events", "TensorBoard"]
+__all__ = ["Callback", "Events", "TensorBoard", "check_callbacks"]

@@ -19,6 +19,13 @@ from pipetransformer.run_position import Timeline
 from pipetransformer.transition import Change
 
 
+def check_callbacks(callbacks: Any) -> None:
+    """Raise a TypeError for what is no Callback in a list; the list itself is a setting."""
+    for index, one in enumerate(callbacks if isinstance(callbacks, (list, tuple)) else ()):
+        if not isinstance(one, Callback):
+            raise TypeError(f"callbacks[{index}] is {one!r}; give instances of Callback")
+
+
 @final
 class Events:
     """Tell a trainer's callbacks what happens; without any, nothing is done or sent.
@@ -31,16 +38,12 @@ class Events:
         world: whose ranks agree.
         timeline: is stopped where a rank asks for it.
     Raises:
-        TypeError: one is no Callback.
         ValueError: on every rank: ranks have other callbacks.
     """
 
     def __init__(
         self, trainer: Any, callbacks: Sequence[Callback], *, world: World, timeline: Timeline
     ) -> None:
-        for index, one in enumerate(callbacks):
-            if not isinstance(one, Callback):
-                raise TypeError(f"callbacks[{index}] is {one!r}; give instances of Callback")
         self._trainer, self._callbacks = trainer, tuple(callbacks)
         self._world, self._timeline = world, timeline
         self._failure: tuple[str, Exception] | None = None

@@ -37,15 +37,23 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
             "cache_limit_bytes",
             "cache_views",
             "prefix_chunk",
+            "early_stopping_patience",
         ),
         (0, -1, 2.0, "8"),
     ),
     **dict.fromkeys(
-        ("checkpoint_every_epochs", "checkpoint_every_steps", "evaluate_every_epochs"),
+        (
+            "checkpoint_every_epochs",
+            "checkpoint_every_steps",
+            "evaluate_every_epochs",
+            "evaluate_every_steps",
+        ),
         (-1, 0.5, None),
     ),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
-    **dict.fromkeys(("scale_batch", "cache", "progress"), ("no", 1, None)),
+    **dict.fromkeys(
+        ("scale_batch", "cache", "progress", "load_best_model_at_end"), ("no", 1, None)
+    ),
     "resume": ("no", "Auto", 1, 0, None),
     "learning_rate_schedule": (0.1, "cosine", None),
     "plan": ("slowest", "Fastest", "", None, 1, ["published"]),
@@ -56,6 +64,11 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "schedule": ("1F1B", "zero-bubble", 1),
     "device": ("gpu", None, 0),
     "folder": (3,),
+    "compute_metrics": ("f1", {"f1": len}),
+    "metric_for_best_model": (None, 3),
+    "greater_is_better": ("yes", 2),
+    "early_stopping_threshold": (-0.1, None, "0.1", math.nan),
+    "callbacks": (None, print, "TensorBoard"),
     "cache_folder": (None, 3),
     "metrics": (len, {"f1": 0.5}, {1: len}, {"loss": len}, {"epoch": len}),
 }
