@@ -1,10 +1,10 @@
 """Put a run's parts together, begin with them, and put them away.
 
-task: what is trained                 feed, evaluation_feed: whose samples, through the cache
+task: what is trained                 feed: whose samples, through the cache
 world: on which ranks                 deployment: what this rank holds of it
 timeline: where the run is            transitions: what is decided, and carried out
+evaluator: loss, metrics, outputs     best: which evaluation was
 state: what checkpoints hold          log: records, progress and the report
-best: which evaluation was
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import RunState, resumes
 from pipetransformer.config import make_config
-from pipetransformer.data import Batch, SizedDataset, check_dataset, has_targets
+from pipetransformer.data import Batch, SizedDataset, check_dataset
+from pipetransformer.evaluator import Evaluator
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss
 from pipetransformer.model_files import BestModel
 from pipetransformer.optimizer import OptimizerFactory, adamw, try_optimizer
-from pipetransformer.predictions import (
-    OUTPUT,
-    EvalPrediction,
-    KeptOutputs,
-    PredictionOutput,
-    gather_outputs,
-    judge,
-)
 from pipetransformer.processes import (
     agree,
     connect,
@@ -47,7 +40,7 @@ from pipetransformer.processes import (
 from pipetransformer.refusals import check_selection, check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
 from pipetransformer.run_position import Clock, Timeline
-from pipetransformer.stage import FrozenPrefix, LossSums, Results, SampleFeed, StepResult
+from pipetransformer.stage import FrozenPrefix, SampleFeed, StepResult
 from pipetransformer.transition import Change, Deployment, Transitions
 from pipetransformer.verification import Verification, verify
 
@@ -95,11 +88,18 @@ class Run:
         self._sampler = EpochSampler(len(train_dataset), seed=config.seed)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
-        self._prefix = FrozenPrefix(task, world.device)
-        self.feed = self.feed_of(train_dataset)
-        self.evaluation_feed = None if eval_dataset is None else self.feed_of(eval_dataset)
+        prefix = FrozenPrefix(task, world.device)
+        self.feed = SampleFeed(task, world, train_dataset, prefix)
         self.timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
         self.deployment = Deployment(task, world, self.feed)
+        self.evaluator = Evaluator(
+            task,
+            world,
+            prefix,
+            deployment=self.deployment,
+            timeline=self.timeline,
+            dataset=eval_dataset,
+        )
         self.transitions = Transitions(
             task,
             world,
@@ -135,45 +135,20 @@ class Run:
             self.log.change(change)
         return change
 
-    def evaluate(self, dataset: SizedDataset) -> dict[str, float]:
-        """Return loss and metrics over a data set. Collective."""
-        if self.task.config.compute_metrics is not None:
-            return self.predict(dataset, self.task.model.targets).metrics
-        results = Results()
-        self._collect(dataset, self.task.model.targets, results)
-        return self._means(results)
-
-    def predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
-        """Return what the model makes of a data set that has some targets. Collective."""
-        compute, group = self.task.config.compute_metrics, self.world.group
-        results = Results(kept=(kept := KeptOutputs()))
-        self._collect(dataset, targets, results)
-        arrays, metrics = gather_outputs(kept, group=group), self._means(results)
-        labels = tuple(arrays[name] for name in targets)
-        label_ids = (labels[0] if len(labels) == 1 else labels) if labels else None
-        if compute is not None and labels:
-            judged = EvalPrediction(arrays[OUTPUT], label_ids)
-            metrics |= judge(compute, judged, group=group)
-        return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
-
     def evaluate_if_due(self) -> dict[str, float] | None:
         """Evaluate, record that and take it into account, where that follows the last step.
 
         Collective there.
         """
-        if self.evaluation_feed is None or not self.timeline.evaluation_due():
+        dataset = self.evaluator.dataset
+        if dataset is None or not self.timeline.evaluation_due():
             return None
         position, start = self.timeline.position, time.perf_counter()
-        metrics = self.evaluate(self.evaluation_feed.dataset)
+        metrics = self.evaluator.evaluate(dataset)
         seconds = time.perf_counter() - start
         self.log.evaluation(position.step, position.epoch, metrics, seconds)
         self._select(metrics)
         return metrics
-
-    def targets_in(self, dataset: SizedDataset) -> tuple[str, ...]:
-        """Return the targets that a data set gives: all of the model's, or none."""
-        names = self.task.model.targets
-        return names if has_targets(dataset, names) else ()
 
     def take_best_weights(self) -> None:
         """Go back to the weights of the best evaluation, if that is asked for. Collective."""
@@ -182,7 +157,7 @@ class Run:
             self.deployment.put_weights(state or {})
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
-        """Count a step in, and where it tells what the plan's steps take, record that."""
+        """Go on to the next step, and record what this one tells. Collective after an epoch."""
         decision = self.transitions.decider.current
         assert decision is not None
         stats = self.feed.take_stats()
@@ -190,6 +165,12 @@ class Run:
         usual_s = self.transitions.note_step(result)
         if usual_s is not None:
             self.log.outcome(clock.step, decision, usual_s)
+        timeline = self.timeline
+        timeline.advance(num_samples)
+        if result.stops:
+            timeline.stop()
+        if timeline.at_epoch_start:
+            self.log.epoch(timeline.position.step, timeline.position.epoch)
 
     def batches(self) -> tuple[Tensor, Tensor | None]:
         """Return the samples of the coming step, and of the next where nothing comes between."""
@@ -201,9 +182,15 @@ class Run:
             return ids, None
         return ids, self._sampler.global_batch(position.epoch, sample, size)
 
-    def feed_of(self, dataset: SizedDataset) -> SampleFeed:
-        """Return what serves a data set's samples."""
-        return SampleFeed(self.task, self.world, dataset, self._prefix)
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's state on rank 0, {} elsewhere. Collective.
+
+        Until the run is over these are copies in host memory, as training goes on with its own.
+        """
+        if not self.timeline.is_over:
+            return self.deployment.copy_weights()
+        self.deployment.gather_weights(self.deployment.roomy_device())
+        return dict(self.task.model.model.state_dict()) if self.world.is_main else {}
 
     def verify(self, batch: Batch | None) -> Verification:
         """Verify on a batch, or on a few samples for every rank. Collective."""
@@ -232,33 +219,12 @@ class Run:
         finally:
             if not failed:
                 self.deployment.close()
-            for feed in filter(None, (self.feed, self.evaluation_feed)):
-                feed.close()
+            self.feed.close()
+            self.evaluator.close()
             self.transitions.close()
             self.log.close()
             if not failed:
                 self.world.close()
-
-    def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
-        """Run the model over a data set; that of the evaluations goes through its cache."""
-        own = self.evaluation_feed
-        is_own = own is not None and own.dataset is dataset
-        feed = (
-            own
-            if own is not None and is_own
-            else SampleFeed(
-                self.task, self.world, dataset, self._prefix, once=True, targets=targets
-            )
-        )
-        feed.follow_prefix()
-        rows = feed.rows(0, is_last=self.timeline.is_over or not is_own)
-        self.deployment.active_stage.evaluate(len(dataset), rows, results)
-        if not is_own:
-            feed.close()
-
-    def _means(self, results: Results) -> dict[str, float]:
-        totals = gather_json(results.sums.totals, group=self.world.group)
-        return LossSums.joined(totals).means()
 
     def _select(self, metrics: Mapping[str, float]) -> None:
         """Keep the weights of the best evaluation; end without improvement. Collective."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopipe.trace import Trace
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint import Saved
-from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_numbers
+from pipetransformer.data import Batch, SizedDataset, own_random_numbers
 from pipetransformer.events import Callback, Events, check_callbacks
 from pipetransformer.loss import LossFunction
 from pipetransformer.measure import Measurements
@@ -73,7 +73,6 @@ class Trainer:
             **settings,
         )
         self.config, self.world, self.report = run.task.config, run.world, run.log.report
-        self._eval_dataset = eval_dataset
         self._events = Events(
             self, run.task.config.callbacks, world=run.world, timeline=run.timeline
         )
@@ -153,41 +152,32 @@ class Trainer:
         Raises:
             ValueError: there is no dataset to evaluate.
         """
-        dataset = self._eval_dataset if dataset is None else dataset
-        if dataset is None:
-            raise ValueError(
-                "there is no eval_dataset; give one to Trainer, or a dataset to evaluate"
-            )
-        with self._ready_for(dataset):
-            metrics = self._run.evaluate(dataset)
+        dataset = self._run.evaluator.choose(dataset)
+        with self._ready():
+            metrics = self._run.evaluator.evaluate(dataset)
         self._events.tell(Callback.on_evaluate, metrics)
         return metrics
 
     def predict(self, dataset: SizedDataset) -> PredictionOutput:
         """Return the model's output for every sample, on every rank, in their order. Collective.
 
-        Samples need no targets: there is then neither loss nor any metric. Rows of unequal length
-        are padded with -100, as transformers does.
+        Samples without targets have no metrics. Rows of unequal length are padded with -100.
 
         Raises:
             CallbackError: `compute_metrics` raised.
             ValueError: outputs differ in more than their second dimension.
         """
-        with self._ready_for(dataset):
-            return self._run.predict(dataset, self._run.targets_in(dataset))
+        dataset = self._run.evaluator.choose(dataset)
+        with self._ready():
+            return self._run.evaluator.predict(dataset)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
 
         Until the run is over these are copies in host memory, as training goes on with its own.
         """
-        refuse_surroundings(trains=False)
-        run, deployment = self._run, self._run.deployment
-        self._begin()
-        if not self.is_over:
-            return deployment.copy_weights()
-        deployment.gather_weights(deployment.roomy_device())
-        return dict(run.task.model.model.state_dict()) if self.world.is_main else {}
+        with self._ready():
+            return self._run.state_dict()
 
     def save_model(self, path: str | Path) -> None:
         """Write the weights as one safetensors file under the model's own names. Collective."""
@@ -197,9 +187,8 @@ class Trainer:
     def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:
         """Write what `from_pretrained` loads: weights, configuration, tokenizer. Collective.
 
-        A transformers model is written as its own `save_pretrained` does, and one of timm's
-        factory so that timm.create_model("local-dir:FOLDER") loads it; of others there is
-        model.safetensors alone.
+        One of timm's factory is loaded by timm.create_model("local-dir:FOLDER"); of others there
+        is model.safetensors alone.
 
         Args:
             folder: created if missing, on rank 0's node.
@@ -230,9 +219,8 @@ class Trainer:
 
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
-        refuse_surroundings(trains=False)
-        self._begin()
-        return self._run.transitions.measure()
+        with self._ready():
+            return self._run.transitions.measure()
 
     @property
     def is_main_process(self) -> bool:
@@ -257,22 +245,19 @@ class Trainer:
     @property
     def measurements(self) -> Measurements | None:
         """Return what decisions are based on; None before the first step."""
-        transitions = self._run.transitions
-        return transitions.decider.planner.measurements if transitions.have_begun else None
+        return self._run.transitions.measurements
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        transitions = self._run.transitions
-        return transitions.decider.current if transitions.have_begun else None
+        return self._run.transitions.decision
 
     def _begin(self) -> None:
         self._events.tell_of_change(self._run.begin())
 
     @contextmanager
-    def _ready_for(self, dataset: SizedDataset) -> Iterator[None]:
-        """Check what is to be evaluated, and begin the run if need be."""
-        check_dataset(dataset, "dataset")
+    def _ready(self) -> Iterator[None]:
+        """Begin the run if need be, and leave the caller's random numbers alone meanwhile."""
         refuse_surroundings(trains=False)
         with own_random_numbers(self.world.device):
             self._begin()
@@ -302,12 +287,7 @@ class Trainer:
         )
         stage.recorder = None
         run.note_step(result, clock, len(ids))
-        timeline.advance(len(ids))
-        if result.stops:
-            timeline.stop()
         self._events.tell(Callback.on_step_end, result)
-        if timeline.at_epoch_start:
-            run.log.epoch(timeline.position.step, timeline.position.epoch)
         metrics = run.evaluate_if_due()
         if metrics is not None:
             self._events.tell(Callback.on_evaluate, metrics)

@@ -64,8 +64,6 @@ class Events:
     def ask_to_stop(self) -> None:
         """Have all ranks end the run, as soon as they agree on it."""
         self._wants_stop = True
-        if self._world.size == 1:
-            self._timeline.stop()
 
     def tell(self, event: Callable[..., None], *facts: Any) -> None:
         """Call a method of `Callback` on all callbacks. Collective, where there are any.

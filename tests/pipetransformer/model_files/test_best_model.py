@@ -122,7 +122,7 @@ class Marks:
         return {"mark": self._marks.pop(0)}
 
 
-def trainer_of(folder: Path, **settings: Any) -> Trainer:
+def trainer_of(folder: Path | None, **settings: Any) -> Trainer:
     """Build a trainer of at most four epochs of three steps that keeps the best of its marks."""
     return Trainer(
         tiny_model(),
@@ -167,7 +167,6 @@ def fitted(folder: Path, **settings: Any) -> dict[str, Any]:
         report = trainer.fit()
         weights, again = copied(trainer), copied(trainer)
         assert weights.keys() == again.keys()
-        settings["compute_metrics"] = None
         predicted = torch.from_numpy(trainer.predict(tiny_data(num_samples=10)).predictions)
         return {
             "weights": weights,
@@ -278,9 +277,9 @@ def evaluated_steps(settings: dict[str, Any]) -> list[int]:
         steps.append(trainer.global_step)
         return {"mark": 0.0}
 
-    defaults = {"folder": None, "load_best_model_at_end": False}
+    defaults = {"load_best_model_at_end": False}
     options = {**defaults, "compute_metrics": note, "epochs": 2, **settings}
-    with trainer_of(Path(), **options) as trainer:
+    with trainer_of(None, **options) as trainer:
         trainer.fit()
     return steps
 
