@@ -95,7 +95,8 @@ class Evaluator:
     def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
         """Collect a data set's results on this rank."""
         feed, is_last = self._feed, self._timeline.is_over
-        if feed is None or feed.dataset is not dataset:
+        is_whole = targets == self._task.model.targets
+        if feed is None or feed.dataset is not dataset or not is_whole:
             feed, is_last = self._feed_of(dataset, targets), True
         feed.follow_prefix()
         stage = self._deployment.active_stage

@@ -115,8 +115,8 @@ class Trainer:
     def stop(self) -> None:
         """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
 
-        Called in an event, that is the step it belongs to; elsewhere the others hear of it in the
-        coming step. The run is then over as at its end, checkpoint included; a resume goes on.
+        In an event that is the step it belongs to, elsewhere the coming one. The run is then over
+        as at its end, checkpoint included; a resume goes on.
         """
         self._events.ask_to_stop()
 

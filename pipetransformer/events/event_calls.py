@@ -87,7 +87,7 @@ class Events:
 
     def tell_of_save(self, saved: Saved | None) -> None:
         """Tell of the checkpoint that rank 0 knows to be complete, if there is one. Collective."""
-        if self._callbacks:
+        if self._callbacks and self._trainer.config.saves:
             folder = str(saved.folder) if saved is not None and saved.num_bytes else None
             folder = broadcast_json(folder, group=self._world.group)
             if folder is not None:

@@ -230,9 +230,9 @@ def stopped_from_outside(rank: int) -> list[Any]:
         return [trainer.global_step]
 
 
-def test_stop_from_outside_reaches_all_ranks_in_the_next_step(two_ranks: Pool) -> None:
+def test_stop_from_outside_makes_the_coming_step_the_last_on_all_ranks(two_ranks: Pool) -> None:
     assert two_ranks.run(stopped_from_outside, 1) == [[3], [3]]
-    assert stopped_from_outside(0) == [2]
+    assert stopped_from_outside(0) == [3]
 
 
 def on_rank_0_alone() -> str:

@@ -178,6 +178,14 @@ def test_rows_without_labels_have_predictions_alone(
         np.testing.assert_array_equal(found.predictions, other.predictions)
 
 
+def test_an_eval_dataset_without_labels_can_be_predicted() -> None:
+    x, _ = tiny_data().tensors
+    rows = TensorDataset(x)
+    model, loss_fn = tiny_model(), nn.CrossEntropyLoss()
+    with trainer_of(1, model, tiny_data(), loss_fn, eval_dataset=rows) as trainer:
+        assert trainer.predict(rows).metrics == {}
+
+
 def test_an_evaluation_of_rows_without_labels_is_refused() -> None:
     x, _ = tiny_data().tensors
     with trainer_of(1, tiny_model(), tiny_data(), nn.CrossEntropyLoss()) as trainer:
