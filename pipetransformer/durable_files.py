@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 
@@ -56,12 +57,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a new safetensors file, readable as the umask says, and wait until it is on disk.
 
     Raises:
-        FileExistsError: there is such a file.
+        OSError: the disk is full or failed, or there is such a file.
     """
     path.touch(exist_ok=False)
     mode = path.stat().st_mode
     # transformers refuses a file that does not say whose tensors it holds.
-    safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     path.chmod(mode)  # safetensors lets nobody but its owner read a file.
     fsync(path)
 

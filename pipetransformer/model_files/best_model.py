@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, final
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pipetransformer.config import TrainConfig
+from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.model_files.model_folder import write_weights
 
 BEST_FOLDER = "best"
@@ -79,8 +81,15 @@ class BestModel:
                 other.unlink()
 
     def read(self) -> dict[str, Tensor]:
-        """Return the weights of the best evaluation, in host memory."""
-        return safetensors.torch.load_file(self._path())
+        """Return the weights of the best evaluation, in host memory.
+
+        Raises:
+            OSError, CorruptCheckpointError: the file is gone, or not what was written.
+        """
+        try:
+            return safetensors.torch.load_file(self._path())
+        except SafetensorError as error:
+            raise CorruptCheckpointError(f"{self._path()} is damaged: {error}") from error
 
     @property
     def has_lost_weights(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from freeze.rules import FreezeSchedule
-from pipetransformer import EvalPrediction, Trainer
+from pipetransformer import CorruptCheckpointError, EvalPrediction, Trainer
 from pipetransformer.config import TrainConfig
 from pipetransformer.model_files.best_model import BestModel
 from pipetransformer.refusals.run_checks import check_selection
@@ -297,3 +297,33 @@ def test_evaluations_come_every_so_many_steps_and_never_twice(
     settings: dict[str, Any], steps: list[int]
 ) -> None:
     assert evaluated_steps(settings) == steps
+
+
+def test_a_damaged_file_of_best_weights_is_named(tmp_path: Path) -> None:
+    best = BestModel(TrainConfig(folder=tmp_path))
+    best.note({"loss": 1.0}, 3)
+    best.write({"weight": torch.ones(3)})
+    path = tmp_path / "best" / "step-00000003.safetensors"
+    path.write_bytes(path.read_bytes()[:9])
+    with pytest.raises(CorruptCheckpointError, match="step-00000003.safetensors is damaged"):
+        best.read()
+
+
+def test_the_last_checkpoint_s_best_weights_stay_until_the_next(tmp_path: Path) -> None:
+    best = BestModel(TrainConfig(folder=tmp_path))
+
+    def note(loss: float, step: int) -> list[str]:
+        assert best.note({"loss": loss}, step)
+        best.write({"weight": torch.full((1,), loss)})
+        return sorted(path.name[-13:-12] for path in (tmp_path / "best").iterdir())
+
+    assert note(5.0, 1) == ["1"]
+    assert note(4.0, 2) == ["2"]
+    saved = best.state_dict()
+    assert note(3.0, 3) == ["2", "3"]
+    assert note(2.0, 4) == ["2", "4"]
+    best.load_state_dict(saved)
+    assert best.read()["weight"] == 4.0
+    assert note(1.0, 4) == ["2", "4"]
+    best.state_dict()
+    assert note(0.5, 5) == ["4", "5"]
