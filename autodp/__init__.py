@@ -5,11 +5,23 @@ topology ─► groups ─► reduce ─► sums: messages, or shared_memory wit
 """
 
 from autodp.groups import GroupPool, Groups, link_device
-from autodp.messages import PeerError, broadcast_json, gather_json, waiting_for
+from autodp.messages import (
+    PeerError,
+    broadcast_json,
+    broadcast_tensor,
+    gather_json,
+    waiting_for,
+)
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
-from autodp.sampler import EpochSampler, mix_seed, split_evenly
+from autodp.sampler import (
+    EpochSampler,
+    mix_seed,
+    shuffled,
+    shuffled_by_length,
+    split_evenly,
+)
 from autodp.shard_pieces import Shard
 from autodp.topology import Topology
 
@@ -26,10 +38,13 @@ __all__ = [
     "ShardStore",
     "Topology",
     "broadcast_json",
+    "broadcast_tensor",
     "gather_json",
     "largest_incoming_bytes",
     "link_device",
     "mix_seed",
+    "shuffled",
+    "shuffled_by_length",
     "move_shards",
     "plan_moves",
     "split_evenly",

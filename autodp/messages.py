@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _MOST_NAMED = 8
+_MESSAGE_BYTES = 64 << 20
+"""Of a message of a tensor; gloo keeps a copy of one that is under way."""
 
 
 class PeerError(RuntimeError):
@@ -87,6 +89,27 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
         gathered = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(gathered, padded, group=group)
     return [_decode(data[:length]) for data, length in zip(gathered, lengths, strict=True)]
+
+
+def broadcast_tensor(
+    tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, what: str
+) -> None:
+    """Give every rank of the group a rank's tensor, in messages of bounded size.
+
+    Args:
+        tensor: contiguous, on the CPU, of one shape and dtype on all ranks; it is overwritten
+            everywhere but at the source.
+        source: global rank.
+        group: with a CPU backend; None where the world is one process.
+        what: is named where a wait fails.
+    Raises:
+        PeerError: a rank is gone, or silent for longer than the group's time limit.
+    """
+    if group is None or tensor.numel() == 0:
+        return
+    with waiting_for(what, group, source=source):
+        for message in tensor.view(-1).view(torch.uint8).split(_MESSAGE_BYTES):
+            dist.broadcast(message, source, group=group)
 
 
 def _encode(value: Any) -> Tensor:

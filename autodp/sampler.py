@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,26 +11,23 @@ _POOLED_BATCHES = 50
 """Batches whose samples are sorted together, where each is to have about equal lengths."""
 
 
+EpochOrder = Callable[[int], Tensor]
+"""(epoch) -> (N,) int64: every dataset index once, in the order of that epoch."""
+
+
 class EpochSampler:
-    """Order an epoch's dataset indices as a pure function of (seed, epoch).
+    """Cut an epoch's dataset indices into global batches.
 
     Args:
         num_samples: of the dataset.
-        seed: of the run.
-        lengths: (N,) of the samples, to have those of about equal lengths in one batch; samples of
-            so many batches at a time are sorted, the longest first. None leaves them in any order.
-        batch_size: of a global batch.
-    Source: the grouping of transformers' LengthGroupedSampler.
+        order: of an epoch's samples: a function of nothing but the epoch, the same on every rank.
     """
 
-    def __init__(
-        self, num_samples: int, *, seed: int, lengths: Tensor | None = None, batch_size: int = 1
-    ) -> None:
+    def __init__(self, num_samples: int, order: EpochOrder) -> None:
         if num_samples < 1:
             raise ValueError("the dataset is empty; give at least one sample")
         self.num_samples = num_samples
-        self.seed = seed
-        self._lengths, self._pool = lengths, _POOLED_BATCHES * batch_size
+        self._order_of = order
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -36,20 +35,50 @@ class EpochSampler:
         """Return the indices of the global batch that begins at a sample of an epoch.
 
         They are (min(size, num_samples - position),) int64 on CPU.
+
+        Raises:
+            ValueError: the epoch's order has not every index once.
         """
         if epoch != self._epoch:
-            self._order, self._epoch = self._order_of(epoch), epoch
+            order = self._order_of(epoch)
+            if not torch.equal(order.sort().values, torch.arange(self.num_samples)):
+                raise ValueError(
+                    f"the order of epoch {epoch} is of {len(order)} indices, not of each of "
+                    f"0..{self.num_samples - 1} once; an epoch covers every sample exactly once"
+                )
+            self._order, self._epoch = order, epoch
         return self._order[position : position + size].clone()
 
-    def _order_of(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-        order = torch.randperm(self.num_samples, generator=generator)
-        if self._lengths is None:
-            return order
-        pools = order.split(self._pool)
+
+def shuffled(num_samples: int, *, seed: int) -> EpochOrder:
+    """Return an order that is a pure function of (seed, epoch)."""
+
+    def order(epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+        return torch.randperm(num_samples, generator=generator)
+
+    return order
+
+
+def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochOrder:
+    """Return an order in which samples of about equal lengths are in one batch.
+
+    Args:
+        lengths: (N,) of the samples.
+        seed: of the shuffling.
+        batch_size: of a global batch; samples of so many batches at a time are sorted, the
+            longest first.
+    Source: the grouping of transformers' LengthGroupedSampler.
+    """
+    shuffle = shuffled(len(lengths), seed=seed)
+
+    def order(epoch: int) -> Tensor:
+        pools = shuffle(epoch).split(_POOLED_BATCHES * batch_size)
         return torch.cat(
-            [pool[self._lengths[pool].argsort(descending=True, stable=True)] for pool in pools]
+            [pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools]
         )
+
+    return order
 
 
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:

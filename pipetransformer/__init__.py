@@ -22,12 +22,14 @@ from freeze import (
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig
 from pipetransformer.errors import (
+    CallbackError,
     CorruptCheckpointError,
     NonFiniteError,
     PeerError,
     VerificationError,
     WorkerFailedError,
 )
+from pipetransformer.events import Callback, TensorBoard
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import (
@@ -38,17 +40,22 @@ from pipetransformer.optimizer import (
     polynomial_with_warmup,
 )
 from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
+from pipetransformer.predictions import EvalPrediction, PredictionOutput
 from pipetransformer.processes import launch
 from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 from pipetransformer.trainer import Trainer
-from pipetransformer.transition import Decision
+from pipetransformer.transition import Change, Decision
 from pipetransformer.verification import Verification
 
 __all__ = [
     "AlphaSchedule",
+    "Callback",
+    "CallbackError",
+    "Change",
     "CorruptCheckpointError",
     "Decision",
+    "EvalPrediction",
     "FitReport",
     "FreezeContext",
     "FreezeDecision",
@@ -65,12 +72,14 @@ __all__ = [
     "PeerError",
     "PipelinePlan",
     "PlanSituation",
+    "PredictionOutput",
     "Profile",
     "Recorder",
     "Span",
     "StepResult",
     "Sublayer",
     "Summary",
+    "TensorBoard",
     "Trace",
     "TrainConfig",
     "Trainer",

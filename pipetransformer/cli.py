@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetransformer.errors import WorkerFailedError
+from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
 from pipetransformer.forecast import add_plan_parser, run_plan
+from pipetransformer.model_files import add_export_parser, run_export
 from pipetransformer.report import draw_folder
 
 
@@ -27,12 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "report", help="draw a run: loss and metrics, frozen layers, K and R, where the time went"
     )
     report.add_argument("folder", type=Path, help="the folder= of the run")
+    add_export_parser(
+        commands.add_parser(
+            "export", help="turn a checkpoint into a folder that other programs load"
+        )
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
             return 0 if run_plan(options, print) else 1
-        print(draw_folder(options.folder))
-    except (ValueError, WorkerFailedError) as error:
+        if options.command == "export":
+            run_export(options, print)
+        else:
+            print(draw_folder(options.folder))
+    except (CorruptCheckpointError, ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1
     return 0

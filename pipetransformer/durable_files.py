@@ -6,9 +6,14 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 
 class LineFile:
@@ -44,6 +49,38 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data)
     fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new safetensors file, readable as the umask says, and wait until it is on disk.
+
+    Raises:
+        OSError: the disk is full or failed, or there is such a file.
+    """
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
+    # transformers refuses a file that does not say whose tensors it holds.
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    path.chmod(mode)  # safetensors lets nobody but its owner read a file.
+    fsync(path)
+
+
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file that appears under its name in one piece, and is then on disk.
+
+    Args:
+        tensors: anywhere, and in any layout; some may share memory.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    write_tensors(
+        temporary, {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+    )
     os.replace(temporary, path)
     fsync(path.parent)
 

@@ -9,6 +9,10 @@ class NonFiniteError(FloatingPointError):
     """Say at which step a loss or a gradient stopped being a number, and where that began."""
 
 
+class CallbackError(RuntimeError):
+    """Name the callback, or the function that computes metrics, that raised, and on which rank."""
+
+
 class CorruptCheckpointError(RuntimeError):
     """Report a checkpoint's file that is missing, truncated or changed; the message names it."""
 
@@ -22,6 +26,7 @@ class VerificationError(ValueError):
 
 
 __all__ = [
+    "CallbackError",
     "CorruptCheckpointError",
     "NonFiniteError",
     "PeerError",

@@ -1,37 +1,53 @@
 """Put a run's parts together, begin with them, and put them away.
 
-task: what is trained                 feed, evaluation_feed: whose samples, through the cache
+task: what is trained                 feed: whose samples, through the cache
 world: on which ranks                 deployment: what this rank holds of it
 timeline: where the run is            transitions: what is decided, and carried out
+evaluator: loss, metrics, outputs     best: which evaluation was
 state: what checkpoints hold          log: records, progress and the report
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autodp import EpochSampler
+from autodp import EpochSampler, broadcast_json, gather_json, shuffled, shuffled_by_length
+from autopipe.trace import Span, Trace
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
-from pipetransformer.feed import Coming, FrozenPrefix, SampleFeed
+from pipetransformer.evaluator import Evaluator
+from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
+from pipetransformer.model_files import BestModel
 from pipetransformer.optimizer import OptimizerFactory, adamw, decay_by_layer, try_optimizer
 from pipetransformer.precision import Precision
-from pipetransformer.processes import agree, connect, likely_device, slots_of_a_node, world_size
-from pipetransformer.refusals import check_world, probe_sublayers, refuse_model
+from pipetransformer.processes import (
+    agree,
+    connect,
+    likely_device,
+    on_rank_0,
+    slots_of_a_node,
+    world_size,
+)
+from pipetransformer.refusals import check_selection, check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
 from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
-from pipetransformer.transition import Deployment, Transitions
+from pipetransformer.transition import Change, Deployment, Transitions
+from pipetransformer.verification import Verification, verify
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Run:
@@ -71,6 +87,7 @@ class Run:
         check_dataset(train_dataset, "train_dataset")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval_dataset")
+        check_selection(config, has_eval_dataset=eval_dataset is not None)
         check_world(config, world_size(), slots_of_a_node())
         resumes(config)  # Refuses a folder before anything is started.
         policy = as_policy(freeze)
@@ -78,11 +95,18 @@ class Run:
         self._sampler = self._sampler_of(train_dataset, config)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
-        self._prefix = FrozenPrefix(task, world.device)
-        self.feed = self._make_feed(train_dataset, self._to_come)
-        self.evaluation_feed = None if eval_dataset is None else self.feed_of(eval_dataset)
+        prefix = FrozenPrefix(task, world.device)
+        self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._to_come)
         self.timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
         self.deployment = Deployment(task, world, self.feed)
+        self.evaluator = Evaluator(
+            task,
+            world,
+            prefix,
+            deployment=self.deployment,
+            timeline=self.timeline,
+            dataset=eval_dataset,
+        )
         self.transitions = Transitions(
             task,
             world,
@@ -91,8 +115,12 @@ class Run:
             timeline=self.timeline,
             read=self.feed.read,
         )
-        self.log = RunLog(world, config)
-        parts: dict[str, Part] = {"report": self.log.report, "log": self.log}
+        self.log, self.best = RunLog(world, config), BestModel(config)
+        parts: dict[str, Part] = {
+            "report": self.log.report,
+            "log": self.log,
+            "best": self.best,
+        }
         if self.deployment.loss_scale.is_dynamic:
             parts["loss_scale"] = self.deployment.loss_scale
         self.state = RunState(
@@ -103,24 +131,47 @@ class Run:
             optimizer=traits,
         )
 
-    def begin(self) -> None:
-        """Restore or prepare, measure, and decide, once. Collective."""
+    def begin(self) -> Change | None:
+        """Restore or prepare, measure, and decide, once; return what that changed. Collective."""
         if self.transitions.have_begun:
-            return
+            return None
         checkpoint = self.state.open()
         self._refuse_what_runs_wrongly()
         self.state.begin(checkpoint)
+        self._take_up_selection()
         self._start_log()
-        self.decide_if_due()
+        return self.decide_if_due()
 
-    def decide_if_due(self) -> None:
+    def decide_if_due(self) -> Change | None:
         """Decide where a decision precedes the coming step, and carry it out. Collective there."""
         change = self.transitions.decide_if_due(self.log.report.metrics)
         if change is not None:
             self.log.change(change)
+        return change
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """Evaluate, record that and take it into account, where that follows the last step.
+
+        Collective there.
+        """
+        dataset = self.evaluator.dataset
+        if dataset is None or not self.timeline.evaluation_due():
+            return None
+        position, start = self.timeline.position, time.perf_counter()
+        metrics = self.evaluator.evaluate(dataset)
+        seconds = time.perf_counter() - start
+        self.log.evaluation(position.step, position.epoch, metrics, seconds)
+        self._select(metrics)
+        return metrics
+
+    def take_best_weights(self) -> None:
+        """Go back to the weights of the best evaluation, if that is asked for. Collective."""
+        if self.task.config.load_best_model_at_end and self.best.step is not None:
+            state = on_rank_0(self.best.read, group=self.world.group)
+            self.deployment.put_weights(state or {})
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
-        """Count a step in, and where it tells what the plan's steps take, record that."""
+        """Go on to the next step, and record what this one tells. Collective after an epoch."""
         decision = self.transitions.decider.current
         assert decision is not None
         stats = self.feed.take_stats()
@@ -128,6 +179,12 @@ class Run:
         usual_s = self.transitions.note_step(result)
         if usual_s is not None:
             self.log.outcome(clock.step, decision, usual_s)
+        timeline = self.timeline
+        timeline.advance(num_samples)
+        if result.stops:
+            timeline.stop()
+        if timeline.at_epoch_start:
+            self.log.epoch(timeline.position.step, timeline.position.epoch)
 
     def batches(self) -> tuple[Tensor, Tensor | None]:
         """Return the samples of the coming step, and of the next where nothing comes between."""
@@ -139,17 +196,6 @@ class Run:
             return ids, None
         return ids, self._sampler.global_batch(position.epoch, sample, size)
 
-    def feed_of(self, dataset: SizedDataset, *, once: bool = False) -> SampleFeed:
-        """Return what serves a data set to be evaluated; `once` where each is asked for once."""
-
-        def to_come() -> Iterator[tuple[int, Tensor]]:
-            return ((0, ids) for ids in self.deployment.active_stage.rounds(len(dataset)))
-
-        return self._make_feed(dataset, to_come, once=once)
-
-    def _make_feed(self, dataset: SizedDataset, to_come: Coming, **options: bool) -> SampleFeed:
-        return SampleFeed(self._prefix, self.world, dataset, to_come=to_come, **options)
-
     def _to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and this replica's samples of the coming step and of all after it."""
         replicas, sampler = self.transitions.replicas, copy.copy(self._sampler)
@@ -159,16 +205,40 @@ class Run:
             yield epoch, self.deployment.active_stage.own_part(batch)
 
     def _sampler_of(self, dataset: SizedDataset, config: TrainConfig) -> EpochSampler:
-        lengths = None
+        num, order = len(dataset), config.sample_order
+        if order is None:
+            order = shuffled(num, seed=config.seed)
         if config.group_by_length:
             lengths = read_lengths(dataset, self.task.model.inputs[0])
-        return EpochSampler(
-            len(dataset), seed=config.seed, lengths=lengths, batch_size=config.global_batch_size
-        )
+            size = config.global_batch_size
+            order = shuffled_by_length(lengths, seed=config.seed, batch_size=size)
+        return EpochSampler(num, order)
 
-    def first_samples(self) -> Batch:
-        """Read a few samples of the training set for every rank, to try things out with."""
-        return self.feed.read(torch.arange(2 * max(2, self.world.size)))
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's state on rank 0, {} elsewhere. Collective.
+
+        Until the run is over these are copies in host memory, as training goes on with its own.
+        """
+        if not self.timeline.is_over:
+            return self.deployment.copy_weights()
+        self.deployment.gather_weights(self.deployment.roomy_device())
+        return dict(self.task.model.model.state_dict()) if self.world.is_main else {}
+
+    def verify(self, batch: Batch | None) -> Verification:
+        """Verify on a batch, or on a few samples for every rank. Collective."""
+        model, loss_fn = self.task.model, self.given_loss_fn
+        with self.deployment.whole_on_rank_0():
+            if batch is None:
+                batch = self.feed.read(torch.arange(2 * max(2, self.world.size)))
+            return verify(self.task, self.world, model=model, loss_fn=loss_fn, batch=batch)
+
+    def joined_trace(self, own: Trace) -> Trace:
+        """Return what the first pipeline's stages took down, on every rank. Collective."""
+        topology = self.deployment.active_stage.topology
+        is_first = topology.replica_of(self.world.rank) == 0
+        spans = [span.to_json() for span in own.spans] if is_first else []
+        gathered = gather_json(spans, group=self.world.group)
+        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def close(self, *, failed: bool) -> None:
         """Wait for a checkpoint, and let go of all but rank 0's model.
@@ -181,12 +251,36 @@ class Run:
         finally:
             if not failed:
                 self.deployment.close()
-            for feed in filter(None, (self.feed, self.evaluation_feed)):
-                feed.close()
+            self.feed.close()
+            self.evaluator.close()
             self.transitions.close()
             self.log.close()
             if not failed:
                 self.world.close()
+
+    def _select(self, metrics: Mapping[str, float]) -> None:
+        """Keep the weights of the best evaluation; end without improvement. Collective."""
+        best, step = self.best, self.timeline.position.step
+        if best.note(metrics, step) and self.task.config.load_best_model_at_end:
+            state = self.deployment.copy_weights()
+            on_rank_0(lambda: best.write(state), group=self.world.group)
+        self.log.report.best_metric, self.log.report.best_step = best.value, best.step
+        if best.is_out_of_patience:
+            self.timeline.stop()
+
+    def _take_up_selection(self) -> None:
+        """Go on from a checkpoint's best evaluation, if its weights are still there."""
+        if self.task.config.load_best_model_at_end:
+            if broadcast_json(self.best.has_lost_weights, group=self.world.group):
+                if self.world.is_main:
+                    _LOGGER.warning(
+                        "the best weights, of step %s, are no longer in the folder: the best is "
+                        "looked for among the evaluations to come",
+                        self.best.step,
+                    )
+                self.best.forget()
+        if self.best.is_out_of_patience:
+            self.timeline.stop()
 
     def _refuse_what_runs_wrongly(self) -> None:
         if self._caches:

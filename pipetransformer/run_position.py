@@ -54,11 +54,22 @@ class Timeline:
             )
         self._schedule = schedule
         self.position = Position()
+        self.is_stopped = False
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs are done."""
-        return self.position.epoch >= self._config.epochs
+        """Tell whether all epochs or steps are done, or the run was stopped before."""
+        return self.is_stopped or self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
+        most = self._config.max_steps
+        done = most is not None and self.position.step >= most
+        return done or self.position.epoch >= self._config.epochs
+
+    def stop(self) -> None:
+        """End the run where it is; called on all ranks alike."""
+        self.is_stopped = True
 
     @property
     def at_epoch_start(self) -> bool:
@@ -94,9 +105,12 @@ class Timeline:
         return self.is_over or by_steps or by_epochs
 
     def evaluation_due(self) -> bool:
-        """Tell whether an evaluation follows the epoch that ended."""
-        every = self._config.evaluate_every_epochs
-        return every > 0 and (self.position.epoch % every == 0 or self.is_over)
+        """Tell whether an evaluation follows the last step; that of the end is not left out."""
+        config, position = self._config, self.position
+        steps, epochs = config.evaluate_every_steps, config.evaluate_every_epochs
+        ends_epochs = self.at_epoch_start and epochs > 0 and position.epoch % epochs == 0
+        by_steps = steps > 0 and position.step % steps == 0
+        return by_steps or ends_epochs or (epochs > 0 and self._is_complete)
 
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step at a number of replicas."""
@@ -109,14 +123,16 @@ class Timeline:
             return position.step
         this_epoch = -(-(self.num_samples - position.sample) // size)
         epochs_after = self._config.epochs - position.epoch - 1
-        return position.step + this_epoch + epochs_after * -(-self.num_samples // size)
+        whole = position.step + this_epoch + epochs_after * -(-self.num_samples // size)
+        return min(whole, self._config.max_steps or whole)
 
     def learning_rate_factor(self, replicas: int) -> float:
         """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
         size = self._config.global_batch_size
         per_epoch = -(-self.num_samples // size)
         step = self.position.epoch * per_epoch + self.position.sample / size
-        factor = self._schedule(step, per_epoch * self._config.epochs)
+        whole = per_epoch * self._config.epochs
+        factor = self._schedule(step, min(whole, self._config.max_steps or whole))
         return factor * self.global_batch(replicas) / size
 
     def clock(self, replicas: int) -> Clock:

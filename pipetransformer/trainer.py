@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import Tensor, nn
 
-from autodp import gather_json
-from autopipe.trace import Span, Trace
+from autopipe.trace import Trace
 from pipetransformer.adapters import LayeredModel
-from pipetransformer.data import Batch, SizedDataset, check_dataset, own_random_numbers
+from pipetransformer.checkpoint import Saved
+from pipetransformer.data import Batch, SizedDataset, own_random_numbers
+from pipetransformer.events import Callback, Events, check_callbacks
 from pipetransformer.loss import LossFunction
 from pipetransformer.measure import Measurements
+from pipetransformer.model_files import write_model_folder, write_weights
 from pipetransformer.optimizer import OptimizerFactory
+from pipetransformer.predictions import PredictionOutput
+from pipetransformer.processes import on_rank_0
 from pipetransformer.refusals import refuse_surroundings
 from pipetransformer.report import FitReport
 from pipetransformer.run import Run
-from pipetransformer.stage import LossSums, StepResult
+from pipetransformer.stage import StepResult
 from pipetransformer.transition import Decision
-from pipetransformer.verification import Verification, verify
+from pipetransformer.verification import Verification
 
 
 class Trainer:
@@ -57,6 +62,7 @@ class Trainer:
         freeze: Any = None,
         **settings: Any,
     ) -> None:
+        check_callbacks(settings.get("callbacks"))
         self._run = run = Run(
             model,
             train_dataset,
@@ -67,7 +73,11 @@ class Trainer:
             **settings,
         )
         self.config, self.world, self.report = run.task.config, run.world, run.log.report
-        self._eval_dataset = eval_dataset
+        self._events = Events(
+            self, run.task.config.callbacks, world=run.world, timeline=run.timeline
+        )
+        if run.task.config.callbacks:
+            run.log.listen(self._events.log)
         self._trace: Trace | None = None
 
     def __enter__(self) -> Trainer:
@@ -88,14 +98,27 @@ class Trainer:
         Returns:
             what the run took and reached.
         """
-        run = self._run
+        run, events = self._run, self._events
         refuse_surroundings(trains=True)
-        run.begin()
+        first_change = run.begin()
+        events.tell(Callback.on_train_begin)
+        events.tell_of_change(first_change)
         while not self.is_over:
             self.step()
-        run.log.checkpoint(run.state.finish())
+        self._note_save(run.state.finish())
+        run.log.finish()
         run.deployment.gather_weights(run.deployment.roomy_device())
+        run.take_best_weights()
+        events.tell(Callback.on_train_end, self.report)
         return self.report
+
+    def stop(self) -> None:
+        """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
+
+        In an event that is the step it belongs to, elsewhere the coming one. The run is then over
+        as at its end, checkpoint included; a resume goes on.
+        """
+        self._events.ask_to_stop()
 
     def step(self) -> StepResult:
         """Train on the next global batch; decide before it, evaluate and save after it, where due.
@@ -119,13 +142,9 @@ class Trainer:
         self._trace = Trace()
         try:
             self.step()
-            topology = self._run.deployment.active_stage.topology
-            is_first = topology.replica_of(self.world.rank) == 0
-            spans = [span.to_json() for span in self._trace.spans] if is_first else []
+            return self._run.joined_trace(self._trace)
         finally:
             self._trace = None
-        gathered = gather_json(spans, group=self.world.group)
-        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
         """Return loss and metrics over a dataset, the eval_dataset by default. Collective.
@@ -133,46 +152,51 @@ class Trainer:
         Raises:
             ValueError: there is no dataset to evaluate.
         """
-        dataset = self._eval_dataset if dataset is None else dataset
-        if dataset is None:
-            raise ValueError(
-                "there is no eval_dataset; give one to Trainer, or a dataset to evaluate"
-            )
-        check_dataset(dataset, "dataset")
-        refuse_surroundings(trains=False)
-        run, sums = self._run, LossSums()
-        with own_random_numbers(self.world.device):
-            run.begin()
-            own = run.evaluation_feed
-            feed = own if own and own.dataset is dataset else run.feed_of(dataset, once=True)
-            feed.follow_prefix()
-            rows = feed.rows(0, is_last=self.is_over or feed is not own)
-            run.deployment.active_stage.evaluate(len(dataset), rows, sums)
-            if feed is not own:
-                feed.close()
-        return LossSums.joined(gather_json(sums.totals, group=self.world.group)).means()
+        dataset = self._run.evaluator.choose(dataset)
+        with self._ready():
+            metrics = self._run.evaluator.evaluate(dataset)
+        self._events.tell(Callback.on_evaluate, metrics)
+        return metrics
+
+    def predict(self, dataset: SizedDataset) -> PredictionOutput:
+        """Return the model's output for every sample, on every rank, in their order. Collective.
+
+        Samples without targets have no metrics. Rows of unequal length are padded with -100.
+
+        Raises:
+            CallbackError: `compute_metrics` raised.
+            ValueError: outputs differ in more than their second dimension.
+        """
+        dataset = self._run.evaluator.choose(dataset)
+        with self._ready():
+            return self._run.evaluator.predict(dataset)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
 
         Until the run is over these are copies in host memory, as training goes on with its own.
         """
-        refuse_surroundings(trains=False)
-        run, deployment = self._run, self._run.deployment
-        run.begin()
-        if not self.is_over:
-            return deployment.copy_weights()
-        deployment.gather_weights(deployment.roomy_device())
-        return dict(run.task.model.model.state_dict()) if self.world.is_main else {}
+        with self._ready():
+            return self._run.state_dict()
 
     def save_model(self, path: str | Path) -> None:
         """Write the weights as one safetensors file under the model's own names. Collective."""
         state = self.state_dict()
-        if self.world.is_main:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            safetensors.torch.save_file(
-                {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}, path
-            )
+        on_rank_0(lambda: write_weights(Path(path), state), group=self.world.group)
+
+    def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:
+        """Write what `from_pretrained` loads: weights, configuration, tokenizer. Collective.
+
+        One of timm's factory is loaded by timm.create_model("local-dir:FOLDER"); of others there
+        is model.safetensors alone.
+
+        Args:
+            folder: created if missing, on rank 0's node.
+            processing_class: a tokenizer or a processor to be saved beside it.
+        """
+        model, state = self._run.task.model.model, self.state_dict()
+        write = partial(write_model_folder, model, state, Path(folder), processing_class)
+        on_rank_0(write, group=self.world.group)
 
     def verify(self, batch: Batch | None = None) -> Verification:
         """Compare what is trained with the model's own forward and a plain loop. Collective.
@@ -191,18 +215,13 @@ class Trainer:
             ValueError: the batch has fewer than two samples.
         """
         refuse_surroundings(trains=True)
-        run, task = self._run, self._run.task
-        with run.deployment.whole_on_rank_0(), own_random_numbers(self.world.device):
-            batch = run.first_samples() if batch is None else batch
-            return verify(
-                task, self.world, model=task.model, loss_fn=run.given_loss_fn, batch=batch
-            )
+        with own_random_numbers(self.world.device):
+            return self._run.verify(batch)
 
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
-        refuse_surroundings(trains=False)
-        self._run.begin()
-        return self._run.transitions.measure()
+        with self._ready():
+            return self._run.transitions.measure()
 
     @property
     def is_main_process(self) -> bool:
@@ -221,30 +240,40 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs are done."""
+        """Tell whether all epochs are done, or the run was stopped before."""
         return self._run.timeline.is_over
 
     @property
     def measurements(self) -> Measurements | None:
         """Return what decisions are based on; None before the first step."""
-        transitions = self._run.transitions
-        return transitions.decider.planner.measurements if transitions.have_begun else None
+        return self._run.transitions.measurements
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        transitions = self._run.transitions
-        return transitions.decider.current if transitions.have_begun else None
+        return self._run.transitions.decision
+
+    def _begin(self) -> None:
+        self._events.tell_of_change(self._run.begin())
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Begin the run if need be, and leave the caller's random numbers alone meanwhile."""
+        refuse_surroundings(trains=False)
+        with own_random_numbers(self.world.device):
+            self._begin()
+            yield
 
     def _step(self) -> StepResult:
         refuse_surroundings(trains=True)
         run, timeline = self._run, self._run.timeline
-        run.begin()
+        self._begin()
         if timeline.is_over:
             raise RuntimeError(
-                f"all {self.config.epochs} epochs are done; give a larger epochs= to go on"
+                f"all {self.config.epochs} epochs are done, or the run was stopped; give a larger "
+                "epochs=, or resume, to go on"
             )
-        run.decide_if_due()
+        self._events.tell_of_change(run.decide_if_due())
         ids, next_ids = run.batches()
         stage, clock = run.deployment.active_stage, run.transitions.clock()
         if self._trace is not None:
@@ -255,21 +284,17 @@ class Trainer:
             step=clock.step,
             next_ids=next_ids,
             learning_rate_factor=timeline.learning_rate_factor(run.transitions.replicas),
+            stops=self._events.wants_stop,
         )
         stage.recorder = None
         run.note_step(result, clock, len(ids))
-        timeline.advance(len(ids))
-        if timeline.at_epoch_start:
-            self._end_epoch()
-        run.log.checkpoint(run.state.save_if_due())
+        self._events.tell(Callback.on_step_end, result)
+        metrics = run.evaluate_if_due()
+        if metrics is not None:
+            self._events.tell(Callback.on_evaluate, metrics)
+        self._note_save(run.state.save_if_due())
         return result
 
-    def _end_epoch(self) -> None:
-        """Record and evaluate after an epoch."""
-        log, position = self._run.log, self._run.timeline.position
-        log.epoch(position.step, position.epoch)
-        if self._eval_dataset is not None and self._run.timeline.evaluation_due():
-            start = time.perf_counter()
-            metrics = self.evaluate()
-            seconds = time.perf_counter() - start
-            log.evaluation(position.step, position.epoch, metrics, seconds)
+    def _note_save(self, saved: Saved | None) -> None:
+        self._run.log.checkpoint(saved)
+        self._events.tell_of_save(saved)

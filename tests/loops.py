@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from freeze.rules import FreezeSchedule
 from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
@@ -92,7 +92,7 @@ def loop(job: Job) -> Result:
     model, size = layered.model, options["global_batch_size"]
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = job.optimizer(named)
-    sampler = EpochSampler(len(data), seed=options.get("seed", 0))
+    sampler = EpochSampler(len(data), shuffled(len(data), seed=options.get("seed", 0)))
     losses = []
     for epoch in range(options["epochs"]):
         first = layered.first_active(job.frozen[min(epoch, len(job.frozen) - 1)])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import LayeredModel, Sublayer, Trainer
 from pipetransformer.loss import LossFunction
 from pipetransformer.measure.measurements import measure
@@ -118,7 +118,10 @@ class Case:
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the number and the ids of every step."""
-        sampler, size = EpochSampler(self.num_samples, seed=SEED), self.batch_size
+        sampler, size = (
+            EpochSampler(self.num_samples, shuffled(self.num_samples, seed=SEED)),
+            self.batch_size,
+        )
         per_epoch = math.ceil(self.num_samples / size)
         for step in range(EPOCHS * per_epoch):
             epoch, position = divmod(step, per_epoch)

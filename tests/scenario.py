@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.messages import gather_json
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from autopipe.plan.lengths import fitting_lengths
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import predict
@@ -304,7 +304,7 @@ def plain(scenario: Scenario, build: OptimizerFactory = build_adamw) -> Outcome:
     options, model = scenario.options, layered.model
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = build(named)
-    sampler = EpochSampler(len(data), seed=options["seed"])
+    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
     per_epoch = -(-len(data) // options["global_batch_size"])
     losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
     for step in range(per_epoch * options["epochs"]):

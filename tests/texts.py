@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from pipetransformer.adapters.registry import adapt
 
 PAD = 0
@@ -69,7 +69,11 @@ def plain_losses(
     model: Any, rows: Sequence[dict[str, Any]], *, frozen: tuple[int, ...], batch_size: int
 ) -> list[float]:
     """Train in a hand-written loop, with frozen layers by epoch; return the loss of every step."""
-    layered, sampler, losses = adapt(model), EpochSampler(len(rows), seed=0), []
+    layered, sampler, losses = (
+        adapt(model),
+        EpochSampler(len(rows), shuffled(len(rows), seed=0)),
+        [],
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for epoch, num_frozen in enumerate(frozen):
         fixed = {n for i in range(layered.first_active(num_frozen)) for n in layered.tensors(i)}

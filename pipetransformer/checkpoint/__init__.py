@@ -4,12 +4,17 @@ run_state ─► saver ─► snapshot ─► format      resume ◄─ folder_l
 """
 
 from pipetransformer.checkpoint.folder_lock import clear_folder
-from pipetransformer.checkpoint.format import holds_checkpoint, open_checkpoint, published
-from pipetransformer.checkpoint.resume import CHECKPOINTS, resumes
+from pipetransformer.checkpoint.format import (
+    Checkpoint,
+    holds_checkpoint,
+    open_checkpoint,
+    published,
+)
+from pipetransformer.checkpoint.resume import CHECKPOINTS, open_latest, resumes
 from pipetransformer.checkpoint.run_state import Part, RunState
 from pipetransformer.checkpoint.saver import Saved
 
 __all__ = [
-    "CHECKPOINTS", "Part", "RunState", "Saved", "clear_folder", "holds_checkpoint",
-    "open_checkpoint", "published", "resumes",
+    "CHECKPOINTS", "Checkpoint", "Part", "RunState", "Saved", "clear_folder",
+    "holds_checkpoint", "open_checkpoint", "open_latest", "published", "resumes",
 ]  # fmt: skip

@@ -29,10 +29,10 @@ import safetensors.torch
 from torch import Tensor
 
 from pipetransformer.checkpoint.snapshot import Shards
-from pipetransformer.durable_files import fsync, hash_json, replace_file
+from pipetransformer.durable_files import fsync, hash_json, replace_file, write_tensors
 from pipetransformer.errors import CorruptCheckpointError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
@@ -100,11 +100,7 @@ def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
     records = {}
     for name, tensors in shards.items():
         path = folder / _file_name(name)
-        path.touch(exist_ok=False)
-        mode = path.stat().st_mode
-        safetensors.torch.save_file(dict(tensors), path)
-        path.chmod(mode)  # safetensors lets nobody but its owner read a file.
-        fsync(path)
+        write_tensors(path, tensors)
         records[name] = ShardRecord(path.name, _hash_file(path), path.stat().st_size)
     return records
 

@@ -161,6 +161,7 @@ class RunState:
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
                 "measurements": decider.planner.measurements.to_json(),
+                "state_names": list(self._task.model.model.state_dict()),
             }
             self._saver.save(
                 self._timeline.position.step,

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from autodp import broadcast_json, gather_json
 from pipetransformer.checkpoint.format import (
@@ -49,13 +48,16 @@ class Saved:
     Args:
         stopped_s: how long training was stopped: for the save before, and for the copy.
         written_s: how long writing took beside training, until it counted.
-        num_bytes: of all ranks' files; 0 where there is no checkpoint, as a write failed.
+        num_bytes: of all ranks' files, on rank 0; 0 where there is no checkpoint, as a write
+            failed.
+        folder: of the checkpoint.
     """
 
     step: int
     stopped_s: float
     written_s: float
     num_bytes: int
+    folder: Path
 
 
 class Saver:
@@ -168,7 +170,7 @@ class Saver:
     def _write(self, step: int, shards: Shards, state: dict[str, Any], stopped_s: float) -> None:
         start = time.perf_counter()
         try:
-            num_bytes = self._write_together(step, shards, state)
+            folder, num_bytes = self._write_together(step, shards, state)
         except Exception as error:
             self._error = RuntimeError(
                 f"rank {self._world.rank} could not save a checkpoint of step {step}: {error}; if "
@@ -176,10 +178,12 @@ class Saver:
             )
             self._error.__cause__ = error
             return
-        self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes)
+        self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes, folder)
 
-    def _write_together(self, step: int, shards: Shards, state: dict[str, Any]) -> int:
-        """Write with all ranks; return the bytes of all of them, 0 if one failed."""
+    def _write_together(
+        self, step: int, shards: Shards, state: dict[str, Any]
+    ) -> tuple[Path, int]:
+        """Write with all ranks; return where, and the bytes of all of them, 0 if one failed."""
         # A full disk must not end the run, nor leave the other ranks waiting.
         path, failure, written = "", "", dict[str, Any]()
         if self._world.is_main:
@@ -188,17 +192,17 @@ class Saver:
             except OSError as error:
                 _warn(step, [f"rank 0: {error}"])
         path = broadcast_json(path, group=self._group)
-        if not path:
-            return 0
         folder = Path(path)
+        if not path:
+            return folder, 0
         self._snapshot.finish()
         try:
             written = {name: asdict(one) for name, one in write_shards(folder, shards).items()}
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             failure = str(error)
         answers = gather_json([failure, written, state["own"]], group=self._group)
         if not self._world.is_main:
-            return 0
+            return folder, 0
         causes = [f"rank {r}: {text}" for r, (text, _, _) in enumerate(answers) if text]
         records = {n: ShardRecord(**v) for _, one, _ in answers for n, v in one.items()}
         scalars = {**state["scalars"], "ranks": [own for _, _, own in answers]}
@@ -210,8 +214,8 @@ class Saver:
         if causes:
             discard(folder)
             _warn(step, causes)
-            return 0
-        return sum(record.num_bytes for record in records.values())
+            return folder, 0
+        return folder, sum(record.num_bytes for record in records.values())
 
 
 def _warn(step: int, causes: list[str]) -> None:

@@ -108,6 +108,10 @@ class SampleFeed:
         """Name the entries of the first sample that the model does not take."""
         return self._samples.collation.unused(self.dataset[0])
 
+    def have_targets(self) -> bool:
+        """Tell by the first sample whether they have the model's targets."""
+        return all(name in self._samples.read([0], view=0) for name in self._task.model.targets)
+
     def check_repeatable(self) -> None:
         """Refuse to cache samples that change from one read to the next."""
         views = self._task.config.cache_views is not None

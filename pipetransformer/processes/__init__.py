@@ -3,7 +3,7 @@
 launcher ─► world ◄─ meeting          agreement: what one rank finds wrong is raised on all
 """
 
-from pipetransformer.processes.agreement import agree
+from pipetransformer.processes.agreement import agree, on_rank_0
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
     World,
@@ -17,5 +17,5 @@ from pipetransformer.processes.world import (
 
 __all__ = [
     "World", "agree", "connect", "free_bytes", "is_restarted", "launch", "launcher_name",
-    "likely_device", "slots_of_a_node", "tightest", "world_size",
+    "likely_device", "on_rank_0", "slots_of_a_node", "tightest", "world_size",
 ]  # fmt: skip

@@ -12,22 +12,33 @@ from pipetransformer.errors import CorruptCheckpointError
 
 T = TypeVar("T")
 
+_KINDS = (CorruptCheckpointError, ValueError, OSError)
+
 
 def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     """Return the action's value if it succeeds on every rank. Collective.
 
     Raises:
-        CorruptCheckpointError, ValueError: on every rank, that of the first rank on which the
-            action raised it; the message names the rank.
+        CorruptCheckpointError, ValueError, OSError: on every rank, that of the first rank on which
+            the action raised it; the message names the rank.
     """
     value, failure = None, None
     try:
         value = action()
-    except (CorruptCheckpointError, ValueError) as error:
-        failure = [isinstance(error, CorruptCheckpointError), str(error)]
+    except _KINDS as error:
+        failure = [next(i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), str(error)]
     for rank, found in enumerate(gather_json(failure, group=group)):
         if found is not None:
-            is_corrupt, text = found
-            kind = CorruptCheckpointError if is_corrupt else ValueError
-            raise kind(text if group is None else f"rank {rank}: {text}")
+            kind, text = found
+            raise _KINDS[kind](text if group is None else f"rank {rank}: {text}")
     return value  # type: ignore[return-value]
+
+
+def on_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T | None:
+    """Return what rank 0's action does, None elsewhere, once it is done. Collective.
+
+    Raises:
+        CorruptCheckpointError, ValueError, OSError: on every rank, as by `agree`.
+    """
+    is_rank_0 = group is None or dist.get_rank() == 0
+    return agree(lambda: action() if is_rank_0 else None, group=group)

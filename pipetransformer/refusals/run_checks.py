@@ -50,6 +50,34 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         )
 
 
+def check_selection(config: TrainConfig, *, has_eval_dataset: bool) -> None:
+    """Refuse settings that judge by evaluations where there will be none.
+
+    Raises:
+        ValueError: there is no eval_dataset, nothing evaluates it, or there is no folder for the
+            best weights.
+    """
+    given = {
+        "load_best_model_at_end": config.load_best_model_at_end,
+        "early_stopping_patience": config.early_stopping_patience is not None,
+    }
+    judges = ", ".join(name for name, is_set in given.items() if is_set)
+    if config.evaluate_every_steps and not has_eval_dataset:
+        judges = judges or "evaluate_every_steps"
+    if judges and not has_eval_dataset:
+        raise ValueError(f"{judges} needs evaluations, but there is no eval_dataset; give one")
+    if judges and not (config.evaluate_every_epochs or config.evaluate_every_steps):
+        raise ValueError(
+            f"{judges} needs evaluations, and none is due; give evaluate_every_epochs=1 or "
+            "evaluate_every_steps"
+        )
+    if config.load_best_model_at_end and config.folder is None:
+        raise ValueError(
+            "load_best_model_at_end=True needs a folder to keep the best weights in; give "
+            "folder=..."
+        )
+
+
 def _continues(config: TrainConfig) -> bool:
     """Tell whether there is a run to continue, and it is to be continued."""
     folder = config.folder

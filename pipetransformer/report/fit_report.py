@@ -13,7 +13,13 @@ from pipetransformer.transition import Change
 
 @dataclass
 class FitReport:
-    """Sum up a run; its seconds are training and transitions, without evaluation."""
+    """Sum up a run; its seconds are training and transitions, without evaluation.
+
+    Args:
+        metrics: of the last evaluation of the eval_dataset.
+        best_metric: the best `metric_for_best_model` of these evaluations, and after which step;
+            None before the first.
+    """
 
     seconds: float = 0.0
     samples: int = 0
@@ -21,6 +27,8 @@ class FitReport:
     cache_misses: int = 0
     transitions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    best_metric: float | None = None
+    best_step: int | None = None
 
     def add_step(self, result: StepResult, stats: CacheStats, num_samples: int) -> None:
         """Count a training step in."""

@@ -25,7 +25,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
+RecordListener = Callable[[Mapping[str, Any]], None]
 
 RECORDS_FILE = "records.jsonl"
 
@@ -50,30 +51,36 @@ class Records:
     the disk is full, records are lost, which is warned of once, and training goes on.
 
     Args:
-        folder: gets records.jsonl and tensorboard; created if missing.
+        folder: gets records.jsonl and tensorboard; created if missing. None writes nothing.
+        listener: is handed each record as well.
     Raises:
         ValueError: an earlier line of the file is not a record.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / RECORDS_FILE
-        self._started_s = time.monotonic() - _recover(path)
-        self._lines = LineFile(path)
-        self._board = _open_board(folder / "tensorboard")
-        self._loses = False
+    def __init__(self, folder: Path | None, *, listener: RecordListener | None = None) -> None:
+        self._started_s, self._loses = time.monotonic(), False
+        self._listener = listener
+        self._lines: LineFile | None = None
+        self._board: SummaryWriter | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / RECORDS_FILE
+            self._started_s -= _recover(path)
+            self._lines = LineFile(path)
+            self._board = _open_board(folder / "tensorboard")
 
     def log(self, kind: str, step: int, **fields: Any) -> None:
         """Write one record: what happened (see the table above) after so many steps."""
         elapsed_s = round(time.monotonic() - self._started_s, 6)
         values = _finite(fields)
         record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
-        line = json.dumps(record, allow_nan=False) + "\n"
-        try:
-            # Not durably: that would add a disk's latency to every step.
-            self._lines.append(line.encode())
-        except OSError as error:
-            self._warn_once(error)
+        if self._lines is not None:
+            line = json.dumps(record, allow_nan=False) + "\n"
+            try:
+                # Not durably: that would add a disk's latency to every step.
+                self._lines.append(line.encode())
+            except OSError as error:
+                self._warn_once(error)
         if self._board is not None:
             try:
                 for tag, number in _scalars(values, kind):
@@ -81,10 +88,13 @@ class Records:
             except OSError as error:
                 self._warn_once(error)
                 self._close_board()
+        if self._listener is not None:
+            self._listener(record)
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
         self._close_board()
 
     def _close_board(self) -> None:

@@ -20,7 +20,7 @@ from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes import World
 from pipetransformer.report.fit_report import FitReport
-from pipetransformer.report.records import Records
+from pipetransformer.report.records import RecordListener, Records
 from pipetransformer.run_position import Clock
 from pipetransformer.stage import StepResult
 from pipetransformer.transition import Change, Decision
@@ -34,6 +34,7 @@ class RunLog:
     def __init__(self, world: World, config: TrainConfig) -> None:
         self._world, self._config = world, config
         self._records: Records | None = None
+        self._listener: RecordListener | None = None
         self._bar: Any = None
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
@@ -42,10 +43,15 @@ class RunLog:
         self._changed_step = 0
         self.report = FitReport()
 
+    def listen(self, listener: RecordListener) -> None:
+        """Have rank 0 hand over its records as well; asked for before they are opened."""
+        self._listener = listener
+
     def open(self) -> None:
         """Open the records; seconds count from now on."""
-        if self._config.folder is not None and self._world.is_main:
-            self._records = Records(Path(self._config.folder))
+        folder = None if self._config.folder is None else Path(self._config.folder)
+        if self._world.is_main and (folder or self._listener):
+            self._records = Records(folder, listener=self._listener)
 
     def start(
         self, clock: Clock, profile: Profile, *, cache_bytes: int, unused: Sequence[str]
@@ -73,6 +79,12 @@ class RunLog:
                 self._bar.write(f"columns that the model does not take: {', '.join(unused)}")
             if cache_bytes:
                 self._bar.write(_cache_text(cache_bytes, Path(self._config.cache_folder)))
+
+    def finish(self) -> None:
+        """Show that the run is over, maybe before its last epoch."""
+        if self._bar is not None:
+            self._bar.total = self._bar.n
+            self._bar.refresh()
 
     def close(self) -> None:
         """Close the records, and leave the finished bar on the terminal."""

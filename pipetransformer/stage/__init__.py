@@ -7,7 +7,8 @@ wiring: links and side_inputs     health, nonfinite: what is refused
 
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import written_text
-from pipetransformer.stage.stage import Stage, StepResult
-from pipetransformer.stage.work import LossSums
+from pipetransformer.stage.stage import Stage
+from pipetransformer.stage.step_result import StepResult
+from pipetransformer.stage.work import LossSums, Results
 
-__all__ = ["BatchCut", "LossSums", "Stage", "StepResult", "written_text"]
+__all__ = ["BatchCut", "LossSums", "Results", "Stage", "StepResult", "written_text"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,35 +28,18 @@ from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
+from pipetransformer.stage.step_result import StepResult
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
-    LossSums,
     MicroBatches,
+    Results,
     StageLayers,
     TrainMoment,
     TrainWork,
 )
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Report a training step.
-
-    Args:
-        loss: mean over the global batch.
-        gradient_norm: of the whole model, before clipping.
-        skipped: whether a non-finite number made every rank leave its weights as they were.
-        seconds: this rank's time, in all and by what it was spent on.
-    """
-
-    loss: float
-    gradient_norm: float
-    skipped: bool
-    seconds: float
-    breakdown: Mapping[str, float]
 
 
 class Stage:
@@ -146,6 +128,7 @@ class Stage:
         step: int,
         learning_rate_factor: float,
         next_ids: Tensor | None = None,
+        stops: bool = False,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -155,6 +138,7 @@ class Stage:
             step: position in the run.
             learning_rate_factor: on every group's own learning rate.
             next_ids: those of the coming step, where it is known that the same stages take it.
+            stops: whether this rank asks to end the run.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss depends on how the batch is
@@ -179,8 +163,8 @@ class Stage:
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.
-        *sums, num_split, num_early, num_wrong = self._sum_over_world(
-            [*work.loss_sums(), float(was_early), float(bool(wrong))]
+        *sums, num_split, num_early, num_wrong, num_stops = self._sum_over_world(
+            [*work.loss_sums(), float(was_early), float(bool(wrong)), float(stops)]
         )
         if self._reducer is not None:
             self._reducer.finish(again=num_early > 0)
@@ -193,9 +177,8 @@ class Stage:
         skipped = self._must_skip(step, loss, norm, work)
         self._update(step, learning_rate_factor, skipped)
         total = time.perf_counter() - start
-        return StepResult(
-            loss, norm, skipped, total, self._breakdown(work, report, reduce_s, total)
-        )
+        breakdown = self._breakdown(work, report, reduce_s, total)
+        return StepResult(loss, norm, skipped, total, breakdown, num_stops > 0)
 
     def _begin_step(self) -> str:
         """Bring the stage into a step's state; say what the user has changed since, or ""."""
@@ -205,8 +188,8 @@ class Stage:
         set_modes(self._modes)
         return self._watch.begin()
 
-    def evaluate(self, num_samples: int, rows: Rows, sums: LossSums) -> None:
-        """Add up losses and metrics over this replica's share of the examples 0..num_samples-1."""
+    def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
+        """Collect the results of this replica's share of the examples 0..num_samples-1."""
         model, layers = self._task.model, self._layers
         own = self.rounds(num_samples)
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
@@ -218,7 +201,7 @@ class Stage:
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
                     with _naming_peers():
-                        differs = self._evaluate_round(layers, batches, sums)
+                        differs = self._evaluate_round(layers, batches, results)
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
         set_training(model, layers.indices, num_frozen=self._first_active_layer())
@@ -229,7 +212,9 @@ class Stage:
         As many rounds as the largest replica has; the last ones may be empty.
         """
         own = self.own_part(torch.arange(num_samples))
-        size = max(1, self._task.config.global_batch_size // self.topology.replicas)
+        config = self._task.config
+        whole = config.eval_batch_size or config.global_batch_size
+        size = max(1, whole // self.topology.replicas)
         most = self._cut.slices(num_samples)[0]
         return [own[begin : begin + size] for begin in range(0, most, size)]
 
@@ -237,14 +222,16 @@ class Stage:
         """Return this replica's slice of a batch."""
         return self._own(ids)[0]
 
-    def _evaluate_round(self, layers: StageLayers, batches: MicroBatches, sums: LossSums) -> bool:
+    def _evaluate_round(
+        self, layers: StageLayers, batches: MicroBatches, results: Results
+    ) -> bool:
         """Evaluate some examples; tell whether their loss depends on how they are split."""
         work = EvaluationWork(
             layers,
             batches,
             loss_fn=self._task.loss_fn,
             metrics=self._task.config.metrics,
-            sums=sums,
+            results=results,
             probe=self._evaluation_probe,
         )
         program = forward_only(self.topology.length, len(batches.sizes))[self._index]

@@ -19,6 +19,7 @@ from pipetransformer.data import Batch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
+from pipetransformer.predictions import KeptOutputs
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
 
@@ -84,6 +85,19 @@ class LossSums:
     def means(self) -> dict[str, float]:
         """Return every total over its count; 0 where nothing counts."""
         return {name: mean_of(total, count) for name, (total, count) in self.totals.items()}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Collect what this rank makes of a data set.
+
+    Args:
+        sums: losses and metrics.
+        kept: its outputs and targets, where these are asked for.
+    """
+
+    sums: LossSums = field(default_factory=LossSums)
+    kept: KeptOutputs | None = None
 
 
 class LayerWork(StageWork):
@@ -259,7 +273,10 @@ class TrainWork(LayerWork):
 
 
 class EvaluationWork(LayerWork):
-    """Add up losses and metrics, and keep nothing."""
+    """Add up losses and metrics, and keep the outputs only where asked to.
+
+    Samples without targets have neither loss nor metrics.
+    """
 
     def __init__(
         self,
@@ -268,28 +285,34 @@ class EvaluationWork(LayerWork):
         *,
         loss_fn: Loss,
         metrics: Mapping[str, Metric] | None,
-        sums: LossSums,
+        results: Results,
         probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
         self._loss_fn = loss_fn
         self._metrics = metrics
-        self._sums = sums
+        self._results = results
         self._probe = probe
         probe.begin_step()
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
-        output = only_tensor(outputs)
-        target = self.target(micro_batch)
-        metrics = self._metrics
+        output, entries = only_tensor(outputs), self._entries[micro_batch]
+        names, sums = self.layers.task.model.targets, self._results.sums
+        targets = {name: entries[name] for name in names if name in entries}
+        if self._results.kept is not None:
+            self._results.kept.add(output, targets)
+        if len(targets) < len(names):
+            del self._entries[micro_batch]
+            return
+        target, metrics = self.target(micro_batch), self._metrics
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
         for name, metric in metrics.items():
-            self._sums.add(name, *metric(output, target))
+            sums.add(name, *metric(output, target))
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = self._loss_fn(output, target)
-        self._sums.add("loss", *as_sum_and_count(loss, len(output)))
+        sums.add("loss", *as_sum_and_count(loss, len(output)))
 
 
 def _precise(value: Tensor | int) -> Tensor | float:

@@ -10,13 +10,13 @@ dropped as they travel: a rank never holds all of what it had and all of what it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from autodp import ROUND_BYTES, GroupPool, Holders, Shard, move_shards
+from autodp import ROUND_BYTES, GroupPool, Holders, Shard, broadcast_tensor, move_shards
 from pipetransformer.feed import SampleFeed
 from pipetransformer.job import Task, set_frozen, set_training
 from pipetransformer.loss import LossScale
@@ -136,6 +136,21 @@ class Deployment:
                 for name, tensor in model.model.state_dict(keep_vars=True).items():
                     state[name] = tensor.detach().to("cpu", copy=id(tensor) in held)
         return state
+
+    def put_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Give rank 0's values of the model's state to all who hold it, in place. Collective.
+
+        The others' argument is ignored.
+        """
+        self._feed.prefix.come_back()
+        main, group = self._world.is_main, self._world.group
+        with torch.no_grad():
+            for name, held in self._task.model.model.state_dict(keep_vars=True).items():
+                value = state[name] if main else torch.empty(held.shape, dtype=held.dtype)
+                broadcast_tensor(value, 0, group=group, what="the best weights")
+                # A frozen layer that is what it was keeps its rows in the cache.
+                if not held.is_meta and not torch.equal(held.cpu(), value):
+                    held.copy_(value)
 
     @contextmanager
     def whole_on_rank_0(self) -> Iterator[None]:

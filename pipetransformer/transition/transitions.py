@@ -116,6 +116,16 @@ class Transitions:
         return self._decider
 
     @property
+    def decision(self) -> Decision | None:
+        """Return what holds now; None before `begin`."""
+        return None if self._decider is None else self._decider.current
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """Return what decisions are based on; None before `begin`."""
+        return None if self._decider is None else self._decider.planner.measurements
+
+    @property
     def replicas(self) -> int:
         """Return how many pipelines train; 1 before the first decision."""
         stage = self.deployment.stage

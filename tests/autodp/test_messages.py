@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from autodp.messages import broadcast_json, gather_json
+from autodp import messages
+from autodp.messages import broadcast_json, broadcast_tensor, gather_json
 from tests.pool import Pool
 
 VALUES: list[Any] = [
@@ -78,3 +82,38 @@ def test_a_group_s_ranks_gather_among_themselves(four_ranks: Pool) -> None:
 def test_one_process_gets_the_same_plain_values_as_a_world() -> None:
     assert broadcast_json({"plan": (1, 2)}, group=None) == {"plan": [1, 2]}
     assert gather_json((1, 2), group=None) == [[1, 2]]
+
+
+TENSORS = {
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(7),
+    "bfloat16": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "empty": torch.empty(0, 4),
+    "large": torch.arange(1000, dtype=torch.float64).view(10, 100),
+}
+
+
+def spread(name: str, source: int) -> Tensor:
+    """Return what a rank's tensor is on this one, in messages of 64 bytes."""
+    tensor = TENSORS[name].clone()
+    if dist.get_rank() != source:
+        tensor.zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "_MESSAGE_BYTES", 64)
+        broadcast_tensor(tensor, source, group=dist.group.WORLD, what="its numbers")
+    return tensor
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_rank_s_tensor_arrives_bit_by_bit_in_several_messages(
+    four_ranks: Pool, name: str
+) -> None:
+    for received in four_ranks.run(spread, name, 2):
+        assert received.dtype == TENSORS[name].dtype
+        assert torch.equal(received, TENSORS[name])
+
+
+def test_one_process_keeps_its_tensor() -> None:
+    tensor = TENSORS["large"].clone()
+    broadcast_tensor(tensor, 0, group=None, what="its numbers")
+    assert torch.equal(tensor, TENSORS["large"])

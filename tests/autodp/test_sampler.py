@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from autodp.sampler import EpochSampler, mix_seed, split_evenly
+from autodp.sampler import EpochSampler, mix_seed, shuffled, split_evenly
 
 
 def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
@@ -24,31 +24,33 @@ def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
 def test_an_epoch_holds_every_index_once_in_one_order_whatever_the_batches(
     num_samples: int, sizes: list[int]
 ) -> None:
-    sampler = EpochSampler(num_samples, seed=3)
+    sampler = EpochSampler(num_samples, shuffled(num_samples, seed=3))
     indices = epoch_of(sampler, 2, sizes)
     assert sorted(indices) == list(range(num_samples))
     assert indices == epoch_of(sampler, 2, [num_samples])
 
 
 def test_a_batch_is_a_pure_function_of_seed_epoch_and_position() -> None:
-    sampler = EpochSampler(100, seed=7)
+    sampler = EpochSampler(100, shuffled(100, seed=7))
     wanted = [(epoch, position) for epoch in (0, 3, 1, 0) for position in (90, 0, 40)]
     before = torch.random.get_rng_state()
     drawn = [sampler.global_batch(epoch, position, 16) for epoch, position in wanted]
     torch.manual_seed(1234)
     for (epoch, position), batch in zip(wanted, drawn, strict=True):
-        assert torch.equal(EpochSampler(100, seed=7).global_batch(epoch, position, 16), batch)
+        assert torch.equal(
+            EpochSampler(100, shuffled(100, seed=7)).global_batch(epoch, position, 16), batch
+        )
     torch.random.set_rng_state(before)
 
 
 def test_drawing_a_batch_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    EpochSampler(100, seed=7).global_batch(0, 0, 16)
+    EpochSampler(100, shuffled(100, seed=7)).global_batch(0, 0, 16)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_changing_a_batch_in_place_does_not_change_the_epoch() -> None:
-    sampler = EpochSampler(50, seed=1)
+    sampler = EpochSampler(50, shuffled(50, seed=1))
     first = sampler.global_batch(0, 0, 10).tolist()
     sampler.global_batch(0, 0, 10).zero_()
     assert sampler.global_batch(0, 0, 10).tolist() == first
@@ -56,14 +58,14 @@ def test_changing_a_batch_in_place_does_not_change_the_epoch() -> None:
 
 def test_epochs_and_seeds_give_different_orders() -> None:
     orders = {
-        tuple(epoch_of(EpochSampler(40, seed=seed), epoch, [40]))
+        tuple(epoch_of(EpochSampler(40, shuffled(40, seed=seed)), epoch, [40]))
         for seed, epoch in product(range(20), range(20))
     }
     assert len(orders) == 400
 
 
 def test_the_last_batch_of_an_epoch_is_short() -> None:
-    batch = EpochSampler(10, seed=1).global_batch(0, 8, 4)
+    batch = EpochSampler(10, shuffled(10, seed=1)).global_batch(0, 8, 4)
     assert batch.dtype == torch.int64
     assert len(batch) == 2
 
@@ -71,7 +73,7 @@ def test_the_last_batch_of_an_epoch_is_short() -> None:
 @pytest.mark.parametrize("num_samples", [0, -1])
 def test_an_empty_data_set_is_refused(num_samples: int) -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
-        EpochSampler(num_samples, seed=0)
+        EpochSampler(num_samples, shuffled(num_samples, seed=0))
 
 
 def test_even_parts_differ_by_at_most_one_and_the_larger_come_first() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import Trainer
 from pipetransformer.loss import Loss
 from tests.models import IGNORED, NUM_CLASSES, tiny_data, tiny_model
@@ -69,7 +69,7 @@ def train_by_hand(loss_fn: Any, data: TensorDataset) -> Trained:
     """Train the same on whole batches."""
     model, losses = tiny_model(), []
     optimizer = sgd(list(model.named_parameters()))
-    sampler = EpochSampler(len(data), seed=0)
+    sampler = EpochSampler(len(data), shuffled(len(data), seed=0))
     for step in range(3):
         x, y = data[sampler.global_batch(0, step * BATCH_SIZE, BATCH_SIZE)]
         optimizer.zero_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import NonFiniteError, Trainer
 from pipetransformer.optimizer import take_state
 from tests.forced import train_quickly
@@ -63,7 +63,7 @@ def loop(scenario: Scenario) -> Outcome:
     named, dtype = dict(model.named_parameters()), DTYPES[options["precision"]]
     optimizer = build_adamw(list(named.items()))
     size, losses = options["global_batch_size"], []
-    sampler = EpochSampler(len(data), seed=options["seed"])
+    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
     for epoch in range(options["epochs"]):
         for position in range(0, len(data), size):
             freeze_plainly(layered, named, scenario.num_frozen(len(losses), epoch))

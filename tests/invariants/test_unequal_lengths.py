@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled, shuffled_by_length
 from pipetransformer import FreezeSchedule, Trainer
 from pipetransformer.optimizer import NamedParameters
 from tests.pool import Pool
@@ -71,8 +71,8 @@ def test_losses_are_those_of_a_plain_loop_that_pads_the_global_batch(
 
 def test_a_batch_has_samples_of_about_equal_lengths_where_that_is_asked_for() -> None:
     lengths = torch.tensor([len(row["input_ids"]) for row in sentences(200)])
-    usual = EpochSampler(200, seed=0)
-    grouped = EpochSampler(200, seed=0, lengths=lengths, batch_size=2)
+    usual = EpochSampler(200, shuffled(200, seed=0))
+    grouped = EpochSampler(200, shuffled_by_length(lengths, seed=0, batch_size=2))
     for epoch in range(2):
         order = grouped.global_batch(epoch, 0, 200)
         assert sorted(order.tolist()) == list(range(200))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from autodp.sampler import EpochSampler
+from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import FreezeSchedule, Trainer
 from tests.adapted import answerer, classifier, timm_vit
 from tests.measured import measuring, once
@@ -65,7 +65,7 @@ def plain(kind: str) -> dict[str, Tensor]:
     """Train the original model in a plain loop, by its own forward and its own loss."""
     model, data = build(kind)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sampler = EpochSampler(NUM_SAMPLES, seed=0)
+    sampler = EpochSampler(NUM_SAMPLES, shuffled(NUM_SAMPLES, seed=0))
     for epoch in range(EPOCHS):
         freeze_bottom(model, kind, epoch)
         for position in range(0, NUM_SAMPLES, BATCH_SIZE):

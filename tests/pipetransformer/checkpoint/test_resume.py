@@ -70,7 +70,7 @@ def fail_on(rank: int, kind: type[Exception]) -> str:
     return type(caught.value).__name__
 
 
-@pytest.mark.parametrize("kind", [CorruptCheckpointError, ValueError])
+@pytest.mark.parametrize("kind", [CorruptCheckpointError, ValueError, OSError])
 def test_one_rank_s_failure_is_every_rank_s(two_ranks: Pool, kind: type[Exception]) -> None:
     for rank in range(2):
         assert two_ranks.run(fail_on, rank, kind) == [kind.__name__] * 2

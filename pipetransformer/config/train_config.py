@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from pipetransformer.config.setting_checks import ComputeMetrics, Metric, check_settings
 from pipetransformer.data import CollateFunction
-from pipetransformer.optimizer import (
-    LearningRateSchedule,
-    check_warmup,
-    constant,
-    named_schedule,
-)
-from pipetransformer.planning import PLANS, Planner, usual_prefix_chunk
-
-Metric = Callable[[Tensor, Any], tuple[float, float]]
+from pipetransformer.optimizer import LearningRateSchedule, constant
+from pipetransformer.planning import Planner, usual_prefix_chunk
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
-_EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
-"""What a record of an evaluation holds beside the metrics."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +23,8 @@ class TrainConfig:
 
     Args:
         epochs: passes over the training set.
+        max_steps: steps after which the run is over, within the last of the epochs at the latest;
+            None is the epochs' end.
         global_batch_size: samples of a global batch, over all replicas: of one update. To fit it
             into memory it is cut into micro-batches, so there is no accumulation beside that.
         seed: of the sample order, of dataset reads and of dropout.
@@ -87,6 +80,8 @@ class TrainConfig:
             a replica's samples of a step, which are so padded to their longest. One that draws
             random numbers gives others to other numbers of replicas. None stacks equal shapes.
         remove_unused_columns: keep columns that the model does not take from collate_fn.
+        sample_order: (epoch) -> (N,) int64, every index of the training set once, in the order of
+            that epoch; the same on every rank and in a run that resumes. None shuffles.
         group_by_length: put samples of about equal lengths into a batch; the order of samples then
             depends on their lengths: the column "length", or that of the model's first input.
         folder: where records and checkpoints go; None writes nothing.
@@ -97,10 +92,23 @@ class TrainConfig:
         resume: "auto" continues from the newest usable checkpoint in the folder, or starts where
             there is none; True insists on one; False starts, in a folder without a run. A process
             that its launcher (torchrun --max-restarts) started again continues in any case.
+        eval_batch_size: samples that are evaluated at a time, over all replicas; None is the
+            global batch's.
         evaluate_every_epochs: 0 evaluates only when asked.
+        evaluate_every_steps: beside it; 0 is never.
         metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
             examples; None is the accuracy where the output is (N, classes) and the targets are
             class indices.
+        compute_metrics: a function of an `EvalPrediction` of the whole data set that returns more
+            metrics by name; called on rank 0 for all. Without it an evaluation keeps no outputs.
+        metric_for_best_model: which of an evaluation's metrics tells the best.
+        greater_is_better: whether more of it is better; None is no for names that end in "loss",
+            and yes for others.
+        load_best_model_at_end: keep the best weights in folder/best, and end `fit` with them.
+        early_stopping_patience: after how many evaluations in a row without improvement the run
+            ends; None goes on.
+        early_stopping_threshold: by how much a metric must be better to count as improvement.
+        callbacks: told of events; the same on all ranks. See `Callback`.
         device: "auto" takes a GPU for each slot where there are enough, else the CPU;
             "cuda-shared" lets slots share GPUs, with messages through host memory: for tests.
         step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
@@ -114,6 +122,7 @@ class TrainConfig:
     """
 
     epochs: int = 1
+    max_steps: int | None = None
     global_batch_size: int = 32
     seed: int = 0
     learning_rate_schedule: str | LearningRateSchedule = constant
@@ -142,14 +151,24 @@ class TrainConfig:
     pin_memory: bool = True
     collate_fn: CollateFunction | None = None
     remove_unused_columns: bool = True
+    sample_order: Callable[[int], Tensor] | None = None
     group_by_length: bool = False
     folder: str | Path | None = None
     checkpoint_every_epochs: int = 0
     checkpoint_every_steps: int = 0
     keep_checkpoints: int = 2
     resume: bool | Literal["auto"] = False
+    eval_batch_size: int | None = None
     evaluate_every_epochs: int = 1
+    evaluate_every_steps: int = 0
     metrics: Mapping[str, Metric] | None = None
+    compute_metrics: ComputeMetrics | None = None
+    metric_for_best_model: str = "loss"
+    greater_is_better: bool | None = None
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    callbacks: Sequence[Any] = ()
     device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     step_timeout_s: float | None = None
     setup_timeout_s: float = 300.0
@@ -157,27 +176,7 @@ class TrainConfig:
     label: str = "train"
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_choices()
-        if self.micro_batches is not None and self.micro_batches > self.global_batch_size:
-            raise ValueError(
-                f"micro_batches is {self.micro_batches} for a global_batch_size of "
-                f"{self.global_batch_size}; each needs a sample: choose at most "
-                f"{self.global_batch_size}"
-            )
-        self._check_micro_batch_size()
-        self._check_learning_rate()
-        if self.folder is None and (self.saves or self.resume):
-            raise ValueError(
-                "checkpoint_every_epochs, checkpoint_every_steps and resume need a "
-                "folder to save to; give folder=..."
-            )
-        if self.resume and not self.saves:
-            raise ValueError(
-                f"resume={self.resume!r} without checkpoint_every_epochs or "
-                "checkpoint_every_steps would never save again; give "
-                "checkpoint_every_epochs=1"
-            )
+        check_settings(self)
 
     @property
     def saves(self) -> bool:
@@ -201,143 +200,6 @@ class TrainConfig:
             return self.step_timeout_s
         return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
 
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor"):
-            self._require(name, _is_whole(getattr(self, name), 1), "a whole number, at least 1")
-        for name in (
-            "pipeline_length",
-            "micro_batches",
-            "micro_batch_size",
-            "memory_limit_bytes",
-            "freeze_interval_steps",
-            "cache_limit_bytes",
-            "cache_views",
-            "prefix_chunk",
-        ):
-            value = getattr(self, name)
-            self._require(
-                name, value is None or _is_whole(value, 1), "None or a whole number, at least 1"
-            )
-        for name in (
-            "checkpoint_every_epochs",
-            "checkpoint_every_steps",
-            "evaluate_every_epochs",
-            "num_workers",
-        ):
-            self._require(name, _is_whole(getattr(self, name), 0), "a whole number, 0 or more")
-        self._require("seed", _is_whole(self.seed, -math.inf), "a whole number")
-        for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
-            value = getattr(self, name)
-            allowed = (_is_positive(value) and value < math.inf) or (optional and value is None)
-            self._require(
-                name, allowed, f"{'None or ' * optional}a finite number of seconds above 0"
-            )
-        self._require(
-            "max_grad_norm",
-            self.max_grad_norm is None or _is_positive(self.max_grad_norm),
-            "None or a number above 0",
-        )
-
-    def _check_learning_rate(self) -> None:
-        schedule, decay = self.learning_rate_schedule, self.layer_decay
-        check_warmup(self.warmup)
-        if isinstance(schedule, str):
-            # The rate itself is the optimizer's, and known later.
-            named_schedule(schedule, warmup=self.warmup, learning_rate=1.0)
-        else:
-            self._require("learning_rate_schedule", callable(schedule), "a name or a function")
-            if self.warmup:
-                raise ValueError(
-                    f"warmup is {self.warmup}, but learning_rate_schedule is a function, which "
-                    "says itself how the rate begins; give one of them, or a schedule's name"
-                )
-        self._require(
-            "layer_decay",
-            decay is None or (_is_positive(decay) and decay <= 1),
-            "None or a number above 0, at most 1",
-        )
-        smoothing = self.label_smoothing
-        self._require(
-            "label_smoothing",
-            smoothing == 0 or (_is_positive(smoothing) and smoothing < 1),
-            "a number, 0 or more and below 1",
-        )
-
-    def _check_micro_batch_size(self) -> None:
-        size = self.micro_batch_size
-        if size is None:
-            return
-        if self.micro_batches is not None:
-            raise ValueError(
-                f"micro_batch_size is {size} and micro_batches is {self.micro_batches}; each "
-                "follows from the other: give one of them"
-            )
-        if self.plan == "published":
-            raise ValueError(
-                f"micro_batch_size is {size}, but plan='published' chooses the micro-batches "
-                "itself; leave one of them out"
-            )
-        if size > self.global_batch_size:
-            raise ValueError(
-                f"micro_batch_size is {size} for a global_batch_size of "
-                f"{self.global_batch_size}; choose at most {self.global_batch_size}"
-            )
-
-    def _check_choices(self) -> None:
-        if self.precision == "bf16-pure":
-            raise ValueError(
-                "precision is 'bf16-pure', but weights in bfloat16 lose every update smaller than "
-                "their rounding, 1/256 of them, unless the optimizer keeps copies in float32, "
-                "which torch's do not; choose 'bf16', which keeps the weights in float32"
-            )
-        for name, allowed in (
-            ("precision", (None, "bf16", "fp16")),
-            ("on_nonfinite", ("raise", "skip")),
-            ("schedule", (None, "gpipe", "1f1b")),
-            ("cache_dtype", (None, "bfloat16", "float16")),
-            ("device", ("auto", "cpu", "cuda", "cuda-shared")),
-        ):
-            self._require(
-                name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}"
-            )
-        for name in (
-            "scale_batch",
-            "cache",
-            "progress",
-            "pin_memory",
-            "remove_unused_columns",
-            "group_by_length",
-        ):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        self._require(
-            "resume",
-            isinstance(self.resume, bool) or self.resume == "auto",
-            "True, False or 'auto'",
-        )
-        self._require(
-            "collate_fn",
-            self.collate_fn is None or callable(self.collate_fn),
-            "None or a function of a list of samples",
-        )
-        self._require(
-            "plan",
-            callable(self.plan) or self.plan in tuple(PLANS),
-            f"one of {', '.join(map(repr, PLANS))}, or a function",
-        )
-        self._require(
-            "folder", self.folder is None or isinstance(self.folder, (str, Path)), "None or a path"
-        )
-        self._require("cache_folder", isinstance(self.cache_folder, (str, Path)), "a path")
-        self._require(
-            "metrics",
-            self.metrics is None or _are_metrics(self.metrics),
-            f"None or functions by names other than {', '.join(_EVALUATION_FIELDS)}",
-        )
-
-    def _require(self, name: str, condition: bool, allowed: str) -> None:
-        if not condition:
-            raise ValueError(f"{name} is {getattr(self, name)!r}; choose {allowed}")
-
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """Build a configuration from keyword settings.
@@ -353,18 +215,3 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
             f"known are {', '.join(sorted(known))}"
         )
     return TrainConfig(**settings)
-
-
-def _is_whole(value: Any, least: float) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _are_metrics(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and name not in _EVALUATION_FIELDS and callable(metric)
-        for name, metric in value.items()
-    )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

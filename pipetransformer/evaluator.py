@@ -1,0 +1,130 @@
+"""Find out what the model makes of a data set: losses, metrics, and where asked the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from torch import Tensor
+
+from autodp import gather_json
+from pipetransformer.data import SizedDataset, check_dataset
+from pipetransformer.feed import FrozenPrefix, SampleFeed
+from pipetransformer.job import Task
+from pipetransformer.predictions import (
+    OUTPUT,
+    EvalPrediction,
+    KeptOutputs,
+    PredictionOutput,
+    gather_outputs,
+    judge,
+)
+from pipetransformer.processes import World
+from pipetransformer.run_position import Timeline
+from pipetransformer.stage import LossSums, Results
+from pipetransformer.transition import Deployment
+
+
+@final
+class Evaluator:
+    """Run the deployed model over data sets; all of it is collective.
+
+    Args:
+        task, world: what is trained, and where.
+        prefix: its frozen layers.
+        deployment: what this rank holds of it.
+        timeline: where the run is.
+        dataset: that of the evaluations, which goes through a cache of its own; None without any.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        prefix: FrozenPrefix,
+        *,
+        deployment: Deployment,
+        timeline: Timeline,
+        dataset: SizedDataset | None,
+    ) -> None:
+        self.dataset = dataset
+        self._task, self._world, self._prefix = task, world, prefix
+        self._deployment, self._timeline = deployment, timeline
+        self._feed = None if dataset is None else self._feed_of(dataset, once=False)
+
+    def choose(self, dataset: SizedDataset | None) -> SizedDataset:
+        """Return what to evaluate, that of the evaluations by default, if it can be.
+
+        Raises:
+            TypeError, ValueError: it has no length or no samples, or there is none.
+        """
+        chosen = self.dataset if dataset is None else dataset
+        if chosen is None:
+            raise ValueError(
+                "there is no eval_dataset; give one to Trainer, or a dataset to evaluate"
+            )
+        check_dataset(chosen, "dataset")
+        return chosen
+
+    def evaluate(self, dataset: SizedDataset) -> dict[str, float]:
+        """Return loss and metrics; outputs are kept only for `compute_metrics`."""
+        if self._task.config.compute_metrics is not None:
+            return self._predict(dataset, self._task.model.targets).metrics
+        results = Results()
+        self._collect(dataset, self._task.model.targets, results)
+        return self._means(results)
+
+    def predict(self, dataset: SizedDataset) -> PredictionOutput:
+        """Return all outputs in order; a data set may have no targets, and then no metrics."""
+        has_targets = self._feed_of(dataset, needs_targets=False).have_targets()
+        return self._predict(dataset, self._task.model.targets if has_targets else ())
+
+    def close(self) -> None:
+        """Unmap the cache."""
+        if self._feed is not None:
+            self._feed.close()
+
+    def _predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
+        compute, group = self._task.config.compute_metrics, self._world.group
+        results = Results(kept=(kept := KeptOutputs()))
+        self._collect(dataset, targets, results)
+        arrays, metrics = gather_outputs(kept, group=group), self._means(results)
+        labels = tuple(arrays[name] for name in targets)
+        label_ids = (labels[0] if len(labels) == 1 else labels) if labels else None
+        if compute is not None and labels:
+            judged = EvalPrediction(arrays[OUTPUT], label_ids)
+            metrics |= judge(compute, judged, group=group)
+        return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
+
+    def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
+        """Collect a data set's results on this rank."""
+        feed, is_last = self._feed, self._timeline.is_over
+        is_whole = targets == self._task.model.targets
+        if feed is None or feed.dataset is not dataset or not is_whole:
+            feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
+        feed.follow_prefix()
+        stage = self._deployment.active_stage
+        stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), results)
+        if feed is not self._feed:
+            feed.close()
+
+    def _feed_of(
+        self, dataset: SizedDataset, *, once: bool = True, needs_targets: bool = True
+    ) -> SampleFeed:
+        """Return what serves a data set's samples, by default once."""
+
+        def to_come() -> Iterator[tuple[int, Tensor]]:
+            return ((0, ids) for ids in self._deployment.active_stage.rounds(len(dataset)))
+
+        return SampleFeed(
+            self._prefix,
+            self._world,
+            dataset,
+            to_come=to_come,
+            once=once,
+            needs_targets=needs_targets,
+        )
+
+    def _means(self, results: Results) -> dict[str, float]:
+        totals = gather_json(results.sums.totals, group=self._world.group)
+        return LossSums.joined(totals).means()

@@ -1,0 +1,10 @@
+"""Tell callbacks what happens in a run, on every rank alike.
+
+callback: what may be overridden ─► event_calls: called, and agreed on      board: TensorBoard
+"""
+
+from pipetransformer.events.board import TensorBoard
+from pipetransformer.events.callback import Callback
+from pipetransformer.events.event_calls import Events, check_callbacks
+
+__all__ = ["Callback", "Events", "TensorBoard", "check_callbacks"]

@@ -1,0 +1,75 @@
+"""Show a run's course in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from pipetransformer.events.callback import Callback
+from pipetransformer.report import FitReport
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_FIELDS = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "gradient_norm": "gradient_norm",
+    "frozen": "frozen_layers",
+    "length": "stages",
+    "replicas": "replicas",
+}
+"""What is shown of a step's record, and its name there."""
+
+
+@final
+class TensorBoard(Callback):
+    """Write scalars on rank 0: `train/loss`, `train/samples_per_s`, `evaluation/accuracy`, ...
+
+    A run with `folder=` has every number of its records in `folder/tensorboard` anyhow.
+
+    Args:
+        folder: where to; None is torch's choice, a new folder in ./runs.
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        if find_spec("tensorboard") is None:
+            raise ImportError(
+                "TensorBoard() needs the package tensorboard; install pipetransformer[report]"
+            )
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def on_log(self, trainer: Any, record: Mapping[str, Any]) -> None:
+        """Show what a step or an evaluation found."""
+        numbers = dict(_numbers(record))
+        if numbers and self._writer is None:
+            # It takes a second, and only rank 0 writes.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(None if self._folder is None else str(self._folder))
+        for tag, number in numbers.items():
+            if number is not None and self._writer is not None:
+                self._writer.add_scalar(tag, number, record["step"])
+
+    def on_train_end(self, trainer: Any, report: FitReport) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """Yield a record's tags and numbers; None is one that was not finite."""
+    if record["kind"] == "step":
+        for field, name in _FIELDS.items():
+            yield f"train/{name}", record[field]
+        yield "train/samples_per_s", record["samples"] / record["seconds"]
+    elif record["kind"] == "evaluation":
+        metrics = record.keys() - {"kind", "step", "elapsed_s", "epoch", "seconds"}
+        for name in sorted(metrics):
+            yield f"evaluation/{name}", record[name]

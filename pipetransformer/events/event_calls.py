@@ -1,0 +1,122 @@
+"""Call the callbacks of an event, and agree among the ranks on what came of it.
+
+rank 0    on_step_end: fine                    |         | CallbackError: rank 1: ...
+rank 1    on_step_end: raises, or calls stop() | agree   | CallbackError, from the cause
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from autodp import broadcast_json, gather_json
+from pipetransformer.checkpoint import Saved
+from pipetransformer.errors import CallbackError
+from pipetransformer.events.callback import Callback
+from pipetransformer.processes import World
+from pipetransformer.run_position import Timeline
+from pipetransformer.transition import Change
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise a TypeError for what is no Callback in a list; the list itself is a setting."""
+    for index, one in enumerate(callbacks if isinstance(callbacks, (list, tuple)) else ()):
+        if not isinstance(one, Callback):
+            raise TypeError(f"callbacks[{index}] is {one!r}; give instances of Callback")
+
+
+@final
+class Events:
+    """Tell a trainer's callbacks what happens; without any, nothing is done or sent.
+
+    Built by all ranks together.
+
+    Args:
+        trainer: is handed to them.
+        callbacks: called in their order.
+        world: whose ranks agree.
+        timeline: is stopped where a rank asks for it.
+    Raises:
+        ValueError: on every rank: ranks have other callbacks.
+    """
+
+    def __init__(
+        self, trainer: Any, callbacks: Sequence[Callback], *, world: World, timeline: Timeline
+    ) -> None:
+        self._trainer, self._callbacks = trainer, tuple(callbacks)
+        self._world, self._timeline = world, timeline
+        self._failure: tuple[str, Exception] | None = None
+        self._wants_stop = False
+        # An event is collective: ranks that heard of different ones would wait for each other.
+        names = gather_json([type(one).__name__ for one in callbacks], group=world.group)
+        if any(own != names[0] for own in names):
+            raise ValueError(
+                f"callbacks are {names}, rank by rank; give all ranks the same, and let one do "
+                "its work where trainer.is_main_process"
+            )
+
+    @property
+    def wants_stop(self) -> bool:
+        """Tell whether this rank has asked to end the run."""
+        return self._wants_stop
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks end the run, as soon as they agree on it."""
+        self._wants_stop = True
+
+    def tell(self, event: Callable[..., None], *facts: Any) -> None:
+        """Call a method of `Callback` on all callbacks. Collective, where there are any.
+
+        Raises:
+            CallbackError: on every rank: one raised; the message names its rank.
+        """
+        if self._callbacks:
+            self._call(event, *facts)
+            self._agree()
+
+    def tell_of_change(self, change: Change | None) -> None:
+        """Tell of what happened between two steps, if anything did. Collective."""
+        if change is None:
+            return
+        num_before = change.before.num_frozen if change.before else 0
+        if change.decision.num_frozen != num_before:
+            self.tell(Callback.on_freeze, change.decision)
+        if change.is_transition:
+            self.tell(Callback.on_transition, change)
+
+    def tell_of_save(self, saved: Saved | None) -> None:
+        """Tell of the checkpoint that rank 0 knows to be complete, if there is one. Collective."""
+        if self._callbacks and self._trainer.config.saves:
+            folder = str(saved.folder) if saved is not None and saved.num_bytes else None
+            folder = broadcast_json(folder, group=self._world.group)
+            if folder is not None:
+                self.tell(Callback.on_save, Path(folder))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Hand over a record on rank 0; what is raised then waits for the next event."""
+        self._call(Callback.on_log, record)
+
+    def _call(self, event: Callable[..., None], *facts: Any) -> None:
+        if self._failure is not None:
+            return
+        for callback in self._callbacks:
+            try:
+                getattr(callback, event.__name__)(self._trainer, *facts)
+            except Exception as error:
+                place = f"{type(callback).__name__}.{event.__name__}"
+                text = f"{place} raised {type(error).__name__}: {error}"
+                self._failure = text, error
+                return
+
+    def _agree(self) -> None:
+        """Raise on all ranks what one has met, and end the run where one asks for it."""
+        text, cause = self._failure or ("", None)
+        answers = gather_json([text, self._wants_stop], group=self._world.group)
+        self._failure = None
+        for rank, (failure, _) in enumerate(answers):
+            if failure:
+                own = cause if rank == self._world.rank else None
+                raise CallbackError(f"rank {rank}: {failure}") from own
+        if any(stops for _, stops in answers):
+            self._timeline.stop()

@@ -1,0 +1,12 @@
+"""Write a model's weights for those who come later: other programs, and the end of the run.
+
+model_folder: what from_pretrained loads ◄─ checkpoint_export      best_model: over evaluations
+"""
+
+from pipetransformer.model_files.best_model import BestModel
+from pipetransformer.model_files.checkpoint_export import add_export_parser, run_export
+from pipetransformer.model_files.model_folder import write_model_folder, write_weights
+
+__all__ = [
+    "BestModel", "add_export_parser", "run_export", "write_model_folder", "write_weights",
+]  # fmt: skip

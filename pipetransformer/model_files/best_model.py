@@ -1,0 +1,123 @@
+"""Tell the best of a run's evaluations, and keep the weights that it was of.
+
+evaluation    loss   best   without improvement
+step  100     0.9    0.9            0
+step  200     0.7    0.7            0
+step  300     0.8    0.7            1
+step  400     0.7    0.7            2             early_stopping_patience=2 ends the run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pipetransformer.config import TrainConfig
+from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.model_files.model_folder import write_weights
+
+BEST_FOLDER = "best"
+
+
+@final
+class BestModel:
+    """Follow a metric from evaluation to evaluation; all ranks see the same and find the same.
+
+    Files are named by their step: a run that goes on from an older checkpoint must find the best
+    of that time, and not one of steps that it takes again.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._name = config.metric_for_best_model
+        greater = config.greater_is_better
+        self._sign = 1 if (not self._name.endswith("loss") if greater is None else greater) else -1
+        self._threshold = config.early_stopping_threshold
+        self._patience = config.early_stopping_patience
+        self._folder = None if config.folder is None else Path(config.folder) / BEST_FOLDER
+        self.value: float | None = None
+        self.step: int | None = None
+        self._num_without = 0
+        self._step_of_checkpoint: int | None = None
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Tell whether as many evaluations as allowed brought no improvement."""
+        return self._patience is not None and self._num_without >= self._patience
+
+    def note(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Take the evaluation after a step in; tell whether it is the best so far.
+
+        Raises:
+            ValueError: it has no such metric.
+        """
+        if self._name not in metrics:
+            raise ValueError(
+                f"metric_for_best_model is {self._name!r}, but an evaluation has "
+                f"{', '.join(sorted(metrics)) or 'no metrics'}; choose one of them, or add it by "
+                "compute_metrics="
+            )
+        value = metrics[self._name]
+        gain = math.inf if self.value is None else self._sign * (value - self.value)
+        # Also false for what is not a number.
+        is_best = not math.isnan(value) and gain > 0
+        self._num_without = 0 if is_best and gain > self._threshold else self._num_without + 1
+        if is_best:
+            self.value, self.step = value, step
+        return is_best
+
+    def write(self, state: Mapping[str, Tensor]) -> None:
+        """Keep the weights of the best evaluation, and those that the last checkpoint asks for."""
+        path = self._path()
+        write_weights(path, state)
+        kept = {path, self._path(self._step_of_checkpoint)}
+        for other in path.parent.glob("step-*"):
+            if other not in kept:
+                other.unlink()
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the weights of the best evaluation, in host memory.
+
+        Raises:
+            OSError, CorruptCheckpointError: the file is gone, or not what was written.
+        """
+        try:
+            return safetensors.torch.load_file(self._path())
+        except SafetensorError as error:
+            raise CorruptCheckpointError(f"{self._path()} is damaged: {error}") from error
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Tell whether there was a best evaluation whose weights are not here."""
+        return self.step is not None and not self._path().exists()
+
+    def forget(self) -> None:
+        """Begin anew with the next evaluation."""
+        self.value, self.step = None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known so far, as plain values; for a checkpoint."""
+        self._step_of_checkpoint = self.step
+        return {
+            "metric": [self._name, self._sign],
+            "value": self.value,
+            "step": self.step,
+            "num_without": self._num_without,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; the best of another metric says nothing about this one."""
+        if state["metric"] == [self._name, self._sign]:
+            self.value, self.step = state["value"], state["step"]
+            self._num_without = state["num_without"]
+            self._step_of_checkpoint = self.step
+
+    def _path(self, step: int | None = None) -> Path:
+        """Return the file of the best evaluation, or of an earlier one after a step."""
+        assert self._folder is not None
+        return self._folder / f"step-{step or self.step or 0:08d}.safetensors"

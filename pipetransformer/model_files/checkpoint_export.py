@@ -1,0 +1,87 @@
+"""Turn a checkpoint into a folder from which other programs load the model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from pipetransformer.checkpoint import CHECKPOINTS, Checkpoint, open_checkpoint, open_latest
+from pipetransformer.model_files.model_folder import WEIGHTS_FILE, write_weights
+from pipetransformer.transition import WEIGHTS, split_shard_name
+
+
+def add_export_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "source", type=Path, help="a checkpoint, or the folder= of a run: then its newest one"
+    )
+    parser.add_argument("out", type=Path, help=f"gets {WEIGHTS_FILE}; new, or empty")
+    parser.add_argument(
+        "--config",
+        metavar="NAME",
+        help="a folder or the name of a transformers model whose config.json is to stand beside "
+        "the weights, so that from_pretrained loads them",
+    )
+
+
+def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None:
+    """Carry out the command.
+
+    Raises:
+        ValueError: there is no checkpoint, OUT has content, or the configuration cannot be had.
+        CorruptCheckpointError: the checkpoint is damaged.
+    """
+    out: Path = options.out
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is no empty folder; give a new one")
+    checkpoint = find_checkpoint(options.source)
+    tensors = read_weights(checkpoint)
+    write_weights(out / WEIGHTS_FILE, tensors)
+    if options.config is not None:
+        _write_config(options.config, out)
+    show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")
+
+
+def find_checkpoint(source: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest usable one of a run."""
+    if (source / "manifest.json").exists():
+        return open_checkpoint(source)
+    for directory in (source / CHECKPOINTS, source):
+        if directory.is_dir() and (found := open_latest(directory, group=None)) is not None:
+            return found
+    raise ValueError(
+        f"{source} holds no checkpoint; give the folder= of a run that saves, or one of the "
+        f"step-* folders in its {CHECKPOINTS}"
+    )
+
+
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Read the weights by the model's own names, those that its `state_dict` has.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written.
+    """
+    held: dict[str, Tensor] = {}
+    for shard in checkpoint.records:
+        if split_shard_name(shard)[1] == WEIGHTS:
+            held.update(checkpoint.read(shard))
+    # The shards also hold buffers that are in no state_dict.
+    return {name: held[name] for name in checkpoint.scalars["state_names"] if name in held}
+
+
+def _write_config(name: str, out: Path) -> None:
+    """Write the configuration of a transformers model."""
+    try:
+        # Optional, and slow to import.
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ValueError(
+            "--config needs transformers; install pipetransformer[text], or leave it out"
+        ) from error
+    try:
+        AutoConfig.from_pretrained(name).save_pretrained(out)
+    except OSError as error:
+        raise ValueError(f"there is no configuration {name!r}: {error}") from error

@@ -1,0 +1,93 @@
+"""Bring the replicas' outputs together, in the order of the data set, on every rank.
+
+A replica's samples are a contiguous slice, and replicas are in order::
+
+    rank 1, last stage of replica 0    rows 0 1 2 3    padded to the widest of all
+    rank 3, last stage of replica 1    rows 4 5 6
+    every rank                         rows 0 1 2 3 4 5 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autodp import broadcast_tensor, gather_json
+from pipetransformer.predictions.kept_outputs import KeptOutputs
+
+PADDING = -100
+"""What fills the rows that are shorter than others: transformers' choice."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Describe a whole array, and which ranks have how many of its rows, in order."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    rows_of: dict[int, int]
+    is_padded: bool
+
+
+def gather_outputs(
+    kept: KeptOutputs, *, group: dist.ProcessGroup | None
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return outputs and targets by name, (N, ...) each, on every rank. Collective.
+
+    Where the second dimension differs, rows are padded with -100. What was kept is let go of as
+    it is copied.
+
+    Raises:
+        ValueError: on every rank: outputs differ in dtype, or in another dimension.
+        PeerError: a rank is gone, or silent for longer than the group's time limit.
+    """
+    described = gather_json(kept.describe(), group=group)
+    rank = 0 if group is None else dist.get_rank()
+    arrays = {}
+    for name in dict.fromkeys(name for one in described for name in one):
+        layout = _lay_out(name, {r: one[name] for r, one in enumerate(described) if name in one})
+        whole = torch.empty((sum(layout.rows_of.values()), *layout.row_shape), dtype=layout.dtype)
+        if layout.is_padded:
+            whole.fill_(PADDING)
+        first = 0
+        for source, num_rows in layout.rows_of.items():
+            rows = whole[first : first + num_rows]
+            if source == rank:
+                _copy_into(rows, kept.parts.pop(name))
+            broadcast_tensor(rows, source, group=group, what=f"its {name}")
+            first += num_rows
+        arrays[name] = whole.numpy()
+    return arrays
+
+
+def _lay_out(name: str, described: dict[int, Any]) -> _Layout:
+    """Return what holds all ranks' rows; those of unequal width are padded to the widest."""
+    dtypes = {one["dtype"] for one in described.values()}
+    shapes = {tuple(shape) for one in described.values() for shape in one["shapes"]}
+    widest = tuple(map(max, zip(*shapes, strict=False)))
+    rests = {(len(shape), shape[1:]) for shape in shapes}
+    if len(dtypes) > 1 or len(rests) > 1:
+        raise ValueError(
+            f"{name} of one data set have the dtypes {sorted(dtypes)} and, for a sample, the "
+            f"shapes {sorted(shapes)}; only the first dimension of a sample may differ: pad the "
+            "others"
+        )
+    rows_of = {rank: one["rows"] for rank, one in described.items()}
+    return _Layout(getattr(torch, dtypes.pop()), widest, rows_of, len(shapes) > 1)
+
+
+def _copy_into(rows: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy parts one below the other, each into the beginning of its rows."""
+    first = 0
+    for part in parts:
+        place = rows[first : first + len(part)]
+        if part.ndim > 1:
+            place = place[:, : part.shape[1]]
+        place.copy_(part)
+        first += len(part)
