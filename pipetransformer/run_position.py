@@ -110,7 +110,7 @@ class Timeline:
         steps, epochs = config.evaluate_every_steps, config.evaluate_every_epochs
         ends_epochs = self.at_epoch_start and epochs > 0 and position.epoch % epochs == 0
         by_steps = steps > 0 and position.step % steps == 0
-        return by_steps or ends_epochs or (epochs > 0 and self._is_complete)
+        return by_steps or ends_epochs or (steps + epochs > 0 and self._is_complete)
 
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step at a number of replicas."""

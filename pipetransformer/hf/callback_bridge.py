@@ -1,0 +1,179 @@
+"""Let transformers' callbacks hear of our events, and keep the state that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from pipetransformer.events import Callback
+from pipetransformer.report import FitReport
+from pipetransformer.stage import StepResult
+
+_UNHEARD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_begin")
+"""Events within a step, or before it, of which nobody is told here."""
+
+_UNANSWERED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop")
+
+
+class CallbackBridge(Callback):
+    """Keep transformers' state of a run, and call its callbacks.
+
+    Args:
+        args: as callbacks are handed them.
+        callbacks: instances or classes.
+        model, processing_class: are handed to them.
+    Attributes:
+        state, control: transformers' own.
+        prefix: of the metrics of the evaluation that goes on.
+        learning_rate: of a step.
+        steps_per_epoch: of the run.
+        total_loss: of the steps so far.
+    Raises:
+        ValueError: a callback overrides an event that it would not hear of.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        callbacks: list[Any],
+        *,
+        model: Any,
+        processing_class: Any,
+    ) -> None:
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.prefix = "eval"
+        self.learning_rate: Callable[[int], float] = lambda step: 0.0
+        self.steps_per_epoch = 1
+        self._args = args
+        self._handler = CallbackHandler([_NoFlow()], model, processing_class, None, None)
+        self._loss, self._num_losses, self._logged_step, self._norm = 0.0, 0, 0, 0.0
+        self.total_loss = 0.0
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Add a callback, an instance or a class."""
+        one = callback() if isinstance(callback, type) else callback
+        if not isinstance(one, TrainerCallback):
+            raise ValueError(
+                f"{one!r} is no transformers.TrainerCallback; give one, or train with "
+                "pipetransformer.Trainer, which has callbacks of its own"
+            )
+        kind = type(one)
+        unheard = [n for n in _UNHEARD if getattr(kind, n) is not getattr(TrainerCallback, n)]
+        if unheard:
+            raise ValueError(
+                f"{kind.__name__} overrides {', '.join(unheard)}, of which nobody hears here; "
+                "leave the callback out"
+            )
+        self._handler.add_callback(one)
+
+    def remove(self, callback: Any) -> None:
+        """Remove a callback, an instance or all of a class."""
+        self._handler.remove_callback(callback)
+
+    def on_train_begin(self, trainer: Any) -> None:
+        state = self.state
+        state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
+        state.is_world_process_zero = trainer.is_main_process
+        self._note(trainer)
+        self._logged_step = state.global_step
+        self._tell(trainer, "on_train_begin")
+        self._tell(trainer, "on_epoch_begin")
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        self._note(trainer)
+        state, norm = self.state, result.gradient_norm
+        self._loss += result.loss
+        self._num_losses, self._norm = self._num_losses + 1, norm
+        self.total_loss += result.loss
+        self._tell(trainer, "on_step_end")
+        if self._logs_now():
+            rate = self.learning_rate(state.global_step - 1)
+            mean = self._loss / self._num_losses
+            self._loss, self._num_losses = 0.0, 0
+            self.log(trainer, {"loss": mean, "grad_norm": norm, "learning_rate": rate})
+        if state.global_step % self.steps_per_epoch == 0:
+            self._tell(trainer, "on_epoch_end")
+            if not trainer.is_over:
+                self._tell(trainer, "on_epoch_begin")
+
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        self._note(trainer)
+        named = {f"{self.prefix}_{name}": value for name, value in metrics.items()}
+        self.log(trainer, named)
+        self._tell(trainer, "on_evaluate", metrics=named)
+        self._note_best(named)  # After it, as an early stop compares with the best so far.
+
+    def on_save(self, trainer: Any, folder: Path) -> None:
+        self._tell(trainer, "on_save")
+
+    def on_train_end(self, trainer: Any, report: FitReport) -> None:
+        self._tell(trainer, "on_train_end")
+
+    def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
+        """Take down numbers of this step, and tell of them."""
+        state = self.state
+        entry = {**logs, "epoch": state.epoch}
+        state.log_history.append({**entry, "step": state.global_step})
+        self._tell(trainer, "on_log", logs=entry)
+
+    def _note(self, trainer: Any) -> None:
+        self.state.global_step = trainer.global_step
+        self.state.epoch = trainer.global_step / self.steps_per_epoch
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Keep the best value of the metric that the arguments name."""
+        name = self._args.metric_for_best_model
+        if name is None:
+            return
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None:
+            return
+        best, sign = self.state.best_metric, 1 if self._args.greater_is_better else -1
+        if best is None or sign * (value - best) > 0:
+            self.state.best_metric = value
+            self.state.best_global_step = self.state.global_step
+
+    def _logs_now(self) -> bool:
+        strategy, step = self._args.logging_strategy, self.state.global_step
+        if strategy == "no":
+            return False
+        if step == 1 and self._args.logging_first_step:
+            return True
+        every = self._args.logging_steps
+        if strategy == "epoch":
+            every = self.steps_per_epoch
+        elif every < 1:
+            every = max(1, round(every * self.state.max_steps))
+        return step % int(every) == 0
+
+    def _tell(self, trainer: Any, event: str, **facts: Any) -> None:
+        before = replace(self.control)
+        self.control = self._handler.call_event(
+            event, self._args, self.state, self.control, **facts
+        )
+        asked = [name for name in _UNANSWERED if getattr(self.control, name)]
+        if asked:
+            self.control = before
+            raise ValueError(
+                f"a callback has set control.{asked[0]} in {event}, which is not honoured here; "
+                "let logging_steps, eval_strategy and save_strategy say when"
+            )
+        if self.control.should_training_stop and not trainer.is_over:
+            trainer.stop()
+
+
+class _NoFlow(DefaultFlowCallback):
+    """Stand for the callback without which transformers warns; our Trainer has its own flow."""
+
+    def on_step_end(self, *args: Any, **facts: Any) -> None:
+        """Leave the flow as it is."""
+
+    def on_epoch_end(self, *args: Any, **facts: Any) -> None:
+        """Leave the flow as it is."""

@@ -1,0 +1,288 @@
+"""Prove that a script written for transformers.Trainer comes to the same numbers with ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback, TrainingArguments
+
+from pipetransformer import CallbackError, FreezeSchedule
+from pipetransformer.hf import Trainer
+from tests.pool import Pool
+from tests.texts import pad_to_longest, sentences, tiny_bert
+
+
+def rows(num: int) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "sentence"} for row in sentences(num)]
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    right = np.argmax(prediction.predictions, axis=1) == prediction.label_ids
+    return {"accuracy": float(right.mean())}
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 0.25,
+        "weight_decay": 0.01,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 5,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**usual, **options})
+
+
+@contextmanager
+def made(folder: Path, *, options: Any = None, kind: Any = Trainer, **given: Any) -> Iterator[Any]:
+    trainer = kind(
+        model=tiny_bert().float(),
+        args=arguments(folder, **(options or {})),
+        **{
+            "data_collator": pad_to_longest,
+            "train_dataset": rows(30),
+            "eval_dataset": rows(13),
+            "compute_metrics": accuracy,
+            **given,
+        },
+    )
+    if kind is not Trainer:
+        yield trainer
+        return
+    with closing(trainer):
+        yield trainer
+
+
+def run(folder: Path, kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Train, evaluate and predict as a script does; return what it sees."""
+    with made(folder, kind=kind, options=options) as trainer:
+        output = trainer.train()
+        metrics = trainer.evaluate(metric_key_prefix="final")
+        predicted = trainer.predict(rows(9))
+        return {
+            "logs": trainer.state.log_history,
+            "train_loss": output.training_loss,
+            "steps": output.global_step,
+            "metrics": metrics,
+            "predictions": predicted.predictions,
+            "labels": predicted.label_ids,
+            "test": predicted.metrics,
+        }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_steps": 5, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
+        {"num_train_epochs": 1.5, "label_smoothing_factor": 0.1, "optim": "sgd"},
+        {"eval_strategy": "steps", "eval_steps": 3, "data_seed": 11, "logging_steps": 2},
+    ],
+    ids=str,
+)
+def test_losses_metrics_and_predictions_are_those_of_transformers(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    theirs = run(tmp_path / "theirs", transformers.Trainer, options)
+    ours = run(tmp_path / "ours", Trainer, options)
+    assert ours["steps"] == theirs["steps"]
+    assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-4)
+    for mine, other in zip(ours["logs"], theirs["logs"], strict=True):
+        for name in mine.keys() & other.keys() - {"total_flos"}:
+            if "runtime" not in name and "second" not in name:
+                assert mine[name] == pytest.approx(other[name], abs=1e-4), (name, mine, other)
+        assert {n for n in other if "_second" not in n and "runtime" not in n} <= mine.keys()
+    assert ours["metrics"].keys() == theirs["metrics"].keys()
+    for name in ("final_loss", "final_accuracy", "epoch"):
+        assert ours["metrics"][name] == pytest.approx(theirs["metrics"][name], abs=1e-4)
+    np.testing.assert_allclose(ours["predictions"], theirs["predictions"], atol=1e-4)
+    np.testing.assert_array_equal(ours["labels"], theirs["labels"])
+    assert ours["test"].keys() == theirs["test"].keys()
+
+
+def two_processes(folder: Path) -> list[float]:
+    with made(folder, options={"per_device_train_batch_size": 4}) as trainer:
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_two_processes_log_the_losses_of_one_with_the_batch_of_both(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    with made(tmp_path / "one") as trainer:
+        trainer.train()
+        expected = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    for losses in two_ranks.run(two_processes, tmp_path / "two"):
+        assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_only_the_freeze_argument_is_needed_to_freeze(tmp_path: Path) -> None:
+    with made(tmp_path, freeze=FreezeSchedule((0, 2))) as trainer:
+        before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+        seen: dict[str, torch.Tensor] = {}
+
+        class AfterEpoch(TrainerCallback):  # type: ignore[misc]
+            def on_epoch_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+                if state.epoch == 1:
+                    seen.update({n: p.clone() for n, p in facts["model"].named_parameters()})
+
+        trainer.add_callback(AfterEpoch)
+        trainer.train()
+        for name, parameter in trainer.model.named_parameters():
+            is_frozen = "embeddings" in name or ".layer.0." in name or ".layer.1." in name
+            assert torch.equal(parameter, seen[name]) == is_frozen, name
+            assert not torch.equal(seen[name], before[name]) or "key.bias" in name, name
+
+
+def test_a_run_is_resumed_saved_and_described(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
+    with made(tmp_path / "whole", options=saves) as trainer:
+        trainer.train()
+        expected = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    stop = {**saves, "callbacks": [StopAt(5)]}
+    callbacks = stop.pop("callbacks")
+    with made(tmp_path / "parts", options=stop, callbacks=callbacks) as trainer:
+        assert trainer.train().global_step == 5
+    with made(tmp_path / "parts", options=saves) as trainer:
+        output = trainer.train(resume_from_checkpoint=True)
+        assert output.global_step == 8
+        for name, parameter in trainer.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+        trainer.save_model()
+        trainer.log_metrics("train", output.metrics)
+        trainer.save_metrics("train", output.metrics)
+        trainer.save_state()
+        trainer.create_model_card(tasks="text-classification")
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "parts")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    for name in ("train_results.json", "all_results.json", "trainer_state.json", "README.md"):
+        assert (tmp_path / "parts" / name).exists()
+    with made(tmp_path / "parts", options=saves) as trainer:
+        with pytest.raises(ValueError, match="resume_from_checkpoint is '/elsewhere'"):
+            trainer.train(resume_from_checkpoint="/elsewhere")
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    """Ask for the end after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> Any:
+        control.should_training_stop = state.global_step >= self.step
+        return control
+
+
+def test_transformers_own_early_stopping_ends_the_run_where_it_ends_theirs(
+    tmp_path: Path,
+) -> None:
+    best = {
+        "num_train_epochs": 12,
+        "learning_rate": 0.05,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "save_strategy": "epoch",
+    }
+    results = []
+    for kind in (transformers.Trainer, Trainer):
+        stopper = EarlyStoppingCallback(early_stopping_patience=2)
+        folder = tmp_path / kind.__name__
+        with made(folder, kind=kind, options=best, callbacks=[stopper]) as trainer:
+            steps = trainer.train().global_step
+            loss = trainer.evaluate()["eval_loss"]
+            results.append((steps, trainer.state.best_global_step, loss))
+    (steps, best_step, loss), mine = results
+    assert steps < 48 and mine[:2] == (steps, best_step)
+    assert mine[2] == pytest.approx(loss, abs=1e-4)
+
+
+def test_several_evaluation_sets_are_judged_under_their_names(tmp_path: Path) -> None:
+    several = {"matched": rows(8), "other": rows(5)}
+    options = {"eval_strategy": "no"}
+    with made(tmp_path, eval_dataset=several, options=options) as trainer:
+        metrics = trainer.evaluate()
+    assert {"eval_matched_loss", "eval_other_accuracy"} <= metrics.keys()
+    with made(tmp_path / "due", eval_dataset=several) as trainer:
+        with pytest.raises(ValueError, match="eval_dataset is a dict"):
+            trainer.train()
+
+
+def test_evaluation_alone_needs_no_training_set_and_writes_nothing(tmp_path: Path) -> None:
+    with made(tmp_path / "none", train_dataset=None) as trainer:
+        assert trainer.evaluate().keys() >= {"eval_loss", "eval_accuracy"}
+        with pytest.raises(ValueError, match="there is no train_dataset"):
+            trainer.train()
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True, which .* not honour"),
+        ({"torch_compile": True, "eval_delay": 2}, "torch_compile=True, .*eval_delay=2|eval_del"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last=True"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy is 'best'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_would_not_be_honoured_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with made(tmp_path, options=options):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers would not be"),
+        ({"model_init": tiny_bert}, "model_init would not be honoured"),
+        ({"callbacks": [3]}, "3 is no transformers.TrainerCallback"),
+        ({"settings": 3}, "unknown setting"),
+    ],
+    ids=["optimizers", "model_init", "callbacks", "settings"],
+)
+def test_what_would_be_left_aside_is_refused(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message), made(tmp_path, **given) as trainer:
+        trainer.train()
+
+
+class Asks(TrainerCallback):  # type: ignore[misc]
+    """Ask for an evaluation, as no setting says."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> Any:
+        control.should_evaluate = True
+        return control
+
+
+class Hears(TrainerCallback):  # type: ignore[misc]
+    """Want to hear of what is not told."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        pass
+
+
+def test_callbacks_that_ask_for_what_is_not_done_are_refused(tmp_path: Path) -> None:
+    with made(tmp_path, callbacks=[Asks()]) as trainer:
+        with pytest.raises(CallbackError, match="should_evaluate in on_step_end"):
+            trainer.train()
+    with pytest.raises(ValueError, match="Hears overrides on_pre_optimizer_step"):
+        with made(tmp_path, callbacks=[Hears()]):
+            pass
