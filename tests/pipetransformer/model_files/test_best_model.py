@@ -288,7 +288,7 @@ def evaluated_steps(settings: dict[str, Any]) -> list[int]:
     ("settings", "steps"),
     [
         ({"evaluate_every_steps": 2, "evaluate_every_epochs": 0}, [2, 4, 6]),
-        ({"evaluate_every_steps": 4, "evaluate_every_epochs": 0}, [4]),
+        ({"evaluate_every_steps": 4, "evaluate_every_epochs": 0}, [4, 6]),
         ({"evaluate_every_steps": 3}, [3, 6]),
         ({"evaluate_every_steps": 5}, [3, 5, 6]),
     ],
