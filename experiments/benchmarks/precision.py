@@ -1,0 +1,140 @@
+"""Fine-tune MiniLM on SST-2 in float32 and in bf16: accuracy, seconds, and bytes of cached rows.
+
+The two train in turn, with the same seeds, freezing and data. Run it as
+
+    python -m experiments.benchmarks.precision --minilm FOLDER --sst2 FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
+
+from experiments.benchmarks.rounds import num_cores
+from freeze import FreezeSchedule
+from pipetransformer import Trainer, adamw
+
+FROZEN = (0, 2, 2)
+"""Frozen layers by epoch: of the three, the second fills the cache, and the third reads it."""
+
+BATCH_SIZE = 32
+MOST_POINTS_LOST = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what a run came to.
+
+    Args:
+        accuracy: on the whole dev set, in percent.
+        seconds: of training, transitions included.
+        row_bytes: of a cached sample of the profile's length, behind the frozen layers.
+        hits: samples that were read from the cache.
+    """
+
+    accuracy: float
+    seconds: float
+    row_bytes: int
+    hits: int
+
+
+def sentences(path: Path, tokenizer: Any, most: int | None) -> list[dict[str, Any]]:
+    """Read and tokenize GLUE's tsv file, without padding."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[:most]
+    encoded = tokenizer([row["sentence"] for row in rows], truncation=True, max_length=64)
+    return [
+        {**{name: values[index] for name, values in encoded.items()}, "label": int(row["label"])}
+        for index, row in enumerate(rows)
+    ]
+
+
+def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int) -> Outcome:
+    """Fine-tune from the same weights; only the head and the samples' order follow the seed."""
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(minilm, num_labels=2)
+    with Trainer(
+        model,
+        sentences(Path(sst2, "train.tsv"), tokenizer, num),
+        eval_dataset=sentences(Path(sst2, "dev.tsv"), tokenizer, None),
+        optimizer=adamw(5e-5),
+        learning_rate_schedule="linear",
+        warmup=0.1,
+        freeze=FreezeSchedule(FROZEN),
+        epochs=len(FROZEN),
+        global_batch_size=BATCH_SIZE,
+        micro_batch_size=BATCH_SIZE,
+        evaluate_every_epochs=0,
+        seed=seed,
+        precision=precision,
+        collate_fn=DataCollatorWithPadding(tokenizer),
+        device="cpu",
+        progress=False,
+    ) as trainer:
+        trainer.measure()  # Before the clock runs.
+        start = time.perf_counter()
+        trainer.fit()
+        seconds = time.perf_counter() - start
+        assert trainer.measurements is not None
+        row_bytes = trainer.measurements.profile.prefix_bytes(FROZEN[-1])
+        accuracy = 100 * trainer.evaluate()["accuracy"]
+        return Outcome(accuracy, seconds, round(row_bytes), trainer.report.cache_hits)
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Train each seed in both, in turn; say a line for each, and return the JSON line's values."""
+    found: dict[str, list[Outcome]] = {"float32": [], "bf16": []}
+    for number, seed in enumerate(options.seeds):
+        for name in sorted(found, reverse=number % 2 == 0):
+            precision = None if name == "float32" else name
+            outcome = train(
+                options.minilm, options.sst2, seed=seed, precision=precision, num=options.num
+            )
+            found[name].append(outcome)
+            print(f"seed {seed}  {name:7}  {outcome}", flush=True)
+
+    def mean(name: str, field: str) -> float:
+        return statistics.mean(getattr(one, field) for one in found[name])
+
+    return {
+        "points_lost": mean("float32", "accuracy") - mean("bf16", "accuracy"),
+        "most_points_lost": MOST_POINTS_LOST,
+        "float32_over_bf16_seconds": mean("float32", "seconds") / mean("bf16", "seconds"),
+        "row_bytes_share": mean("bf16", "row_bytes") / mean("float32", "row_bytes"),
+        "runs": {name: [asdict(one) for one in runs] for name, runs in found.items()},
+        "torch": torch.__version__,
+        "cores": num_cores(),
+    }
+
+
+def main() -> int:
+    """Compare; fail where bf16 loses more than it may."""
+    parser = argparse.ArgumentParser(description="Compare bf16 with float32.")
+    parser.add_argument("--minilm", required=True, help="folder with MiniLM and its tokenizer")
+    parser.add_argument("--sst2", required=True, help="GLUE's folder of SST-2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--num", type=int, default=1600, help="training sentences")
+    options = parser.parse_args()
+    torch.set_num_threads(num_cores())
+    found = compare(options)
+    print(json.dumps(found))
+    return 1 if found["points_lost"] > MOST_POINTS_LOST else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
