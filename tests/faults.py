@@ -36,8 +36,8 @@ from freeze.rules import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
+from pipetransformer.data import Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.sample_feed import SampleFeed
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
@@ -50,7 +50,7 @@ from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
     "measure": (pipetransformer.transition.transitions, "measure"),
-    "read": (SampleFeed, "read"),
+    "read": (Samples, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),
     "loss": (TrainWork, "finish"),
