@@ -14,7 +14,8 @@ The JSON line has them in three states:
     in_process  nothing frozen, without workers: what an image costs to decode and to train on,
                 of which the model is made to take about as long
     cached      the lower half frozen, each image in one fixed view: ours reads activations, and
-                workers decode only the samples that the cache checks; the plain loop decodes, and
+                workers decode only the samples that the cache checks, one in 32 once each row was
+                read; what reading and checking take counts as waiting. The plain loop decodes, and
                 runs the frozen half of, every image
 
 Workers go on in the other side's turn, until they are as far ahead as they may be. Steps are

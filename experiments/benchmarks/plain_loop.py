@@ -30,7 +30,8 @@ from pipetransformer.data import CollateFunction, SizedDataset
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE
-SENTENCE_LENGTH = 32
+SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
+"""Tokens of all sentences, and of the longest where each batch is padded to its own."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _tokenized(
         [sentence for sentence, _ in rows],
         padding=False if pads_later else padding,
         truncation=True,
-        max_length=SENTENCE_LENGTH,
+        max_length=LONGEST_SENTENCE if pads_later else SENTENCE_LENGTH,
         return_tensors=None if pads_later else "pt",
     )
     labels = [int(label) for _, label in rows]
