@@ -1,31 +1,37 @@
 """The loop a user would write instead: plain PyTorch, with the same layers frozen.
 
 Two tasks on which it is measured against the Trainer: the demo's ViT on digits, and a BERT of
-MiniLM's shape on sentences.
+MiniLM's shape on sentences. It sees the samples in the Trainer's order, so that losses can be
+compared.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from autodp import EpochSampler
 from experiments.benchmarks.rounds import num_cores, seconds_of
 from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
 from pipetransformer.adapters import adapt
+from pipetransformer.data import CollateFunction, SizedDataset
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE
-SENTENCE_LENGTH = 32
+SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
+"""Tokens of all sentences, and of the longest where each batch is padded to its own."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,53 @@ class RivalTask:
         name: as in the table.
         num_layers: layers that can freeze.
         build: makes the model; every call the same one.
-        dataset: NUM_SAMPLES samples, as the Trainer takes them.
+        dataset: as the Trainer takes it; a multiple of the batch size.
         loss_of: the loss that the model gives a batch of the plain loop.
+        batch_size: samples of a step.
+        num_workers: processes that read ahead, each as far as DataLoader does by default.
+        collate_fn: makes a batch; None stacks.
     """
 
     name: str
     num_layers: int
     build: Callable[[], nn.Module]
-    dataset: Dataset[Any]
+    dataset: SizedDataset
     loss_of: Callable[[nn.Module, Any], Tensor]
+    batch_size: int = BATCH_SIZE
+    num_workers: int = 0
+    collate_fn: CollateFunction | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the steps of a pass over the samples."""
+        return len(self.dataset) // self.batch_size
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """State on which sentences a BERT of MiniLM's shape is trained, and how they are read.
+
+    Args:
+        minilm: a folder with a model and its tokenizer; None takes random weights.
+        sst2: GLUE's folder of SST-2, with train.tsv; None, or no model, takes random tokens.
+        padding: "longest" pads to the longest of a batch, with transformers' collator;
+            "max_length" pads all to SENTENCE_LENGTH beforehand.
+        num_workers: processes that read ahead.
+    Raises:
+        ValueError: random tokens, which are of one length, are to be padded.
+    """
+
+    minilm: str | None = None
+    sst2: str | None = None
+    padding: Literal["longest", "max_length"] = "max_length"
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.padding == "longest" and not (self.minilm and self.sst2):
+            raise ValueError(
+                "padding is 'longest', but random tokens are all of one length; give the folders "
+                "of MiniLM, with its tokenizer, and of SST-2, or choose 'max_length'"
+            )
 
 
 def digits_task() -> RivalTask:
@@ -64,22 +108,28 @@ def digits_task() -> RivalTask:
     )
 
 
-def sentences_task(minilm: str | None, sst2: str | None) -> RivalTask:
-    """Return MiniLM on SST-2, or where they are not given random ones of their shapes.
-
-    Args:
-        minilm: a folder with a model and its tokenizer.
-        sst2: GLUE's folder of SST-2, with train.tsv.
-    """
+def sentences_task(sentences: Sentences) -> RivalTask:
+    """Return MiniLM on SST-2, or where they are not given random ones of their shapes."""
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         loss = model(**batch).loss
         assert isinstance(loss, Tensor)
         return loss
 
-    dataset = _tokenized(minilm, sst2) if minilm and sst2 else _random_sentences()
-    name = "MiniLM on SST-2" if minilm and sst2 else "BERT of MiniLM's shape on random tokens"
-    return RivalTask(name, 6, lambda: _build_minilm(minilm), dataset, loss_of)
+    dataset: SizedDataset = _random_sentences()
+    name, collate_fn = "BERT of MiniLM's shape on random tokens", None
+    if sentences.minilm and sentences.sst2:
+        name = "MiniLM on SST-2"
+        dataset, collate_fn = _tokenized(sentences.minilm, sentences.sst2, sentences.padding)
+    return RivalTask(
+        name,
+        6,
+        lambda: _build_minilm(sentences.minilm),
+        dataset,
+        loss_of,
+        num_workers=sentences.num_workers,
+        collate_fn=collate_fn,
+    )
 
 
 class PlainLoop:
@@ -88,15 +138,23 @@ class PlainLoop:
     Args:
         task: what to train.
         learning_rate: AdamW's.
+    Attributes:
+        wait_s: seconds that the last step waited for its batch.
     """
 
     def __init__(self, task: RivalTask, *, learning_rate: float) -> None:
         self.model = task.build().train()
         self._loss_of = task.loss_of
         self._optimizer = adamw(learning_rate)(list(self.model.named_parameters()))
-        self._batches = self._endless(
-            DataLoader(task.dataset, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
+        self._batches = iter(
+            DataLoader(
+                task.dataset,  # type: ignore[arg-type]
+                batch_sampler=_TrainersOrder(len(task.dataset), task.batch_size),
+                num_workers=task.num_workers,
+                collate_fn=task.collate_fn,
+            )
         )
+        self.wait_s = 0.0
 
     def freeze(self, num_frozen: int) -> None:
         """Freeze the bottom layers, as anyone would: no gradients, no dropout."""
@@ -107,15 +165,29 @@ class PlainLoop:
     def step(self) -> float:
         """Train on the next batch; return its loss."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._loss_of(self.model, next(self._batches))
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self.wait_s = time.perf_counter() - start
+        loss = self._loss_of(self.model, batch)
         loss.backward()
         self._optimizer.step()
         return loss.item()
 
-    @staticmethod
-    def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
-        while True:
-            yield from loader
+
+class _TrainersOrder(Iterable[list[int]]):
+    """Give the samples of every step without an end, as a Trainer of seed 0 takes them.
+
+    An epoch's end so lets the plain loop's workers read on, as it does the Trainer's.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self._num_samples, self._batch_size = num_samples, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sampler, size = EpochSampler(self._num_samples, seed=0), self._batch_size
+        for epoch in itertools.count():
+            for first in range(0, self._num_samples, size):
+                yield sampler.global_batch(epoch, first, size).tolist()
 
 
 def plain_seconds(frozen_by_step: Sequence[int], *, num_timed: int = 20) -> float:
@@ -151,22 +223,32 @@ def _build_minilm(folder: str | None) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-def _tokenized(minilm: str, sst2: str) -> Dataset[Any]:
-    from transformers import AutoTokenizer
+def _tokenized(
+    minilm: str, sst2: str, padding: str
+) -> tuple[SizedDataset, CollateFunction | None]:
+    """Return the samples, and what makes a batch of those that are not padded yet."""
+    from transformers import AutoTokenizer, DataCollatorWithPadding
 
     with open(Path(sst2) / "train.tsv", encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1 : NUM_SAMPLES + 1]
-    tokens = AutoTokenizer.from_pretrained(minilm)(
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    pads_later = padding == "longest"
+    tokens = tokenizer(
         [sentence for sentence, _ in rows],
-        padding="max_length",
+        padding=False if pads_later else padding,
         truncation=True,
-        max_length=SENTENCE_LENGTH,
-        return_tensors="pt",
+        max_length=LONGEST_SENTENCE if pads_later else SENTENCE_LENGTH,
+        return_tensors=None if pads_later else "pt",
     )
-    return _Items({**tokens, "labels": torch.tensor([int(label) for _, label in rows])})
+    labels = [int(label) for _, label in rows]
+    if not pads_later:
+        return _Items({**tokens, "labels": torch.tensor(labels)}), None
+    columns = {**tokens, "labels": labels}
+    samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return samples, DataCollatorWithPadding(tokenizer)
 
 
-def _random_sentences() -> Dataset[Any]:
+def _random_sentences() -> SizedDataset:
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_SAMPLES, SENTENCE_LENGTH)
     return _Items(

@@ -6,7 +6,10 @@ Then two processes of one thread each, against the loop on all cores. Run it as
 
     python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
 
-Without the folders a BERT of MiniLM's shape is trained on random tokens, which takes as long.
+Without the folders a BERT of MiniLM's shape is trained on random tokens, which takes as long. With
+`--padding longest --workers 2` the sentences' batches are padded to their longest, and made by
+worker processes, on both sides; making one takes far less time than a step, so that no worker is
+at work in the other side's turn. First, the losses of some steps are compared.
 """
 
 from __future__ import annotations
@@ -20,18 +23,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from experiments.benchmarks.engine_workloads import ResultsDifferError
 from experiments.benchmarks.pairs import Ratio, bootstrap
 from experiments.benchmarks.plain_loop import (
-    BATCH_SIZE,
-    NUM_SAMPLES,
     PlainLoop,
     RivalTask,
+    Sentences,
     digits_task,
     sentences_task,
 )
@@ -40,7 +46,8 @@ from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw, launch
 
 LEARNING_RATE = 5e-5
-STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
+LOSS_TOLERANCE = 1e-4
+"""Between losses of both sides: far above rounding, far below what other samples change."""
 LEAST = {
     "vs_plain_loop": 0.98,
     "vs_plain_loop_frozen": 1.0,
@@ -51,24 +58,55 @@ Seconds = list[tuple[float, float]]
 """Seconds of pairs of steps: the plain loop's, ours."""
 
 
-def tasks(minilm: str | None, sst2: str | None) -> tuple[RivalTask, ...]:
+def tasks(sentences: Sentences) -> tuple[RivalTask, ...]:
     """Return what is trained."""
-    return digits_task(), sentences_task(minilm, sst2)
+    return digits_task(), sentences_task(sentences)
 
 
-def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...]) -> Trainer:
-    """Return the Trainer of a task, with settings as the plain loop's."""
+def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
+    """Return the Trainer of a task, with settings as the plain loop's, and others as given."""
+    usual = {"epochs": len(frozen_by_epoch), "evaluate_every_epochs": 0, "progress": False}
     return Trainer(
         task.build(),
-        task.dataset,  # type: ignore[arg-type]
+        task.dataset,
         optimizer=adamw(LEARNING_RATE),
         freeze=FreezeSchedule(frozen_by_epoch),
-        epochs=len(frozen_by_epoch),
-        global_batch_size=BATCH_SIZE,
+        global_batch_size=task.batch_size,
+        num_workers=task.num_workers,
+        collate_fn=task.collate_fn,
         device="cpu",
-        evaluate_every_epochs=0,
-        progress=False,
+        **{**usual, **settings},
     )
+
+
+def verify_losses(task: RivalTask, *, num_steps: int = 4) -> float:
+    """Train some steps of a task on both sides, without dropout, and compare their losses.
+
+    Returns:
+        the largest difference.
+    Raises:
+        ResultsDifferError: it is above LOSS_TOLERANCE.
+    """
+    build = task.build
+    task = replace(task, build=lambda: _without_dropout(build()))
+    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
+    expected = [loop.step() for _ in range(num_steps)]
+    with make_trainer(task, (0,), epochs=num_steps, cache=False) as trainer:
+        found = [trainer.step().loss for _ in range(num_steps)]
+    most = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    if not most <= LOSS_TOLERANCE:
+        raise ResultsDifferError(
+            f"{task.name}: the first losses are {found}, in the plain loop {expected}; they may "
+            f"differ by {LOSS_TOLERANCE}"
+        )
+    return most
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def in_one_process(task: RivalTask) -> dict[str, Seconds]:
@@ -81,17 +119,17 @@ def in_one_process(task: RivalTask) -> dict[str, Seconds]:
     with make_trainer(task, frozen) as trainer:
         for name, num_frozen in zip(names, frozen, strict=True):
             loop.freeze(num_frozen)
-            found[name] = [_pair(loop, trainer, number) for number in range(STEPS_PER_EPOCH)]
+            found[name] = [_pair(loop, trainer, n) for n in range(task.steps_per_epoch)]
     return found
 
 
-def in_two_processes(minilm: str | None, sst2: str | None, which: int, answer: str) -> None:
+def in_two_processes(sentences: Sentences, which: int, answer: str) -> None:
     """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
-    task = tasks(minilm, sst2)[which]
+    task = tasks(sentences)[which]
     with make_trainer(task, (0,)) as trainer:
         loop = PlainLoop(task, learning_rate=LEARNING_RATE) if trainer.is_main_process else None
         trainer.step()
-        found = [_pair(loop, trainer, number) for number in range(STEPS_PER_EPOCH - 1)]
+        found = [_pair(loop, trainer, number) for number in range(task.steps_per_epoch - 1)]
         if trainer.is_main_process:
             Path(answer).write_text(json.dumps(found))
 
@@ -134,17 +172,23 @@ def whole_epoch(pairs: Seconds) -> float:
     return plain / ours
 
 
-def compare(minilm: str | None, sst2: str | None) -> dict[str, object]:
+def time_all(sentences: Sentences, which: int) -> dict[str, Seconds]:
+    """Time pairs of steps of one of the tasks, in every state and in two processes."""
+    found = in_one_process(tasks(sentences)[which])
+    with tempfile.TemporaryDirectory() as folder:
+        answer = f"{folder}/seconds.json"
+        launch(in_two_processes, (sentences, which, answer), num_slots=2)
+        return {**found, "two_processes": json.loads(Path(answer).read_text())}
+
+
+def compare(sentences: Sentences) -> dict[str, object]:
     """Run all, say a line for each, and return what the JSON line holds."""
     states: dict[str, list[Ratio]] = {}
     detail: dict[str, object] = {}
-    for which, task in enumerate(tasks(minilm, sst2)):
-        found = in_one_process(task)
-        with tempfile.TemporaryDirectory() as folder:
-            answer = f"{folder}/seconds.json"
-            launch(in_two_processes, (minilm, sst2, which, answer), num_slots=2)
-            found["two_processes"] = json.loads(Path(answer).read_text())
-        for state, pairs in found.items():
+    differences: dict[str, float] = {}
+    for which, task in enumerate(tasks(sentences)):
+        differences[task.name] = verify_losses(task)
+        for state, pairs in time_all(sentences, which).items():
             ratio = plain_over_ours(pairs)
             states.setdefault(state, []).append(ratio)
             plain, ours = (1e3 * float(np.median(column)) for column in zip(*pairs, strict=True))
@@ -157,6 +201,7 @@ def compare(minilm: str | None, sst2: str | None) -> dict[str, object]:
                 "ratio": ratio.median,
                 "interval": [ratio.low, ratio.high],
                 "whole_epoch": whole_epoch(pairs),
+                "pairs": len(pairs),
                 "plain_ms": plain,
                 "ours_ms": ours,
             }
@@ -169,7 +214,9 @@ def compare(minilm: str | None, sst2: str | None) -> dict[str, object]:
         "vs_plain_loop_frozen": worse("third_filling", "two_thirds_filling"),
         "vs_plain_loop_warm": worse("two_thirds_warm"),
         "vs_plain_loop_two_processes": worse("two_processes"),
-        "pairs": STEPS_PER_EPOCH,
+        "losses_differ_by": differences,
+        "padding": sentences.padding,
+        "workers": sentences.num_workers,
         "least": LEAST,
         "torch": torch.__version__,
         "cores": num_cores(),
@@ -182,10 +229,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare with a plain loop that freezes alike.")
     parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
     parser.add_argument("--sst2", help="GLUE's folder of SST-2")
+    parser.add_argument("--padding", choices=("max_length", "longest"), default="max_length")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read sentences")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(num_cores())
-    found = compare(options.minilm, options.sst2)
+    found = compare(
+        Sentences(options.minilm, options.sst2, options.padding, num_workers=options.workers)
+    )
     print(json.dumps(found))
     return 1 if any(float(str(found[name])) < least for name, least in LEAST.items()) else 0
 
