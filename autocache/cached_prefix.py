@@ -166,7 +166,9 @@ class PrefixCache:
         rows.pop(DIGEST, None)
         return rows
 
-    def foresee(self, coming: Iterable[tuple[Tensor, Tensor]], *, depth: int) -> Iterator[Tensor]:
+    def foresee(
+        self, coming: Iterable[tuple[Tensor, Tensor]], *, depth: int
+    ) -> Iterator[tuple[Tensor, bool]]:
         """Yield the ids that `load` will be asked for, as far as the store stays as it is.
 
         Args:
@@ -175,11 +177,12 @@ class PrefixCache:
         """
         reads, stamps = self._reads, self._stamps.up_to(depth) if self._store else ()
         for sample_ids, row_ids in coming:
-            found = torch.zeros_like(row_ids)
+            found, stored = torch.zeros_like(row_ids), False
             if self._store is not None:
                 found = self._store.find(row_ids, stamps)
+                stored = bool(((found == 0) & (row_ids < self._store.num_rows)).any())
             wanted, _, reads = self._to_load(sample_ids, found, reads)
-            yield wanted
+            yield wanted, stored
 
     def take_stats(self) -> CacheStats:
         """Return the statistics since the last call, and start over."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from autodp import EpochSampler
+from autodp import EpochSampler, shuffled
 from experiments.benchmarks.rounds import num_cores, seconds_of
 from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
@@ -184,9 +184,10 @@ class _TrainersOrder(Iterable[list[int]]):
         self._num_samples, self._batch_size = num_samples, batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        sampler, size = EpochSampler(self._num_samples, seed=0), self._batch_size
+        num, size = self._num_samples, self._batch_size
+        sampler = EpochSampler(num, shuffled(num, seed=0))
         for epoch in itertools.count():
-            for first in range(0, self._num_samples, size):
+            for first in range(0, num, size):
                 yield sampler.global_batch(epoch, first, size).tolist()
 
 

@@ -230,22 +230,23 @@ class SampleFeed:
     def _requests(self) -> Iterator[Request]:
         """Yield what the dataset will be asked for, fetch by fetch.
 
-        Rows that are written meanwhile are found only from the next epoch on.
+        Behind an epoch that fills the cache it is not known what that will lack.
         """
         coming = iter(self._to_come())
         if self._cache is None:
             for epoch, ids in coming:
                 yield tuple(ids.tolist()), self._view(epoch)
             return
-        first = next(coming, None)
-        if first is None:
-            return
-        epoch, view = first[0], self._view(first[0])
-        same = itertools.takewhile(lambda one: one[0] == epoch, coming)
-        batches = ((ids, self.row_ids(ids, epoch)) for _, ids in (first, *same))
-        for wanted in self._cache.foresee(batches, depth=self.prefix.depth):
+        ahead, behind = itertools.tee(coming)
+        batches = ((ids, self.row_ids(ids, epoch)) for epoch, ids in ahead)
+        foreseen = self._cache.foresee(batches, depth=self.prefix.depth)
+        filling = -1
+        for (epoch, _), (wanted, fills) in zip(behind, foreseen, strict=True):
+            if filling not in (-1, epoch):
+                return
+            filling = epoch if fills else filling
             if len(wanted):
-                yield tuple(wanted.tolist()), view
+                yield tuple(wanted.tolist()), self._view(epoch)
 
     @property
     def _uses_store(self) -> bool:
