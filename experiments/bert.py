@@ -1,0 +1,79 @@
+"""Fine-tune a BERT on a task of GLUE or on SQuAD 1.1: elastically, or as one of its rivals.
+
+    python -m experiments.bert --task sst2 --model_name_or_path bert-base-uncased \\
+        --data_dir GLUE/SST-2 --freeze schedule:0,4,8 --output_dir runs/sst2
+    torchrun --nproc-per-node=4 -m experiments.bert ...
+    python -m experiments.bert --task squad --smoke --output_dir runs/smoke
+
+Without --data_dir the data set is downloaded from the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.finetune.glue import TASKS, TextSource, glue_workload
+from experiments.finetune.options import RunOptions, option
+from experiments.finetune.questions import questions_workload
+from experiments.finetune.script import run
+from experiments.finetune.smoke import make_glue, make_squad, make_text_model
+from experiments.finetune.workload import Workload
+
+
+@dataclass
+class TextOptions:
+    """Hold what is fine-tuned on which texts."""
+
+    task: str = field(metadata={"help": f"squad, or of GLUE: {', '.join(TASKS)}"})
+    model_name_or_path: str | None = option(None, "a folder, or a name of the hub")
+    data_dir: str | None = option(
+        None, "GLUE's folder of the task, or one with train*.json and dev*.json of SQuAD"
+    )
+    max_seq_length: int = option(128, "tokens; SQuAD's windows usually have 384")
+    doc_stride: int = option(64, "for squad: tokens that two windows of a text share")
+    max_train_samples: int | None = option(None, "sentences, or questions; all by default")
+    max_eval_samples: int | None = option(None, "of each evaluation set")
+
+
+def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
+    """Read what is fine-tuned.
+
+    Raises:
+        ValueError: the task is not known, or there is no model.
+    """
+    if options.task not in (*TASKS, "squad"):
+        raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
+    model, data = options.model_name_or_path, options.data_dir
+    if run_options.smoke:
+        folder = Path(run_options.output_dir, "smoke")
+        model = str(make_text_model(folder / "model"))
+        data = str(folder / "data")
+        if options.task == "squad":
+            make_squad(Path(data))
+        else:
+            make_glue(options.task, Path(data))
+    if model is None:
+        raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
+    source = TextSource(
+        model,
+        data,
+        min(options.max_seq_length, 64) if run_options.smoke else options.max_seq_length,
+        options.max_train_samples,
+        options.max_eval_samples,
+        run_options.seed,
+    )
+    if options.task == "squad":
+        stride = min(options.doc_stride, source.max_length // 4)
+        return questions_workload(source, stride=stride)
+    return glue_workload(options.task, source)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune as asked."""
+    run(TextOptions, workload_of, arguments)
+
+
+if __name__ == "__main__":
+    main()

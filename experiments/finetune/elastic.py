@@ -1,0 +1,85 @@
+"""Fine-tune with the Trainer; every process runs this."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments.finetune.freezing import policy_of
+from experiments.finetune.options import RunOptions
+from experiments.finetune.outputs import Outcome, write_outcome
+from experiments.finetune.workload import Workload
+from pipetransformer import Trainer, named_optimizer
+
+
+def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
+    """Return the Trainer's settings."""
+    return {
+        "epochs": options.num_train_epochs,
+        "global_batch_size": options.global_batch_size,
+        "learning_rate_schedule": options.lr_scheduler_type,
+        "warmup": options.warmup,
+        "max_grad_norm": options.max_grad_norm,
+        "label_smoothing": options.label_smoothing,
+        "seed": options.seed,
+        "precision": None if options.precision == "float32" else options.precision,
+        "cache": options.cache,
+        "cache_views": workload.num_views if options.cache else None,
+        "memory_limit_bytes": options.memory_limit_bytes,
+        "pipeline_length": options.pipeline_length,
+        "num_workers": options.dataloader_num_workers,
+        "collate_fn": workload.collate_fn,
+        "compute_metrics": workload.judge,
+        "metrics": {},
+        "folder": Path(options.output_dir, "run"),
+        "checkpoint_every_epochs": options.checkpoint_every_epochs,
+        "resume": "auto" if options.checkpoint_every_epochs else False,
+        "evaluate_every_epochs": options.evaluate_every_epochs,
+        "label": workload.name,
+    }
+
+
+def train(options: RunOptions, workload: Workload) -> None:
+    """Fine-tune, evaluate, and write the results on rank 0."""
+    folder, stops_early = Path(options.output_dir), options.baseline == "early-stop"
+    further = {"metric_for_best_model": workload.metric} if stops_early else {}
+    with Trainer(
+        workload.build(False),
+        workload.train_dataset,
+        eval_dataset=workload.eval_dataset,
+        optimizer=named_optimizer(
+            "adamw", options.learning_rate, weight_decay=options.weight_decay
+        ),
+        freeze=policy_of(options.freeze, options.replay),
+        early_stopping_patience=options.patience if stops_early else None,
+        **{**settings_of(options, workload), **further},
+    ) as trainer:
+        trainer.measure()
+        if options.plan_only:
+            if trainer.is_main_process:
+                print(f"{trainer.decision}")
+            return
+        start = time.perf_counter()
+        report = trainer.fit()
+        seconds = time.perf_counter() - start
+        found = trainer.predict(workload.eval_dataset)
+        metrics = dict(found.metrics)
+        for name, dataset in workload.further.items():
+            other = trainer.predict(dataset)
+            metrics |= {f"{name}_{key}": value for key, value in other.metrics.items()}
+        trainer.save_pretrained(folder / "model", workload.processing_class)
+        if trainer.is_main_process:
+            outcome = Outcome(
+                metrics,
+                report.seconds,
+                seconds,
+                trainer.global_step,
+                {
+                    "cache_hits": report.cache_hits,
+                    "cache_misses": report.cache_misses,
+                    "transitions": report.transitions,
+                    "processes": trainer.world.size,
+                },
+            )
+            write_outcome(options, workload, outcome, found)

@@ -1,0 +1,226 @@
+"""Fine-tune a timm ViT on CIFAR-10 or on a tree of images in ImageNet's layout."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import timm
+import torch
+from PIL import Image
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from experiments.finetune.workload import Workload
+from pipetransformer import EvalPrediction
+
+CIFAR10_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Say which model and which data.
+
+    Args:
+        model: timm's name.
+        weights: a safetensors file of such a model, of any image size and head; None takes timm's
+            own pretrained ones where `pretrained`, else random ones.
+        pretrained: whether to ask timm for weights.
+        data: an npz file of CIFAR-10, JPEGs or decoded, or a folder with train/ and val/.
+        pixels: of an image's edge.
+        augment: crop and flip training images at random.
+        views: fixed views of each augmented image; None takes a new one in every epoch.
+        most_train, most_eval: samples; None takes all. Chosen at random, the same for any seed.
+        seed: of the new head.
+    """
+
+    model: str
+    weights: str | None
+    pretrained: bool
+    data: str
+    pixels: int
+    augment: bool
+    views: int | None
+    most_train: int | None
+    most_eval: int | None
+    seed: int
+
+
+class Images:
+    """Read images by index, as the model's own preprocessing wants them.
+
+    Args:
+        encoded: an image, JPEG's bytes or an array (H, W, 3) of uint8, by index; or a tree's.
+        labels: (N,) classes.
+        transform: makes the model's input of a PIL image.
+    """
+
+    def __init__(self, encoded: Any, labels: Any, transform: Any) -> None:
+        self._encoded, self.labels, self._transform = encoded, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self._encoded(index)
+        if not isinstance(image, Image.Image):
+            is_jpeg = isinstance(image, bytes)
+            image = Image.open(io.BytesIO(image)) if is_jpeg else Image.fromarray(image)
+        return self._transform(image.convert("RGB")), int(self.labels[index])
+
+
+def image_workload(name: str, source: ImageSource) -> Workload:
+    """Read images and describe the task."""
+    num_classes, splits = _read(name, source)
+    config: Any = timm.create_model(source.model, num_classes=num_classes).pretrained_cfg
+    common = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    normalise = v2.Normalize(config["mean"], config["std"])
+    how = v2.InterpolationMode(config.get("interpolation", "bicubic"))
+    resize = v2.Resize((source.pixels, source.pixels), interpolation=how)
+    fixed = v2.Compose([resize, *common, normalise])
+    crop = v2.RandomResizedCrop(source.pixels, scale=(0.5, 1.0), interpolation=how)
+    varied = v2.Compose([crop, v2.RandomHorizontalFlip(), *common, normalise])
+    train, evaluation = splits
+    labels = np.asarray(evaluation[1])
+
+    def judge(prediction: EvalPrediction) -> dict[str, float]:
+        given: Any = prediction.predictions
+        return {"accuracy": 100 * float((given.argmax(axis=1) == prediction.label_ids).mean())}
+
+    def write(prediction: Any, path: Path) -> None:
+        classes = prediction.predictions.argmax(axis=1)
+        lines = [
+            f"{n}\t{given}\t{wanted}\n"
+            for n, (given, wanted) in enumerate(zip(classes, labels, strict=True))
+        ]
+        path.with_suffix(".tsv").write_text("index\tprediction\tlabel\n" + "".join(lines))
+
+    return Workload(
+        name,
+        lambda small: build_vit(source, num_classes, small=small),
+        Images(*train, varied if source.augment else fixed),
+        Images(*evaluation, fixed),
+        image_forward,
+        judge,
+        "accuracy",
+        write,
+        {},
+        num_views=source.views if source.augment else None,
+        names=("x", "y"),
+    )
+
+
+def image_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the loss and the logits."""
+    logits = model(batch["x"])
+    return nn.functional.cross_entropy(logits, batch["y"]), logits
+
+
+def build_vit(source: ImageSource, num_classes: int, *, small: bool) -> nn.Module:
+    """Build the model, or one with the lower half of its blocks."""
+    torch.manual_seed(source.seed)
+    options: dict[str, Any] = {"num_classes": num_classes, "img_size": source.pixels}
+    if small:
+        blocks: Any = timm.create_model(source.model, **options).blocks
+        options["depth"] = (len(blocks) + 1) // 2
+        torch.manual_seed(source.seed)
+    model: nn.Module = timm.create_model(
+        source.model, pretrained=source.pretrained and source.weights is None, **options
+    )
+    if source.weights is not None:
+        load_weights(model, Path(source.weights))
+    return model
+
+
+def load_weights(model: Any, path: Path) -> None:
+    """Fill all but the head from a file, positions resampled to the model's image size.
+
+    Raises:
+        ValueError: the file lacks a weight, or holds one of another shape.
+    """
+    given = {n: t.float() for n, t in safetensors.torch.load_file(path).items()}
+    wanted = {n: t for n, t in model.state_dict().items() if not n.startswith("head.")}
+    name = "pos_embed"
+    if name in given and given[name].shape != wanted[name].shape:
+        prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
+        given[name] = resample_abs_pos_embed(
+            given[name], list(model.patch_embed.grid_size), num_prefix_tokens=prefix
+        )
+    wrong = [n for n, t in wanted.items() if n not in given or given[n].shape != t.shape]
+    if wrong:
+        raise ValueError(f"{path} has no {wrong[:3]} of the model's shapes; give weights of it")
+    model.load_state_dict({n: given[n] for n in wanted}, strict=False)
+
+
+def _read(name: str, source: ImageSource) -> tuple[int, list[tuple[Any, Any]]]:
+    """Return the number of classes, and (images, labels) for training and evaluation."""
+    splits = []
+    for split, most in (("train", source.most_train), ("test", source.most_eval)):
+        if name == "cifar10":
+            encoded, labels = _read_npz(Path(source.data), split)
+            num_classes = CIFAR10_CLASSES
+        else:
+            folder = Path(source.data, "train" if split == "train" else "val")
+            tree = ImageFolder(folder, loader=lambda path: Image.open(path))
+            num_classes, labels = len(tree.classes), np.array(tree.targets)
+            encoded = _Tree(tree)
+        # Files are ordered by class.
+        chosen = np.random.default_rng(0).permutation(len(labels))[:most]
+        splits.append((_Chosen(encoded, chosen), labels[chosen]))
+    return num_classes, splits
+
+
+def _read_npz(path: Path, split: str) -> tuple[Any, Any]:
+    with np.load(path) as file:  # numpy reads no pickles unless it is told to.
+        arrays = {key: file[key] for key in file.files if key.startswith(split)}
+    labels = arrays[f"{split}_labels"] if f"{split}_labels" in arrays else arrays[f"{split}_y"]
+    if f"{split}_offsets" in arrays:
+        data, offsets = arrays[f"{split}_data"], arrays[f"{split}_offsets"]
+        return _Jpegs(data, offsets), labels.astype(np.int64).reshape(-1)
+    key = next(k for k in arrays if k not in (f"{split}_labels", f"{split}_y"))
+    return _Decoded(arrays[key]), labels.astype(np.int64).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Jpegs:
+    data: Any
+    offsets: Any
+
+    def __call__(self, index: int) -> bytes:
+        found: bytes = self.data[self.offsets[index] : self.offsets[index + 1]].tobytes()
+        return found
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    data: Any
+
+    def __call__(self, index: int) -> Any:
+        return self.data[index]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    tree: ImageFolder
+
+    def __call__(self, index: int) -> Image.Image:
+        image: Image.Image = self.tree[index][0]
+        return image
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Read some images of all."""
+
+    images: Any
+    chosen: Any
+
+    def __call__(self, index: int) -> Any:
+        return self.images(int(self.chosen[index]))

@@ -1,0 +1,106 @@
+"""Name the scripts' options, spelled as transformers' where they mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from transformers import HfArgumentParser
+
+BASELINES = (
+    "ddp",
+    "ddp+freeze",
+    "ddp+freeze+cache",
+    "short",
+    "early-stop",
+    "static",
+    "lora",
+    "small",
+)
+T = TypeVar("T")
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a field with a default and a line of help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class RunOptions:
+    """Hold what is trained how."""
+
+    output_dir: str = field(metadata={"help": "where the results go; a new folder"})
+    recipe: str | None = option(None, "a TOML file, or the name of one in experiments/recipes")
+    num_train_epochs: int = option(3, "passes over the training set")
+    global_batch_size: int = option(32, "samples of an update, over all processes")
+    learning_rate: float = option(5e-5, "of AdamW, at its highest")
+    lr_scheduler_type: str = option("linear", "as transformers names them")
+    warmup: float = option(0.1, "share of the run, below 1, in which the learning rate rises")
+    weight_decay: float = option(0.01, "of weights, not of biases and norms")
+    max_grad_norm: float = option(1.0, "largest norm of the gradient")
+    label_smoothing: float = option(0.0, "share of a target spread over all classes")
+    seed: int = option(0, "of the new head, the order of samples and dropout")
+    precision: Literal["float32", "bf16", "fp16"] = option("float32", "what layers compute in")
+    freeze: str = option("none", "none, paper:1/3, schedule:0,0,4,8 or module:policy")
+    replay: str | None = option(None, "a run's folder, whose freeze decisions are repeated")
+    cache: bool = option(True, "keep the frozen layers' activations")
+    processes: int = option(1, "to start on this machine; torchrun starts them itself")
+    memory_limit_bytes: int | None = option(None, "modelled bytes of a device slot")
+    pipeline_length: int | None = option(None, "stages; the planner's choice by default")
+    dataloader_num_workers: int = option(0, "processes that read data, for each that trains")
+    checkpoint_every_epochs: int = option(0, "0 saves none; a killed run resumes from them")
+    baseline: str | None = option(None, f"a rival instead: {', '.join(BASELINES)}")
+    budget_s: float | None = option(None, "for short: seconds of training")
+    patience: int = option(1, "for early-stop: evaluations without improvement")
+    static_layers: int = option(0, "for static: bottom layers that never train")
+    plan_only: bool = option(False, "say what would be done, and do not train")
+    smoke: bool = option(False, "a tiny model on tiny files of the task's format, made for it")
+    evaluate_every_epochs: int = option(1, "0 evaluates at the end alone")
+
+
+def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tuple[Any, ...]:
+    """Return the options, a recipe's where the command line has none of its own.
+
+    Raises:
+        ValueError: a recipe names an option that there is not, or a value is not allowed.
+    """
+    accepted: Any = kinds
+    parser = HfArgumentParser(accepted)
+    found = parser.parse_known_args(arguments)[0]
+    if found.recipe is not None:
+        recipe = read_recipe(found.recipe)
+        known = {one.name for kind in kinds for one in fields(kind)}
+        if unknown := sorted(recipe.keys() - known):
+            raise ValueError(
+                f"the recipe {found.recipe} names {unknown}; known are {sorted(known)}"
+            )
+        parser.set_defaults(**recipe)
+    return tuple(parser.parse_args_into_dataclasses(args=arguments))
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Return a recipe's options."""
+    import tomllib  # Python 3.11 has it.
+
+    path = Path(name)
+    if not path.suffix:
+        path = Path(__file__).parents[1] / "recipes" / f"{name}.toml"
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+def check(options: RunOptions) -> None:
+    """Raise a ValueError for what does not go together."""
+    if options.baseline is not None and options.baseline not in BASELINES:
+        raise ValueError(f"--baseline is {options.baseline!r}; choose one of {BASELINES}")
+    if options.baseline == "short" and options.budget_s is None:
+        raise ValueError("--baseline short needs --budget_s, the seconds that it may train")
+    if options.baseline == "static" and not options.static_layers:
+        raise ValueError("--baseline static needs --static_layers, of which none trains")
+    if options.replay is not None and options.freeze != "none":
+        raise ValueError("--freeze and --replay both say what freezes; give one")
+    folder = Path(options.output_dir)
+    if (folder / "summary.json").exists():
+        raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")

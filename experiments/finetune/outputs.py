@@ -1,0 +1,75 @@
+"""Write what a run came to: summary.json, predictions and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pipetransformer
+from experiments.finetune.options import RunOptions
+from experiments.finetune.workload import Workload
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what a run came to.
+
+    Args:
+        metrics: of the final weights on the whole evaluation sets.
+        train_s: seconds of training steps and transitions.
+        total_s: with evaluations, of the whole `fit`.
+        steps: taken.
+        details: further plain values.
+    """
+
+    metrics: dict[str, float]
+    train_s: float
+    total_s: float
+    steps: int
+    details: dict[str, Any]
+
+
+def write_outcome(
+    options: RunOptions, workload: Workload, outcome: Outcome, predictions: Any
+) -> None:
+    """Write the files; `summary.json` last, as it says that the run is complete."""
+    folder = Path(options.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    workload.write_predictions(predictions, folder / "predictions")
+    summary = {
+        "task": workload.name,
+        "metric": workload.metric,
+        **asdict(outcome),
+        "options": asdict(options),
+        "command": [sys.executable.rsplit("/", 1)[-1], *sys.argv],
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__},
+        "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    main = outcome.metrics.get(workload.metric)
+    print(f"{workload.name}: {workload.metric} {main:.2f}, {outcome.train_s:.0f} s of training")
+
+
+def commit() -> str | None:
+    """Return the commit of this tree, with a + where files differ from it; None without git."""
+    try:
+        root = Path(__file__).parents[2]
+        run = ["git", "-C", str(root)]
+        found = subprocess.run(
+            [*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        state = subprocess.run([*run, "status", "--porcelain"], capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + ("+" if state.stdout.strip() else "")

@@ -1,0 +1,165 @@
+"""Fine-tune a model that finds answers in texts on SQuAD 1.1, judged by exact match and F1.
+
+A text that is too long is read through windows that overlap; the best span of all windows counts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
+
+from experiments.finetune.glue import TextSource, build_text_model, text_forward
+from experiments.finetune.workload import Workload
+from experiments.squad import (
+    Answer,
+    Question,
+    Window,
+    best_answers,
+    read_questions,
+    score,
+    text_offsets,
+)
+from pipetransformer import EvalPrediction
+
+_TEXT = 1
+"""The tokenizer's number for the text; the question, which comes first, is 0."""
+
+
+def questions_workload(source: TextSource, *, stride: int) -> Workload:
+    """Read SQuAD's questions.
+
+    Args:
+        source: which model and data; the data's folder holds train*.json and dev*.json.
+        stride: tokens that two windows of a text share.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    windows = Windows(tokenizer, source.max_length, stride)
+    train = read_split(source.data, "train", source.most_train)
+    questions = read_split(source.data, "dev", source.most_eval)
+    places = windows.places(questions)
+
+    def answers(prediction: Any) -> dict[str, list[Answer]]:
+        logits = prediction.predictions[..., 0], prediction.predictions[..., 1]
+        return best_answers(questions, places, logits)
+
+    def judge(prediction: EvalPrediction) -> dict[str, float]:
+        best = {name: found[0].text for name, found in answers(prediction).items()}
+        return score(best, questions)
+
+    def write(prediction: Any, path: Path) -> None:
+        found = answers(prediction)
+        best = {name: several[0].text for name, several in found.items()}
+        several = {name: [asdict(one) for one in those] for name, those in found.items()}
+        path.with_suffix(".json").write_text(json.dumps(best, indent=2, ensure_ascii=False))
+        path.with_name("nbest_predictions.json").write_text(
+            json.dumps(several, indent=2, ensure_ascii=False)
+        )
+
+    return Workload(
+        "squad",
+        lambda small: build_text_model(AutoModelForQuestionAnswering, source, small),
+        windows.entries(train),
+        windows.entries(questions),
+        text_forward,
+        judge,
+        "f1",
+        write,
+        {},
+        collate_fn=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+    )
+
+
+def read_split(data: str | None, split: str, most: int | None) -> list[Question]:
+    """Read a split's questions from files, or from the hub.
+
+    Raises:
+        ValueError: the folder has not one file of the split.
+    """
+    if data is None:
+        from datasets import load_dataset  # Heavy, and not needed for files.
+
+        name = "train" if split == "train" else "validation"
+        return list(load_dataset("rajpurkar/squad", split=name))[:most]
+    paths = sorted(Path(data).glob(f"{split}*.json"))
+    if len(paths) != 1:
+        raise ValueError(
+            f"{data} has {len(paths)} files {split}*.json; give a --data_dir with one of each"
+        )
+    return read_questions(paths[0])[:most]
+
+
+class Windows:
+    """Cut questions with their texts into windows of tokens.
+
+    Args:
+        tokenizer: a fast one, that knows where in the text each token is.
+        length: tokens of a window.
+        stride: tokens that two windows of a text share.
+    """
+
+    def __init__(self, tokenizer: Any, length: int, stride: int) -> None:
+        self._tokenizer, self._length, self._stride = tokenizer, length, stride
+
+    def entries(self, questions: list[Question]) -> list[dict[str, Any]]:
+        """Return windows with the tokens at which their first right answers begin and end.
+
+        Where a window does not hold the whole answer both are its first, the class token.
+        """
+        found = []
+        for entry, question, places in self._cut(questions):
+            gold = question["answers"]
+            begin = gold["answer_start"][0]
+            first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
+            found.append({**entry, "start_positions": first, "end_positions": last})
+        return found
+
+    def places(self, questions: list[Question]) -> list[Window]:
+        """Return what `best_answers` needs to know of the same windows."""
+        return [
+            {"example_id": question["id"], "offset_mapping": places}
+            for _, question, places in self._cut(questions)
+        ]
+
+    def _cut(
+        self, questions: list[Question]
+    ) -> list[tuple[dict[str, Any], Question, list[list[int]]]]:
+        """Return every window's entries, its question, and where its tokens are in the text."""
+        encoded = self._tokenizer(
+            [one["question"] for one in questions],
+            [one["context"] for one in questions],
+            truncation="only_second",
+            max_length=self._length,
+            stride=self._stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        of_question = encoded.pop("overflow_to_sample_mapping")
+        offsets = encoded.pop("offset_mapping")
+        return [
+            (
+                {name: values[index] for name, values in encoded.items()},
+                questions[of_question[index]],
+                text_offsets(offsets[index], encoded.sequence_ids(index), _TEXT),
+            )
+            for index in range(len(offsets))
+        ]
+
+
+def answer_tokens(places: list[list[int]], begin: int, end: int) -> tuple[int, int]:
+    """Return the first and last token of an answer, (0, 0) where not all of it is here.
+
+    Args:
+        places: where in the text each token begins and ends; negative where it is not of the text.
+        begin, end: of the answer, in characters.
+    """
+    inside = [index for index, (left, _) in enumerate(places) if left >= 0]
+    if not inside or places[inside[0]][0] > begin or places[inside[-1]][1] < end:
+        return 0, 0
+    first = max(index for index in inside if places[index][0] <= begin)
+    last = min(index for index in inside if places[index][1] >= end)
+    return first, last

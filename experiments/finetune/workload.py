@@ -1,0 +1,50 @@
+"""Say what is fine-tuned, and how it is judged: the same for the Trainer and for its rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipetransformer import EvalPrediction
+from pipetransformer.data import CollateFunction, SizedDataset
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Hold a task.
+
+    Args:
+        name: such as "sst2".
+        build: makes the model, with the same weights on every call; with half of its layers,
+            the lower ones, where it is asked for a small one.
+        train_dataset: what is trained on.
+        eval_dataset: every sample once, in the order that `judge` expects.
+        forward: (model, batch) -> loss and outputs, as a plain loop has them.
+        judge: of the predictions for the evaluation set; metrics in percent, or as a share for
+            correlations.
+        metric: the main one of them; higher is better.
+        write_predictions: writes the answers to the evaluation set in the task's own format.
+        further: other evaluation sets by name, judged alike.
+        collate_fn: makes batches; None stacks.
+        processing_class: a tokenizer, saved beside the model.
+        num_views: of each training sample where it is augmented; None where it is not.
+        names: entries of a batch, where samples are tuples.
+    """
+
+    name: str
+    build: Callable[[bool], nn.Module]
+    train_dataset: SizedDataset
+    eval_dataset: SizedDataset
+    forward: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+    judge: Callable[[EvalPrediction], Mapping[str, float]]
+    metric: str
+    write_predictions: Callable[[Any, Path], None]
+    further: Mapping[str, SizedDataset]
+    collate_fn: CollateFunction | None = None
+    processing_class: Any = None
+    num_views: int | None = None
+    names: tuple[str, ...] = ()

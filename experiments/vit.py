@@ -1,0 +1,77 @@
+"""Fine-tune a ViT on CIFAR-10 or on a tree of images: elastically, or as one of its rivals.
+
+    python -m experiments.vit --dataset cifar10 --data cifar10_jpeg.npz \\
+        --model vit_small_patch14_dinov2 --weights model.safetensors --image_size 56 \\
+        --freeze schedule:0,4,8,8 --output_dir runs/cifar10
+    torchrun --nproc-per-node=8 -m experiments.vit --dataset imagenet --data ILSVRC ...
+    python -m experiments.vit --dataset cifar10 --smoke --output_dir runs/smoke
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from experiments.finetune.images import ImageSource, image_workload
+from experiments.finetune.options import RunOptions, option
+from experiments.finetune.script import run
+from experiments.finetune.smoke import make_cifar, make_tree
+from experiments.finetune.workload import Workload
+
+
+@dataclass
+class ImageOptions:
+    """Hold what is fine-tuned on which images."""
+
+    dataset: Literal["cifar10", "imagenet"] = option(
+        "cifar10", "cifar10 is an npz file; imagenet any tree of train/CLASS and val/CLASS"
+    )
+    data: str | None = option(None, "the file or the folder")
+    model: str = option("vit_base_patch16_224", "timm's name")
+    weights: str | None = option(None, "a safetensors file of such a model; timm's by default")
+    image_size: int = option(224, "pixels of an image's edge")
+    augment: bool = option(False, "crop and flip training images at random")
+    cache_views: int = option(4, "fixed views of each augmented image that are cached")
+    max_train_samples: int | None = option(None, "images, chosen at random; all by default")
+    max_eval_samples: int | None = option(None, "of the evaluation set")
+
+
+def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
+    """Read what is fine-tuned.
+
+    Raises:
+        ValueError: there are no data.
+    """
+    data, model, size = options.data, options.model, options.image_size
+    if run_options.smoke:
+        folder = Path(run_options.output_dir, "smoke")
+        model, size = "vit_tiny_patch16_224", 32
+        is_cifar = options.dataset == "cifar10"
+        made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")
+        data = str(made)
+    if data is None:
+        raise ValueError("--data is missing; give CIFAR-10's npz file or a folder of images")
+    source = ImageSource(
+        model,
+        options.weights,
+        not run_options.smoke,
+        data,
+        size,
+        options.augment,
+        options.cache_views,
+        options.max_train_samples,
+        options.max_eval_samples,
+        run_options.seed,
+    )
+    return image_workload(options.dataset, source)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune as asked."""
+    run(ImageOptions, workload_of, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Prove that the fine-tuning scripts run from files to results, and that their rivals are fair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+
+from experiments import bert, vit
+from experiments.finetune.freezing import policy_of, read_decisions
+from experiments.finetune.glue import TASKS
+from experiments.finetune.images import Images
+from experiments.finetune.options import read_recipe
+from freeze import FreezeSchedule, NeverFreeze, PaperRule
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the loss of every step of a run, of ours or of a rival."""
+    path = folder / "run" / "records.jsonl"
+    lines = (path if path.exists() else folder / "records.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def smoke(folder: Path, *further: str, script: Any = bert, task: str = "sst2") -> dict[str, Any]:
+    named = ("--task", task) if script is bert else ("--dataset", task)
+    script.main([*named, "--smoke", "--output_dir", str(folder), *further])
+    return summary(folder)
+
+
+def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
+    found = smoke(tmp_path / "run", "--freeze", "schedule:0,2")
+    assert found["metric"] == "accuracy" and 0 <= found["metrics"]["accuracy"] <= 100
+    assert found["options"]["freeze"] == "schedule:0,2" and found["steps"] == 12
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.num_hidden_layers == 4
+    lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and len(lines) == 33
+    assert read_decisions(tmp_path / "run") == {0: 0, 6: 2}
+    with pytest.raises(ValueError, match="holds the results of another run"):
+        smoke(tmp_path / "run")
+
+
+def test_questions_are_answered_in_the_task_s_own_format(tmp_path: Path) -> None:
+    found = smoke(tmp_path / "run", task="squad")
+    assert {"f1", "exact_match", "loss"} <= found["metrics"].keys()
+    answers = json.loads((tmp_path / "run" / "predictions.json").read_text())
+    assert set(answers) == {f"dev-{number}" for number in range(12)}
+    AutoModelForQuestionAnswering.from_pretrained(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "imagenet"])
+def test_images_are_read_from_files_in_their_usual_layouts(tmp_path: Path, dataset: str) -> None:
+    options = ("--freeze", "schedule:0,4", "--augment", "--cache_views", "1")
+    found = smoke(tmp_path / "run", *options, script=vit, task=dataset)
+    assert found["metrics"]["accuracy"] >= 25
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("task", ["sst2", "squad"])
+def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
+    freeze = ("--freeze", "schedule:0,2,2", "--num_train_epochs", "2")
+    smoke(tmp_path / "ours", *freeze, task=task)
+    replay = ("--replay", str(tmp_path / "ours"))
+    expected = losses(tmp_path / "ours")
+    for name, options in (
+        ("ddp+freeze", freeze),
+        ("ddp+freeze+cache", freeze),
+        ("ddp+freeze", replay),
+    ):
+        folder = tmp_path / f"{name} {options[0]}"
+        smoke(folder, "--baseline", name, *options, task=task)
+        assert losses(folder) == pytest.approx(expected, abs=2e-4)
+    smoke(tmp_path / "whole", task=task)
+    smoke(tmp_path / "ddp", "--baseline", "ddp", task=task)
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "whole"), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("static", "--static_layers", "2"),
+        ("small",),
+        ("short", "--budget_s", "0.2"),
+        ("lora", "--num_train_epochs", "1"),
+        ("early-stop", "--num_train_epochs", "2"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_every_rival_trains_and_reports(tmp_path: Path, options: tuple[str, ...]) -> None:
+    found = smoke(tmp_path / "run", "--baseline", *options)
+    assert found["steps"] >= 1 and "accuracy" in found["metrics"]
+    assert len(losses(tmp_path / "run")) == found["steps"]
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_the_metric_of_every_task_of_glue_knows_right_from_wrong(task: str) -> None:
+    described = TASKS[task]
+    wanted = np.array([0, 1, 1, 0, 1.0]) if described.num_labels == 1 else np.array([0, 1, 1, 0])
+    right = described.metrics(wanted, wanted)
+    wrong = described.metrics(1 - wanted, wanted)
+    assert right[described.metric] == pytest.approx(100) and wrong[described.metric] <= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("none", NeverFreeze), ("paper:1/3", PaperRule), ("schedule:0,2", FreezeSchedule)],
+)
+def test_policies_go_by_name(text: str, kind: type) -> None:
+    assert isinstance(policy_of(text, None), kind)
+
+
+@pytest.mark.parametrize("text", ["paper", "schedule:a", "nowhere:policy", "freeze:Nobody"])
+def test_what_names_no_policy_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="give none, paper:1/3, schedule:0,0,4,8 or module"):
+        policy_of(text, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--baseline", "nobody"), "--baseline is 'nobody'; choose one of"),
+        (("--baseline", "short"), "needs --budget_s"),
+        (("--baseline", "static"), "needs --static_layers"),
+        (("--baseline", "ddp+freeze", "--freeze", "paper:1/3"), "--replay RUN of such a run"),
+        (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        smoke(tmp_path / "run", *options)
+
+
+def test_images_are_the_model_s_input() -> None:
+    images = Images(lambda index: np.full((4, 4, 3), index, np.uint8), [5, 6], np.asarray)
+    image, label = images[1]
+    assert label == 6 and image.shape == (4, 4, 3) and len(images) == 2
+
+
+def test_recipes_name_options_that_there_are() -> None:
+    folder = Path(bert.__file__).parent / "recipes"
+    for path in folder.glob("*.toml"):
+        assert read_recipe(path.stem)
