@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 BASELINES = (
     "ddp",
@@ -82,8 +88,6 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
 
 def read_recipe(name: str) -> dict[str, Any]:
     """Return a recipe's options."""
-    import tomllib  # Python 3.11 has it.
-
     path = Path(name)
     if not path.suffix:
         path = Path(__file__).parents[1] / "recipes" / f"{name}.toml"
