@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -74,15 +75,17 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
     """
     accepted: Any = kinds
     parser = HfArgumentParser(accepted)
-    found = parser.parse_known_args(arguments)[0]
-    if found.recipe is not None:
-        recipe = read_recipe(found.recipe)
+    first = ArgumentParser(add_help=False)
+    first.add_argument("--recipe")
+    name = first.parse_known_args(arguments)[0].recipe
+    if name is not None:
+        recipe = read_recipe(name)
         known = {one.name for kind in kinds for one in fields(kind)}
         if unknown := sorted(recipe.keys() - known):
-            raise ValueError(
-                f"the recipe {found.recipe} names {unknown}; known are {sorted(known)}"
-            )
+            raise ValueError(f"the recipe {name} names {unknown}; known are {sorted(known)}")
         parser.set_defaults(**recipe)
+        for action in parser._actions:  # argparse has no other way to say that one is given.
+            action.required = action.required and action.dest not in recipe
     return tuple(parser.parse_args_into_dataclasses(args=arguments))
 
 

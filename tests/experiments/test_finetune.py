@@ -14,7 +14,7 @@ from experiments import bert, vit
 from experiments.finetune.freezing import policy_of, read_decisions
 from experiments.finetune.glue import TASKS
 from experiments.finetune.images import Images
-from experiments.finetune.options import read_recipe
+from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
 
 
@@ -149,7 +149,20 @@ def test_images_are_the_model_s_input() -> None:
     assert label == 6 and image.shape == (4, 4, 3) and len(images) == 2
 
 
-def test_recipes_name_options_that_there_are() -> None:
-    folder = Path(bert.__file__).parent / "recipes"
-    for path in folder.glob("*.toml"):
-        assert read_recipe(path.stem)
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (Path(bert.__file__).parent / "recipes").glob("*.toml"))
+)
+def test_a_recipe_is_what_its_script_understands(name: str, tmp_path: Path) -> None:
+    kind = bert.TextOptions if "task" in read_recipe(name) else vit.ImageOptions
+    given = ("--recipe", name, "--output_dir", str(tmp_path), "--seed", "7")
+    specific, options = parse((kind, RunOptions), given)
+    found = {**vars(specific), **vars(options)}
+    assert {key: found[key] for key in read_recipe(name)} == read_recipe(name)
+    assert options.seed == 7
+    check(options)
+
+
+def test_a_recipe_that_names_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.toml").write_text("epochs = 3")
+    with pytest.raises(ValueError, match=r"names \['epochs'\]; known are"):
+        smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"))
