@@ -9,7 +9,7 @@ from __future__ import annotations
 from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
-from autocache.positions import Positions
+from autocache.positions import Positions, own_lengths
 from autocache.stamp import PrefixStamps, chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
 
@@ -28,4 +28,5 @@ __all__ = [
     "RunLayers",
     "StoreCounts",
     "chain_hash",
+    "own_lengths",
 ]

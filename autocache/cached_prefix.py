@@ -111,7 +111,7 @@ class PrefixCache:
         self._device = device
         self._content = content
         self._stats = CacheStats()
-        self._reads = 0
+        self._reads, self._has_warned = 0, False
         on_cuda = device.type == "cuda"
         self._reader = None if store is None else RowReader(store, pinned=on_cuda)
 
@@ -300,14 +300,38 @@ class PrefixCache:
             return {HIDDEN: hidden, **kept}
 
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
-        if self._store is not None:
-            with self._timed("write_s"):
-                lengths = self._content.lengths(fresh)
-                stored = fresh[HIDDEN].to(self._content.dtype or fresh[HIDDEN].dtype)
-                rows = {**fresh, HIDDEN: stored}
-                if (positions := self._content.positions) is not None:
-                    rows = positions.bring(rows, positions.most)
+        if self._store is None:
+            return
+        with self._timed("write_s"):
+            lengths, positions = self._content.lengths(fresh), self._content.positions
+            stored = fresh[HIDDEN].to(self._content.dtype or fresh[HIDDEN].dtype)
+            rows = {**fresh, HIDDEN: stored}
+            if positions is not None:
+                # What is longer than a row has none.
+                fits = own_lengths(fresh[positions.mask]) <= positions.most
+                row_ids = row_ids.where(fits, self._store.num_rows)
+                rows = positions.bring(rows, positions.most)
+            if self._fit(rows):
                 self._store.write(row_ids, self._stamps[depth], rows, lengths)
+
+    def _fit(self, rows: dict[str, Tensor]) -> bool:
+        """Tell whether rows are as the store's; those that are not are computed every time."""
+        assert self._store is not None
+        wanted = {field.name: (field.shape, field.dtype) for field in self._store.layout.fields}
+        odd = {n: r for n, r in rows.items() if (tuple(r.shape[1:]), r.dtype) != wanted.get(n)}
+        if odd and not self._has_warned:
+            self._has_warned = True
+            name, row = next(iter(odd.items()))
+            _LOGGER.warning(
+                "samples are not kept in the cache where %r is %s %s, as it was %s %s in the "
+                "sample that the cache was made for: pad samples to one length, or let collate_fn "
+                "pad them behind their end",
+                name,
+                tuple(row.shape[1:]),
+                row.dtype,
+                *wanted[name],
+            )
+        return not odd
 
     def _count(self, found: Tensor, depth: int) -> None:
         hits, misses = int((found == depth).sum()), int((found == 0).sum())

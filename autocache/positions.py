@@ -29,7 +29,7 @@ class Positions:
     mask: str
     names: tuple[str, ...]
     most: int
-    padding: Mapping[str, int] = field(default_factory=dict)
+    padding: Mapping[str, float] = field(default_factory=dict)
 
     def bring(self, batch: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Return a batch in which so many positions are left, or added."""
@@ -45,13 +45,15 @@ def own_lengths(mask: Tensor) -> Tensor:
     """Return the (N,) positions up to each sample's last that is no padding, on the CPU.
 
     Args:
-        mask: (N, S), zero where there is padding.
+        mask: (N, S), zero where there is padding. Where it is nothing but that, all S count: a
+            model still reads some.
     """
     counts = mask.cpu().reshape(len(mask), -1) != 0
-    return (counts * torch.arange(1, counts.shape[1] + 1)).amax(dim=1)
+    lengths = (counts * torch.arange(1, counts.shape[1] + 1)).amax(dim=1)
+    return lengths.where(lengths > 0, counts.shape[1])
 
 
-def _with_positions(entry: Tensor, num: int, padding: int) -> Tensor:
+def _with_positions(entry: Tensor, num: int, padding: float) -> Tensor:
     missing = num - entry.shape[1]
     if missing <= 0:
         # Contiguous: kernels may sum in another order over what is not.

@@ -40,7 +40,7 @@ class EpochSampler:
             ValueError: the epoch's order has not every index once.
         """
         if epoch != self._epoch:
-            order = self._order_of(epoch)
+            order = torch.as_tensor(self._order_of(epoch), dtype=torch.int64)
             if not torch.equal(order.sort().values, torch.arange(self.num_samples)):
                 raise ValueError(
                     f"the order of epoch {epoch} is of {len(order)} indices, not of each of "

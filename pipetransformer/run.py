@@ -25,6 +25,7 @@ from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
+from pipetransformer.durable_files import hash_json
 from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
@@ -285,6 +286,13 @@ class Run:
     def _refuse_what_runs_wrongly(self) -> None:
         if self._caches:
             self.feed.check_repeatable()
+        self.feed.warn_of_padding()
+        order = self._sampler.global_batch(0, 0, self.timeline.num_samples)
+        if len(set(gather_json(hash_json(order.tolist()), group=self.world.group))) > 1:
+            raise ValueError(
+                "sample_order gives ranks other orders, so that samples would be left out; let it "
+                "depend on nothing but the epoch"
+            )
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)
 

@@ -86,7 +86,8 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
         parser.set_defaults(**recipe)
         for action in parser._actions:  # argparse has no other way to say that one is given.
             action.required = action.required and action.dest not in recipe
-    return tuple(parser.parse_args_into_dataclasses(args=arguments))
+    given = None if arguments is None else list(arguments)
+    return tuple(parser.parse_args_into_dataclasses(args=given))
 
 
 def read_recipe(name: str) -> dict[str, Any]:

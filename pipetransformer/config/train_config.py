@@ -73,7 +73,8 @@ class TrainConfig:
         prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
             share of the batch, rounded up to a multiple of 8 and at most 32.
         num_workers: processes of each rank that reads data, ahead of the steps; 0 reads within the
-            step. Samples, their order and random numbers are the same for any number.
+            step. Samples, their order and random numbers are the same for any number. They read
+            the dataset as it is at the first step: changes to it later do not reach them.
         prefetch_factor: steps that each of them is ahead.
         pin_memory: read into page-locked memory where training is on GPUs.
         collate_fn: makes a batch, a mapping or a tuple, of a list of the dataset's items; it gets

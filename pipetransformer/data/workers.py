@@ -84,7 +84,11 @@ class ForeseenSamples:
 
     def close(self) -> None:
         """End the workers."""
-        self._answers = self._loader = None  # They end with the last reference.
+        iterator: Any = None if self._loader is None else self._loader._iterator
+        self._answers = self._loader = None
+        if iterator is not None:
+            # Else they end with the last reference, which a traceback may hold for long.
+            iterator._shutdown_workers()
 
     def _begin(self) -> None:
         """Let the workers read what is to come; what they have read so far is dropped."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout
+from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, own_lengths
 from autodp import broadcast_json
-from pipetransformer.data import Batch, Samples, read_lengths
+from pipetransformer.data import Batch, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.processes import World
 
@@ -19,9 +19,6 @@ _LOGGER = logging.getLogger(__name__)
 
 _MOST_COMPARED = 16
 """Samples whose shapes are compared, to find out whether their lengths differ."""
-
-_IGNORED_TARGET = -100
-"""What transformers' collate functions, and torch's losses, take for a target that is none."""
 
 
 class RowMaker:
@@ -82,6 +79,13 @@ class RowMaker:
             return 1.0
         return positions.most / self._first_sample()[positions.mask].shape[1]
 
+    def padding_may_matter(self) -> bool:
+        """Tell whether samples have unequal lengths, and the model does not say that what is
+        behind a sample's end is without effect.
+        """
+        self._compare_samples()
+        return bool(self._trouble) and self._task.model.padding_mask is None
+
     def _find(self) -> list[Any]:
         """Run one sample through the prefix; return plain values that describe its row."""
         batch, positions = self._first_sample(), self._positions
@@ -105,39 +109,46 @@ class RowMaker:
         return [list(content.keep), _spell(content.computed_dtype), fields, spread]
 
     def _compare_samples(self) -> None:
-        """Find out, once, whether samples have unequal lengths, and which entries have them."""
+        """Find out, once, whether samples have unequal lengths, and how they are padded."""
         if self._was_compared or self._samples.collation.function is None:
             return
         self._was_compared = True
         mask = self._task.model.padding_mask
-        chosen = self._samples.spread(_MOST_COMPARED) if mask is None else self._extremes()
-        batches = [self._samples.read([index], view=0) for index in chosen]
-        names = [n for n in batches[0] if len({one[n].shape for one in batches}) > 1]
+        chosen = self._samples.spread(_MOST_COMPARED) if mask is None else self._extremes(mask)
+        singly = [self._samples.read([index], view=0) for index in chosen]
+        names = [n for n in singly[0] if len({one[n].shape for one in singly}) > 1]
         if not names:
             return
-        lengths = {tuple(one[name].shape[1] for one in batches) for name in names}
         if mask is None:
             self._trouble = (
                 f"samples have unequal shapes of {names}, and the model names no padding_mask "
                 "that says what of them is padding"
             )
-        elif mask not in names or len(lengths) > 1:
-            self._trouble = f"samples have unequal shapes of {names}, not all as long as {mask!r}"
-        else:
-            targets = {name: _IGNORED_TARGET for name in self._task.model.targets if name in names}
-            most = batches[-1][mask].shape[1]
-            self._positions = Positions(mask, (HIDDEN, *names), most, targets)
+            return
+        together = self._samples.read([chosen[0], chosen[-1]], view=0)
+        found = {n: _padding_of(together[n], singly[0][n], singly[-1][n]) for n in names}
+        padding = {n: value for n, value in found.items() if value is not None}
+        odd = [n for n in names if n not in padding]
+        if odd or padding.get(mask) != 0:
+            self._trouble = (
+                f"samples have unequal shapes of {names}, and collate_fn does not pad "
+                f"{odd or [mask]} behind a sample's end, {mask!r} with zeros"
+            )
+            return
+        most = singly[-1][mask].shape[1]
+        self._positions = Positions(mask, (HIDDEN, *names), most, padding)
 
-    def _extremes(self) -> list[int]:
+    def _extremes(self, mask: str) -> list[int]:
         """Return the shortest sample and the longest."""
-        samples, mask = self._samples, self._task.model.padding_mask
-        try:
-            lengths = read_lengths(samples.dataset, samples.collation.inputs[0])
-        except ValueError:  # Made by collate_fn.
-            every = range(len(samples.dataset))
-            read = (samples.read([index], view=0).get(mask or "") for index in every)
-            lengths = torch.tensor([0 if one is None else one.shape[1] for one in read])
-        return [int(lengths.argmin()), int(lengths.argmax())]
+        samples = self._samples
+        items = (samples.dataset[index] for index in range(len(samples.dataset)))
+        lengths = [_tokens_of(item, mask) for item in items]
+        if None in lengths:  # Made by collate_fn.
+            every = range(len(lengths))
+            batches = (samples.read([index], view=0) for index in every)
+            lengths = [int(own_lengths(b[mask])) if mask in b else 0 for b in batches]
+        found = torch.tensor(lengths)
+        return [int(found.argmin()), int(found.argmax())]
 
     def _first_sample(self) -> Batch:
         return self._samples.read([0], view=0)
@@ -156,6 +167,33 @@ class RowMaker:
             padding_mask=mask if mask in keep else None,
             positions=self._positions,
         )
+
+
+def _padding_of(together: Tensor, shorter: Tensor, longer: Tensor) -> float | None:
+    """Return what a batch of two is padded with behind the shorter; None where it is not so.
+
+    Args:
+        together: (2, S, ...) of both.
+        shorter, longer: (1, s, ...) each, of one alone.
+    """
+    num = shorter.shape[1]
+    behind = together[0, num:]
+    kept = torch.equal(together[0, :num], shorter[0]) and torch.equal(together[1], longer[0])
+    if (
+        not kept
+        or behind.numel() == 0
+        or not torch.equal(behind, behind[:1, ...].flatten()[0].expand_as(behind))
+    ):
+        return None
+    return float(behind.flatten()[0])
+
+
+def _tokens_of(item: Any, mask: str) -> int | None:
+    """Return the tokens of a sample that is not yet collated, by its mask; None without one."""
+    values = item.get(mask) if isinstance(item, Mapping) else None
+    if values is None:
+        return None
+    return int(own_lengths(torch.as_tensor(values).reshape(1, -1)))
 
 
 def _spell(dtype: torch.dtype | None) -> str:

@@ -112,6 +112,15 @@ class SampleFeed:
         """Tell by the first sample whether they have the model's targets."""
         return all(name in self._samples.read([0], view=0) for name in self._task.model.targets)
 
+    def warn_of_padding(self) -> None:
+        """Say where the replicas' paddings make a difference."""
+        if self._world.is_main and self._world.size > 1 and self._rows.padding_may_matter():
+            _LOGGER.warning(
+                "collate_fn pads each replica's samples of a step to their longest, and outputs "
+                "may depend on that: then losses depend on the number of replicas. Pad all "
+                "samples to one length"
+            )
+
     def check_repeatable(self) -> None:
         """Refuse to cache samples that change from one read to the next."""
         views = self._task.config.cache_views is not None

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from pipetransformer.events import Callback
 from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 
-_UNHEARD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_begin")
+_UNHEARD = (
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_begin",
+    "on_prediction_step",
+)
 """Events within a step, or before it, of which nobody is told here."""
 
 _UNANSWERED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop")
@@ -32,7 +39,7 @@ class CallbackBridge(Callback):
         prefix: of the metrics of the evaluation that goes on.
         learning_rate: of a step.
         steps_per_epoch: of the run.
-        total_loss: of the steps so far.
+        total_loss, num_steps: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
     """
@@ -51,10 +58,11 @@ class CallbackBridge(Callback):
         self.steps_per_epoch = 1
         self._args = args
         self._handler = CallbackHandler([_NoFlow()], model, processing_class, None, None)
-        self._loss, self._num_losses, self._logged_step, self._norm = 0.0, 0, 0, 0.0
-        self.total_loss = 0.0
+        self._loss, self._num_losses = 0.0, 0
+        self.total_loss, self.num_steps = 0.0, 0
         for callback in callbacks:
             self.add(callback)
+        self._handler.call_event("on_init_end", args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
         """Add a callback, an instance or a class."""
@@ -73,6 +81,19 @@ class CallbackBridge(Callback):
             )
         self._handler.add_callback(one)
 
+    def refuse_stateful(self) -> None:
+        """Raise a ValueError for callbacks that a resumed run would not find as they were."""
+        kept = [
+            type(one).__name__
+            for one in self._handler.callbacks
+            if isinstance(one, ExportableState)
+        ]
+        if kept:
+            raise ValueError(
+                f"{', '.join(kept)} keeps a state that our checkpoints do not hold; leave it out "
+                "of a run that is resumed: early_stopping_patience=... stops alike, and resumes"
+            )
+
     def remove(self, callback: Any) -> None:
         """Remove a callback, an instance or all of a class."""
         self._handler.remove_callback(callback)
@@ -82,52 +103,69 @@ class CallbackBridge(Callback):
         state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
         state.is_world_process_zero = trainer.is_main_process
         self._note(trainer)
-        self._logged_step = state.global_step
-        self._tell(trainer, "on_train_begin")
-        self._tell(trainer, "on_epoch_begin")
+        self._take_up(trainer)
+        self.tell(trainer, "on_train_begin")
+        self.tell(trainer, "on_epoch_begin")
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self._note(trainer)
         state, norm = self.state, result.gradient_norm
-        self._loss += result.loss
-        self._num_losses, self._norm = self._num_losses + 1, norm
-        self.total_loss += result.loss
-        self._tell(trainer, "on_step_end")
-        if self._logs_now():
+        self._loss, self._num_losses = self._loss + result.loss, self._num_losses + 1
+        self.total_loss, self.num_steps = self.total_loss + result.loss, self.num_steps + 1
+        self.tell(trainer, "on_step_end")
+        ends_epoch = state.global_step % self.steps_per_epoch == 0 or trainer.is_over
+        if self._logs_now(ends_epoch=ends_epoch):
             rate = self.learning_rate(state.global_step - 1)
             mean = self._loss / self._num_losses
             self._loss, self._num_losses = 0.0, 0
             self.log(trainer, {"loss": mean, "grad_norm": norm, "learning_rate": rate})
-        if state.global_step % self.steps_per_epoch == 0:
-            self._tell(trainer, "on_epoch_end")
+        if ends_epoch:
+            self.tell(trainer, "on_epoch_end")
             if not trainer.is_over:
-                self._tell(trainer, "on_epoch_begin")
+                self.tell(trainer, "on_epoch_begin")
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         self._note(trainer)
-        named = {f"{self.prefix}_{name}": value for name, value in metrics.items()}
+        named = prefixed(metrics, self.prefix)
         self.log(trainer, named)
-        self._tell(trainer, "on_evaluate", metrics=named)
+        self.tell(trainer, "on_evaluate", metrics=named)
         self._note_best(named)  # After it, as an early stop compares with the best so far.
 
     def on_save(self, trainer: Any, folder: Path) -> None:
-        self._tell(trainer, "on_save")
+        if trainer.is_main_process:
+            self.state.save_to_json(str(self._state_file))
+        self.tell(trainer, "on_save")
 
     def on_train_end(self, trainer: Any, report: FitReport) -> None:
-        self._tell(trainer, "on_train_end")
+        self.tell(trainer, "on_train_end")
 
     def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
         """Take down numbers of this step, and tell of them."""
         state = self.state
         entry = {**logs, "epoch": state.epoch}
         state.log_history.append({**entry, "step": state.global_step})
-        self._tell(trainer, "on_log", logs=entry)
+        self.tell(trainer, "on_log", logs=entry)
+
+    @property
+    def _state_file(self) -> Path:
+        return Path(str(self._args.output_dir), "trainer_state.json")
+
+    def _take_up(self, trainer: Any) -> None:
+        """Continue what was logged before the step at which a resumed run goes on."""
+        step = trainer.global_step
+        if not step or not self._state_file.exists():
+            return
+        history = TrainerState.load_from_json(str(self._state_file)).log_history
+        for entry in history:
+            if entry["step"] <= step and entry not in self.state.log_history:
+                self.state.log_history.append(entry)
+                self._note_best(entry, at=entry["step"])
 
     def _note(self, trainer: Any) -> None:
         self.state.global_step = trainer.global_step
         self.state.epoch = trainer.global_step / self.steps_per_epoch
 
-    def _note_best(self, metrics: Mapping[str, float]) -> None:
+    def _note_best(self, metrics: Mapping[str, float], *, at: int | None = None) -> None:
         """Keep the best value of the metric that the arguments name."""
         name = self._args.metric_for_best_model
         if name is None:
@@ -138,22 +176,22 @@ class CallbackBridge(Callback):
         best, sign = self.state.best_metric, 1 if self._args.greater_is_better else -1
         if best is None or sign * (value - best) > 0:
             self.state.best_metric = value
-            self.state.best_global_step = self.state.global_step
+            self.state.best_global_step = self.state.global_step if at is None else at
 
-    def _logs_now(self) -> bool:
+    def _logs_now(self, *, ends_epoch: bool) -> bool:
         strategy, step = self._args.logging_strategy, self.state.global_step
         if strategy == "no":
             return False
         if step == 1 and self._args.logging_first_step:
             return True
-        every = self._args.logging_steps
         if strategy == "epoch":
-            every = self.steps_per_epoch
-        elif every < 1:
-            every = max(1, round(every * self.state.max_steps))
-        return step % int(every) == 0
+            return ends_epoch
+        every = self._args.logging_steps
+        every = math.ceil(every * self.state.max_steps) if every < 1 else int(every)
+        return step % every == 0
 
-    def _tell(self, trainer: Any, event: str, **facts: Any) -> None:
+    def tell(self, trainer: Any, event: str, **facts: Any) -> None:
+        """Call transformers' event of all callbacks, and do what they ask for."""
         before = replace(self.control)
         self.control = self._handler.call_event(
             event, self._args, self.state, self.control, **facts
@@ -167,6 +205,12 @@ class CallbackBridge(Callback):
             )
         if self.control.should_training_stop and not trainer.is_over:
             trainer.stop()
+
+
+def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return metrics under names that begin with a prefix, as some may already."""
+    begin = f"{prefix}_"
+    return {n if n.startswith(begin) else begin + n: value for n, value in metrics.items()}
 
 
 class _NoFlow(DefaultFlowCallback):

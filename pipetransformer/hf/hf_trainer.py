@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
 from pipetransformer.data import SizedDataset
-from pipetransformer.hf.callback_bridge import CallbackBridge
+from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.training_arguments import (
     length_of,
     num_processes,
@@ -125,19 +125,22 @@ class HFTrainer:
         if self.train_dataset is None:
             raise ValueError("there is no train_dataset; give one to train")
         resumes = self._resumes(resume_from_checkpoint)
+        if resumes:
+            self._bridge.refuse_stateful()
         if self._trainer is not None and resumes:
             raise ValueError(
                 "the model was evaluated before train(resume_from_checkpoint=...); resume first"
             )
-        trainer, start = self._begun(resumes), time.time()
-        first_step = trainer.global_step
+        trainer, bridge, start = self._begun(resumes), self._bridge, time.time()
+        if trainer.is_over:
+            raise ValueError("train() has been called before; make another Trainer to go on")
+        samples_before = trainer.report.samples
         trainer.fit()
-        steps = trainer.global_step - first_step
-        mean_loss = self._bridge.total_loss / max(1, steps)
-        num_samples = trainer.report.samples
+        steps, mean_loss = bridge.num_steps, bridge.total_loss / max(1, bridge.num_steps)
+        num_samples = trainer.report.samples - samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}
-        self._bridge.log(trainer, metrics)
+        bridge.log(trainer, metrics)
         return TrainOutput(trainer.global_step, mean_loss, {**metrics, "epoch": self.state.epoch})
 
     def evaluate(
@@ -179,6 +182,7 @@ class HFTrainer:
         trainer, start = self._begun(stand_in=test_dataset), time.time()
         found: Any = trainer.predict(test_dataset)
         metrics = self._named(found.metrics, metric_key_prefix, start, len(test_dataset))
+        self._bridge.tell(trainer, "on_predict", metrics=metrics)
         return PredictionOutput(self._shaped(found.predictions), found.label_ids, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -275,7 +279,7 @@ class HFTrainer:
     ) -> dict[str, float]:
         batch = self.args.per_device_eval_batch_size * num_processes()
         steps = -(-num_samples // batch)
-        named = {f"{prefix}_{name}": value for name, value in metrics.items()}
+        named = prefixed(metrics, prefix)
         speed = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)
         return {**named, **speed}
 

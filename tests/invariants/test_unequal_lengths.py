@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from autodp.sampler import EpochSampler, shuffled, shuffled_by_length
-from pipetransformer import FreezeSchedule, Trainer
+from pipetransformer import FreezeSchedule, LayeredModel, Loss, Sublayer, Trainer
 from pipetransformer.optimizer import NamedParameters
 from tests.pool import Pool
 from tests.texts import pad_to_longest, plain_losses, sentences, tiny_bert
@@ -114,3 +116,198 @@ def test_a_cache_without_a_mask_for_unequal_lengths_is_not_made_and_said(
         trainer.fit()
         assert trainer.report.cache_hits == 0
     assert "no cache: samples have unequal shapes of ['input_ids']" in caplog.text
+
+
+class Tokens(nn.Module):
+    """Embed tokens, and let each look at those of its sample that are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(x)
+        return embedded
+
+
+class Looks(nn.Module):
+    """Add the mean of a sample's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is not None
+        weights = (mask / mask.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+        mixed: Tensor = self.inner((hidden * weights).sum(1, keepdim=True))
+        return hidden + torch.tanh(mixed)
+
+
+def tagger() -> LayeredModel:
+    """Build a model that gives a number for each token."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(Tokens(), Looks(), Looks(), nn.Linear(8, 1)).double()
+    names = ("embedding", "first", "second", "head")
+    sublayers = [
+        Sublayer(name, layer, module, ("mask",) if 0 < layer < 3 else ())
+        for layer, (name, module) in enumerate(zip(names, model, strict=True))
+    ]
+    layered = LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
+    layered.padding_mask = "mask"
+    return layered
+
+
+def tagged(num: int = 16, *, in_front: bool = False, target_padding: float = -1.0) -> Any:
+    """Return samples, and a function that pads them, in front or with any target."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 9, (num,), generator=generator).tolist()
+    rows = [
+        {"x": torch.randint(1, 60, (n,), generator=generator), "y": torch.rand(n), "length": 7}
+        for n in lengths
+    ]
+
+    def padded(values: Tensor, most: int, value: float) -> Tensor:
+        gap = most - len(values)
+        return torch.nn.functional.pad(values, (gap, 0) if in_front else (0, gap), value=value)
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        most = max(len(item["x"]) for item in items)
+        return {
+            "x": torch.stack([padded(item["x"], most, 0) for item in items]),
+            "mask": torch.stack([padded(torch.ones_like(i["x"]), most, 0) for i in items]),
+            "y": torch.stack([padded(i["y"].double(), most, target_padding) for i in items]),
+        }
+
+    return rows, collate
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squared errors of the targets that are none of the padding."""
+    counts = target >= 0
+    return ((output.squeeze(-1) - target).square() * counts).sum(), counts.sum()
+
+
+def tagging_losses(rows: Any, collate: Any, *, cache: bool) -> tuple[list[float], int]:
+    with Trainer(
+        tagger(),
+        rows,
+        loss_fn=Loss(squares, is_exact=True),
+        optimizer=sgd,
+        freeze=FreezeSchedule((0, 1, 2, 1, 2, 2)),
+        epochs=6,
+        global_batch_size=BATCH,
+        collate_fn=collate,
+        cache=cache,
+        progress=False,
+    ) as trainer:
+        losses = []
+        while not trainer.is_over:
+            losses.append(trainer.step().loss)
+        return losses, trainer.report.cache_hits
+
+
+@pytest.mark.parametrize("target_padding", [-1.0, -100.0])
+def test_cached_targets_have_the_padding_that_collate_fn_gave_them(target_padding: float) -> None:
+    # They were padded with -100, whatever the loss took for none.
+    rows, collate = tagged(target_padding=target_padding)
+    cached, hits = tagging_losses(rows, collate, cache=True)
+    uncached, _ = tagging_losses(rows, collate, cache=False)
+    assert cached == pytest.approx(uncached, abs=1e-12) and hits > 0
+
+
+def test_samples_that_are_padded_in_front_are_not_cached_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Their positions moved with the longest of each batch.
+    rows, collate = tagged(in_front=True)
+    cached, hits = tagging_losses(rows, collate, cache=True)
+    uncached, _ = tagging_losses(rows, collate, cache=False)
+    assert cached == uncached and hits == 0
+    assert "collate_fn does not pad" in caplog.text
+
+
+def test_rows_that_a_batch_trims_are_not_cached_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The first batch that was narrower ended the run.
+    rows, _ = tagged()
+    wide = [{"x": torch.nn.functional.pad(r["x"], (0, 9 - len(r["x"]))), "y": 0} for r in rows]
+
+    def trim(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        x = torch.stack([item["x"] for item in items])
+        x = x[:, : int((x > 0).sum(1).max())]
+        return {"x": x, "mask": (x > 0).long(), "y": torch.where(x > 0, 0.5, -1.0).double()}
+
+    cached, hits = tagging_losses(wide, trim, cache=True)
+    uncached, _ = tagging_losses(wide, trim, cache=False)
+    assert cached == pytest.approx(uncached, abs=1e-12)
+    assert hits > 0 or "not kept in the cache" in caplog.text
+
+
+def test_a_sample_of_nothing_but_padding_is_cached_whole() -> None:
+    # Its first position, which the pooler reads, came back as zeros.
+    rows = sentences()
+    most = max(len(row["input_ids"]) for row in rows)
+    rows[3] = {**rows[3], "input_ids": [7] * most, "attention_mask": [0] * most}
+    results = []
+    for cache in (True, False):
+        with Trainer(
+            tiny_bert(),
+            rows,
+            optimizer=sgd,
+            freeze=FreezeSchedule(FROZEN),
+            epochs=len(FROZEN),
+            global_batch_size=BATCH,
+            collate_fn=pad_to_longest,
+            cache=cache,
+            progress=False,
+        ) as trainer:
+            losses = []
+            while not trainer.is_over:
+                losses.append(trainer.step().loss)
+            results.append(losses)
+            assert (trainer.report.cache_hits > 0) == cache
+    assert results[0] == pytest.approx(results[1], abs=1e-9)
+
+
+def other_orders(_: None) -> str:
+    rank = int(os.environ["RANK"])
+
+    def order(epoch: int) -> Tensor:
+        return torch.randperm(22, generator=torch.Generator().manual_seed(rank))
+
+    with Trainer(
+        tiny_bert(),
+        sentences(),
+        optimizer=sgd,
+        global_batch_size=BATCH,
+        collate_fn=pad_to_longest,
+        sample_order=order,
+        progress=False,
+    ) as trainer:
+        with pytest.raises(ValueError, match="sample_order gives ranks other orders"):
+            trainer.step()
+    return "refused"
+
+
+def test_orders_that_differ_between_ranks_are_refused(two_ranks: Pool) -> None:
+    # Some samples were trained twice, and others never.
+    assert two_ranks.run(other_orders, None) == ["refused"] * 2
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda epoch: [0] * 22, "the order of epoch 0 is of 22 indices, not of each of 0..21"),
+        (lambda epoch: torch.arange(21), "the order of epoch 0 is of 21 indices"),
+    ],
+    ids=["repeats", "too few"],
+)
+def test_an_order_that_leaves_samples_out_is_refused(order: Any, message: str) -> None:
+    with Trainer(
+        tiny_bert(), sentences(), optimizer=sgd, sample_order=order, collate_fn=pad_to_longest
+    ) as trainer:
+        with pytest.raises(ValueError, match=message):
+            trainer.step()
