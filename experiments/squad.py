@@ -1,0 +1,191 @@
+"""Read SQuAD's questions, turn logits into answers, and judge these.
+
+file ─► read_questions ─► tokenizer: windows of a text ─► model ─► best_answers ─► score
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NOT_TEXT = -1
+"""Begins the offsets of a token that belongs to the question, or is special."""
+
+
+class Gold(TypedDict):
+    """Hold a question's right answers, and where in the text they begin, in characters."""
+
+    text: list[str]
+    answer_start: list[int]
+
+
+class Question(TypedDict):
+    """Hold a question in the form in which the data set is published for `datasets`."""
+
+    id: str
+    context: str
+    question: str
+    answers: Gold
+
+
+class Window(TypedDict):
+    """Hold what is to be known of a window of tokens over a text.
+
+    Args:
+        example_id: of the question.
+        offset_mapping: of each token, where in the text it begins and ends, in characters; what
+            `text_offsets` gives.
+    """
+
+    example_id: str
+    offset_mapping: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold a candidate.
+
+    Args:
+        text: copied out of the context.
+        score: its first token's start logit plus its last token's end logit.
+    """
+
+    text: str
+    score: float
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """Read a file of SQuAD 1.1, one entry per question.
+
+    Raises:
+        ValueError: the file is no such file.
+    """
+    try:
+        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
+        return [one for article in articles for one in _questions(article)]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is no SQuAD file ({error!r}); give one such as train-v1.1.json"
+        ) from error
+
+
+def text_offsets(
+    offsets: Sequence[Sequence[int]], sequence_ids: Sequence[int | None], text: int = 1
+) -> list[list[int]]:
+    """Mark the tokens that are outside the text.
+
+    Args:
+        offsets: as a tokenizer gives them.
+        sequence_ids: which of its inputs each token is of, None for special tokens.
+        text: the number of the text among the inputs.
+    """
+    outside = [_NOT_TEXT, _NOT_TEXT]
+    pairs = zip(offsets, sequence_ids, strict=True)
+    return [list(offset) if source == text else outside for offset, source in pairs]
+
+
+def best_answers(
+    questions: Sequence[Question],
+    windows: Sequence[Window],
+    logits: tuple[Array, Array],
+    *,
+    num_best: int = 20,
+    max_answer_tokens: int = 30,
+) -> dict[str, list[Answer]]:
+    """Find the best answers to each question, over all windows of its text, the best first.
+
+    Args:
+        questions: whose answers are wanted.
+        windows: over their texts, in the order of the logits.
+        logits: of starts and of ends, (number of windows, tokens) each; what is beyond a window's
+            tokens is padding.
+        num_best: how many answers, and of each window how many starts and ends to combine.
+        max_answer_tokens: longest answer.
+    Returns:
+        by the questions' ids; one empty answer where no window has a valid one.
+    """
+    found: dict[str, list[Answer]] = {one["id"]: [] for one in questions}
+    context_of = {one["id"]: one["context"] for one in questions}
+    for window, starts, ends in zip(windows, *logits, strict=True):
+        offsets = window["offset_mapping"]
+        for start in _highest(starts[: len(offsets)], num_best):
+            for end in _highest(ends[: len(offsets)], num_best):
+                is_span = start <= end < start + max_answer_tokens
+                if is_span and _NOT_TEXT not in (offsets[start][0], offsets[end][0]):
+                    text = context_of[window["example_id"]][offsets[start][0] : offsets[end][1]]
+                    answer = Answer(text, float(starts[start]) + float(ends[end]))
+                    found[window["example_id"]].append(answer)
+    best = {
+        name: sorted(answers, key=lambda one: one.score, reverse=True)[:num_best]
+        for name, answers in found.items()
+    }
+    return {name: answers or [Answer("", 0.0)] for name, answers in best.items()}
+
+
+def normalised(text: str) -> str:
+    """Return an answer as it is compared: no case, ASCII punctuation, articles, double spaces."""
+    plain = text.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", plain).split())
+
+
+def exact_match(answer: str, gold: str) -> float:
+    """Return 1.0 where both are equal when normalised, else 0.0."""
+    return float(normalised(answer) == normalised(gold))
+
+
+def f1(answer: str, gold: str) -> float:
+    """Return the harmonic mean of precision and recall of the normalised answer's words.
+
+    Words count as often as they occur. It is 0.0 where either has none, as in SQuAD 1.1.
+    """
+    given, wanted = Counter(normalised(answer).split()), Counter(normalised(gold).split())
+    shared = (given & wanted).total()
+    return 2 * shared / (given.total() + wanted.total()) if shared else 0.0
+
+
+def score(answers: Mapping[str, str], questions: Sequence[Question]) -> dict[str, float]:
+    """Return `exact_match` and `f1` in percent, means over the questions.
+
+    Each counts as with the most similar of its right answers; one without an answer counts 0.
+    Source: Rajpurkar et al., SQuAD (2016), section 6.1; version 1.1 of the data set.
+    """
+    totals = {"exact_match": 0.0, "f1": 0.0}
+    for one in questions:
+        if one["id"] in answers:
+            golds, answer = one["answers"]["text"], answers[one["id"]]
+            totals["exact_match"] += max(exact_match(answer, gold) for gold in golds)
+            totals["f1"] += max(f1(answer, gold) for gold in golds)
+    return {name: 100 * total / len(questions) for name, total in totals.items()}
+
+
+def _questions(article: Any) -> Iterator[Question]:
+    for paragraph in article["paragraphs"]:
+        for asked in paragraph["qas"]:
+            golds: Gold = {
+                "text": [gold["text"] for gold in asked["answers"]],
+                "answer_start": [gold["answer_start"] for gold in asked["answers"]],
+            }
+            yield {
+                "id": asked["id"],
+                "context": paragraph["context"],
+                "question": asked["question"].strip(),
+                "answers": golds,
+            }
+
+
+def _highest(values: Array, num: int) -> list[int]:
+    """Return where the highest values are, the highest first; of equal ones the first."""
+    order: list[int] = np.argsort(-values, kind="stable")[:num].tolist()
+    return order
