@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,14 @@ from pipetransformer.events import Callback
 from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 
-_UNHEARD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_begin")
-"""Events within a step, or before it, of which nobody is told here."""
+_UNHEARD = (
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_prediction_step",
+)
+"""Events before a step or within it, of which nobody is told here."""
 
 _UNANSWERED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop")
 
@@ -45,7 +52,12 @@ class CallbackBridge(Callback):
         model: Any,
         processing_class: Any,
     ) -> None:
-        self.state, self.control = TrainerState(), TrainerControl()
+        # Known before the run begins, for callbacks that write on one rank only.
+        self.state = TrainerState(
+            is_world_process_zero=os.environ.get("RANK", "0") == "0",
+            is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",
+        )
+        self.control = TrainerControl()
         self.prefix = "eval"
         self.learning_rate: Callable[[int], float] = lambda step: 0.0
         self.steps_per_epoch = 1
@@ -55,6 +67,7 @@ class CallbackBridge(Callback):
         self.total_loss = 0.0
         for callback in callbacks:
             self.add(callback)
+        self._handler.on_init_end(args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
         """Add a callback, an instance or a class."""
@@ -80,7 +93,6 @@ class CallbackBridge(Callback):
     def on_train_begin(self, trainer: Any) -> None:
         state = self.state
         state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
-        state.is_world_process_zero = trainer.is_main_process
         self._note(trainer)
         self._logged_step = state.global_step
         self._tell(trainer, "on_train_begin")
@@ -109,6 +121,10 @@ class CallbackBridge(Callback):
         self.log(trainer, named)
         self._tell(trainer, "on_evaluate", metrics=named)
         self._note_best(named)  # After it, as an early stop compares with the best so far.
+
+    def on_predict(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        """Tell of predictions; our Trainer has no such event."""
+        self._tell(trainer, "on_predict", metrics=dict(metrics))
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         self._tell(trainer, "on_save")

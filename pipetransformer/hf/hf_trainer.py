@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
-from pipetransformer.data import SizedDataset
+from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge
 from pipetransformer.hf.training_arguments import (
     length_of,
@@ -179,6 +178,7 @@ class HFTrainer:
         trainer, start = self._begun(stand_in=test_dataset), time.time()
         found: Any = trainer.predict(test_dataset)
         metrics = self._named(found.metrics, metric_key_prefix, start, len(test_dataset))
+        self._bridge.on_predict(trainer, metrics)
         return PredictionOutput(self._shaped(found.predictions), found.label_ids, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -199,11 +199,11 @@ class HFTrainer:
 
     def is_world_process_zero(self) -> bool:
         """Tell whether this process is rank 0."""
-        return os.environ.get("RANK", "0") == "0"
+        return bool(self.state.is_world_process_zero)
 
     def is_local_process_zero(self) -> bool:
         """Tell whether this process is the first of its node."""
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        return bool(self.state.is_local_process_zero)
 
     def create_model_card(self, **facts: Any) -> None:
         """Write output_dir/README.md on rank 0; arguments are those of transformers."""
@@ -231,6 +231,7 @@ class HFTrainer:
 
     def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
         args, bridge = self.args, self._bridge
+        check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
         length = length_of(args, len(dataset))
         bridge.steps_per_epoch = length.steps_per_epoch
         bridge.learning_rate = lambda step: schedule_value(args, length, step)
