@@ -93,7 +93,8 @@ def tokenise(data: DataArguments, tokenizer: Any, dataset: Dataset) -> Dataset:
 
 def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     """Return the share of right classes, and the F1 of class 1."""
-    given, wanted = np.argmax(prediction.predictions, axis=1), prediction.label_ids
+    given: Any = np.argmax(prediction.predictions, axis=1)
+    wanted: Any = prediction.label_ids
     both = ((given == 1) & (wanted == 1)).sum()
     either = (given == 1).sum() + (wanted == 1).sum()
     return {
@@ -115,7 +116,8 @@ def load(options: ModelArguments) -> tuple[Any, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, evaluate and predict, as asked."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments, TrainerArguments))
+    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, TrainerArguments)
+    parser = HfArgumentParser(kinds)
     model_args, data_args, training_args, trainer_args = parser.parse_args_into_dataclasses(
         args=arguments
     )
@@ -129,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read = read_split(getattr(data_args, option), option, limit)
         return tokenise(data_args, tokenizer, read)
 
-    train_dataset = eval_dataset = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
     if training_args.do_train:
         train_dataset = split("train", data_args.max_train_samples)
     if training_args.do_eval:

@@ -153,7 +153,8 @@ def load(options: ModelArguments) -> tuple[Any, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate, as asked."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments, TrainerArguments))
+    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, TrainerArguments)
+    parser = HfArgumentParser(kinds)
     model_args, data_args, training_args, trainer_args = parser.parse_args_into_dataclasses(
         args=arguments
     )
@@ -162,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     set_seed(training_args.seed)
     model, tokenizer = load(model_args)
 
-    train_dataset, questions = None, []
+    train_dataset: Any = None
+    questions: list[Question] = []
     if training_args.do_train:
         limit = data_args.max_train_samples
         read = read_split(data_args.train_file, "train_file", limit)
