@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from autodp import mix_seed
 from pipetransformer.data.collation import Batch, Collation
@@ -43,9 +43,10 @@ def check_dataset(dataset: Any, name: str) -> None:
             "exactly once needs one: give a dataset with __len__ and __getitem__, for instance "
             "list(dataset)"
         )
-    if getattr(type(dataset), "__getitem__", None) is None:
+    if getattr(type(dataset), "__getitem__", None) is None or isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"{name} ({type(dataset).__name__}) has no __getitem__; give a map-style dataset"
+            f"{name} ({type(dataset).__name__}) gives no samples by index; give a map-style "
+            "dataset"
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give at least one sample")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 
 _UNHEARD = (
+    "on_step_begin",
     "on_substep_end",
     "on_pre_optimizer_step",
     "on_optimizer_step",
-    "on_step_begin",
     "on_prediction_step",
 )
-"""Events within a step, or before it, of which nobody is told here."""
+"""Events before a step or within it, of which nobody is told here."""
 
 _UNANSWERED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop")
 
@@ -52,7 +53,12 @@ class CallbackBridge(Callback):
         model: Any,
         processing_class: Any,
     ) -> None:
-        self.state, self.control = TrainerState(), TrainerControl()
+        # Known before the run begins, for callbacks that write on one rank only.
+        self.state = TrainerState(
+            is_world_process_zero=os.environ.get("RANK", "0") == "0",
+            is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",
+        )
+        self.control = TrainerControl()
         self.prefix = "eval"
         self.learning_rate: Callable[[int], float] = lambda step: 0.0
         self.steps_per_epoch = 1
@@ -62,7 +68,7 @@ class CallbackBridge(Callback):
         self.total_loss, self.num_steps = 0.0, 0
         for callback in callbacks:
             self.add(callback)
-        self._handler.call_event("on_init_end", args, self.state, self.control)
+        self._handler.on_init_end(args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
         """Add a callback, an instance or a class."""
@@ -101,7 +107,6 @@ class CallbackBridge(Callback):
     def on_train_begin(self, trainer: Any) -> None:
         state = self.state
         state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
-        state.is_world_process_zero = trainer.is_main_process
         self._note(trainer)
         self._take_up(trainer)
         self.tell(trainer, "on_train_begin")

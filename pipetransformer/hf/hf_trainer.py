@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
-from pipetransformer.data import SizedDataset
+from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.training_arguments import (
     length_of,
@@ -203,11 +202,11 @@ class HFTrainer:
 
     def is_world_process_zero(self) -> bool:
         """Tell whether this process is rank 0."""
-        return os.environ.get("RANK", "0") == "0"
+        return bool(self.state.is_world_process_zero)
 
     def is_local_process_zero(self) -> bool:
         """Tell whether this process is the first of its node."""
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        return bool(self.state.is_local_process_zero)
 
     def create_model_card(self, **facts: Any) -> None:
         """Write output_dir/README.md on rank 0; arguments are those of transformers."""
@@ -235,6 +234,7 @@ class HFTrainer:
 
     def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
         args, bridge = self.args, self._bridge
+        check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
         length = length_of(args, len(dataset))
         bridge.steps_per_epoch = length.steps_per_epoch
         bridge.learning_rate = lambda step: schedule_value(args, length, step)

@@ -166,6 +166,13 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.zeros(4))
 
 
+class SizedStream(Stream):
+    """One with a length, whose samples cannot be had by index either."""
+
+    def __len__(self) -> int:
+        return 4
+
+
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
@@ -178,9 +185,10 @@ class Stream(IterableDataset[Tensor]):
         (
             DataLoader(Made(augmented)),
             TypeError,
-            r"\(DataLoader\) has no __getitem__; .*map-style",
+            r"\(DataLoader\) gives no samples by index; .*map-style",
         ),
-        ({1, 2}, TypeError, r"train_dataset \(set\) has no __getitem__"),
+        (SizedStream(), TypeError, r"train_dataset \(SizedStream\) gives no samples by index"),
+        ({1, 2}, TypeError, r"train_dataset \(set\) gives no samples by index"),
         ([], ValueError, "train_dataset is empty; give at least one sample"),
     ],
 )

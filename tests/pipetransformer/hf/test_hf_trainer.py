@@ -252,16 +252,18 @@ def test_arguments_that_would_not_be_honoured_are_refused_by_name(
     [
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers would not be"),
         ({"model_init": tiny_bert}, "model_init would not be honoured"),
+        ({"train_dataset": iter([1])}, r"train_dataset \(list_iterator\) has no length"),
         ({"callbacks": [3]}, "3 is no transformers.TrainerCallback"),
         ({"settings": 3}, "unknown setting"),
     ],
-    ids=["optimizers", "model_init", "callbacks", "settings"],
+    ids=["optimizers", "model_init", "stream", "callbacks", "settings"],
 )
 def test_what_would_be_left_aside_is_refused(
     tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message), made(tmp_path, **given) as trainer:
-        trainer.train()
+    with pytest.raises((TypeError, ValueError), match=message):
+        with made(tmp_path, **given) as trainer:
+            trainer.train()
 
 
 class Asks(TrainerCallback):  # type: ignore[misc]
@@ -286,3 +288,33 @@ def test_callbacks_that_ask_for_what_is_not_done_are_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="Hears overrides on_pre_optimizer_step"):
         with made(tmp_path, callbacks=[Hears()]):
             pass
+
+
+class Heard(TrainerCallback):  # type: ignore[misc]
+    """Take down the beginning, predictions, and whether this rank writes."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self.events.append(("init", state.is_world_process_zero, facts["model"] is not None))
+
+    def on_predict(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self.events.append(("predict", state.is_world_process_zero, set(facts["metrics"])))
+
+
+def predict_alone(folder: Path) -> list[Any]:
+    heard = Heard()
+    with made(folder, train_dataset=None, callbacks=[heard]) as trainer:
+        trainer.predict(rows(4), metric_key_prefix="mine")
+    return heard.events
+
+
+def test_callbacks_hear_of_the_beginning_and_of_predictions_on_a_rank_they_know(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    for rank, events in enumerate(two_ranks.run(predict_alone, tmp_path)):
+        (begin, predicted) = events
+        assert begin == ("init", rank == 0, True)
+        assert predicted[:2] == ("predict", rank == 0)
+        assert {"mine_loss", "mine_accuracy", "mine_runtime"} <= predicted[2]
