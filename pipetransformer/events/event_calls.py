@@ -6,6 +6,7 @@ rank 1    on_step_end: raises, or calls stop() | agree   | CallbackError, from t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -44,8 +45,10 @@ class Events:
     def __init__(
         self, trainer: Any, callbacks: Sequence[Callback], *, world: World, timeline: Timeline
     ) -> None:
-        self._trainer, self._callbacks = trainer, tuple(callbacks)
+        # The trainer holds this: a circle would keep its memory until somebody collects garbage.
+        self._trainer, self._callbacks = weakref.ref(trainer), tuple(callbacks)
         self._world, self._timeline = world, timeline
+        self._saves = trainer.config.saves
         self._failure: tuple[str, Exception] | None = None
         self._wants_stop = False
         # An event is collective: ranks that heard of different ones would wait for each other.
@@ -87,7 +90,7 @@ class Events:
 
     def tell_of_save(self, saved: Saved | None) -> None:
         """Tell of the checkpoint that rank 0 knows to be complete, if there is one. Collective."""
-        if self._callbacks and self._trainer.config.saves:
+        if self._callbacks and self._saves:
             folder = str(saved.folder) if saved is not None and saved.num_bytes else None
             folder = broadcast_json(folder, group=self._world.group)
             if folder is not None:
@@ -102,7 +105,7 @@ class Events:
             return
         for callback in self._callbacks:
             try:
-                getattr(callback, event.__name__)(self._trainer, *facts)
+                getattr(callback, event.__name__)(self._trainer(), *facts)
             except Exception as error:
                 place = f"{type(callback).__name__}.{event.__name__}"
                 text = f"{place} raised {type(error).__name__}: {error}"

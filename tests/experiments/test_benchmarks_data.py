@@ -24,6 +24,7 @@ TINY = data.Workload(
 WORDS = ("a", "fine", "film", "not", "so", "dull")
 
 
+@pytest.mark.slow
 def test_data_prints_what_each_side_waits_in_each_state(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

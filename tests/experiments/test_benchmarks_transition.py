@@ -38,6 +38,7 @@ def printed(
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_last_line_holds_medians_and_what_was_moved(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], two_ranks: Pool
 ) -> None:

@@ -128,6 +128,7 @@ def both_tasks(options: list[list[str]]) -> None:
     run(question_answering.main, options[1])
 
 
+@pytest.mark.slow
 def test_two_processes_log_the_losses_and_metrics_of_one_with_the_batch_of_both(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_two_processes_log_the_losses_and_metrics_of_one_with_the_batch_of_both(
         assert metrics(two) == pytest.approx(metrics(one), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_script_runs_under_torchrun_and_freezes(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     script = ["--module", "experiments.from_transformers.glue", *sst2(tmp_path), *USUAL]

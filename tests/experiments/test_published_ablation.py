@@ -129,6 +129,7 @@ def test_our_rules_take_one_stage_and_beat_the_published_ones(
     assert baseline_s / seconds > predicted["all four"]
 
 
+@pytest.mark.slow
 def test_the_program_prints_its_tables_and_reasons_and_last_a_json_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -76,6 +76,7 @@ def test_no_change_shows_on_four_processes(four_ranks: Pool, scenario: Scenario)
     check(four_ranks, scenario)
 
 
+@pytest.mark.slow
 def test_no_change_shows_on_eight_processes(eight_ranks: Pool) -> None:
     shapes = {
         0: Shape(8, 5),

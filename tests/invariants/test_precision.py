@@ -111,6 +111,7 @@ def test_two_processes_train_as_the_loop_does(two_ranks: Pool, shape: Shape) -> 
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(2, 3, "gpipe"), Shape(1, 1)], ids=str)
+@pytest.mark.slow
 def test_four_processes_train_as_the_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = in_low_precision({0: shape})
     assert_near(merge(four_ranks.run(train_quickly, scenario)), loop(scenario))

@@ -227,7 +227,7 @@ def stop_after(folder: Path, num_steps: int, settings: dict[str, Any]) -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize("num_steps", [3, 6, 9])
+@pytest.mark.parametrize("num_steps", [6, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_best_weights(
     two_ranks: Pool, tmp_path: Path, num_steps: int
 ) -> None:

@@ -113,7 +113,13 @@ def pools(request: pytest.FixtureRequest, num_ranks: int) -> Callable[..., list[
 
 
 SHAPES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)}
-shapes = pytest.mark.parametrize(("length", "replicas"), SHAPES.values(), ids=SHAPES)
+shapes = pytest.mark.parametrize(
+    ("length", "replicas"),
+    [
+        pytest.param(*shape, id=name, marks=[pytest.mark.slow] * (name == "2x2"))
+        for name, shape in SHAPES.items()
+    ],
+)
 
 
 @shapes

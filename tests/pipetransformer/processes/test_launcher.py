@@ -262,9 +262,12 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
             signal.SIGKILL,
             "stopped",
             "spawn",
-            marks=pytest.mark.skipif(
-                sys.platform != "linux", reason="only Linux's kernel ends a stopped process"
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    sys.platform != "linux", reason="only Linux's kernel ends a stopped process"
+                ),
+            ],
         ),
     ],
 )
