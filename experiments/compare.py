@@ -118,7 +118,7 @@ def reached_s(folder: Path, metric: str, goal: float | None) -> float | None:
     training = 0.0
     for record in records_of(folder):
         if record["kind"] == "step":
-            training = record.get("train_s", training + record.get("seconds", 0.0))
+            training += record["seconds"]
         elif record["kind"] == "evaluation" and goal is not None:
             if record.get(metric, -1.0) >= goal:
                 return training
@@ -161,8 +161,8 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, and print the table."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description="Compare a recipe with its rivals.")
     parser.add_argument("--script", choices=("bert", "vit"), required=True)
     parser.add_argument("--recipe", required=True)
@@ -171,7 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
     parser.add_argument("--static_layers", type=int, default=2, help="that `static` never trains")
     parser.add_argument("further", nargs="*", help="options of the script, behind --")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, and print the table."""
+    options = parse(arguments)
     run_all(options)
     rows = read_rows(options)
     print(table(rows))

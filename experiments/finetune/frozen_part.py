@@ -83,8 +83,10 @@ class FrozenPart:
         return self._padded(batch, ids)
 
     def _padded(self, batch: Mapping[str, Tensor], ids: list[int]) -> Tensor:
-        rows = [self._kept[one][1] for one in ids]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        rows = nn.utils.rnn.pad_sequence([self._kept[one][1] for one in ids], batch_first=True)
+        mask = batch.get("attention_mask")
+        missing = 0 if mask is None else mask.shape[1] - rows.shape[1]
+        return nn.functional.pad(rows, (0, 0, 0, missing))
 
     def _length(self, batch: Mapping[str, Tensor], index: int) -> int | None:
         mask = batch.get("attention_mask")

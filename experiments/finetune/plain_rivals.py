@@ -14,6 +14,7 @@ The order of samples, the schedule of the learning rate and the clipping are the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -87,36 +88,25 @@ class PlainLoop:
             self.max_steps = self._steps_in(options.budget_s or 0.0)
         order, step = shuffled(len(self.workload.train_dataset), seed=options.seed), 0
         for epoch in range(-(-self.max_steps // self.steps_per_epoch)):
-            for batch, ids in self._batches(order(epoch)):
-                if step == self.max_steps:
-                    break
-                begin = time.perf_counter()
+            batches, begin = self._batches(order(epoch)), time.perf_counter()
+            for batch, ids in itertools.islice(batches, self.max_steps - step):
                 loss = self._step(batch, ids, step, epoch)
-                self.train_s += time.perf_counter() - begin
-                step += 1
-                self.log.append(
-                    {
-                        "kind": "step",
-                        "step": step - 1,
-                        "loss": loss,
-                        "frozen": self.frozen.depth,
-                        "elapsed_s": self.train_s,
-                    }
-                )
+                now = time.perf_counter()
+                record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
+                self.log.append({"kind": "step", "step": step, **record})
+                self.train_s, step, begin = self.train_s + now - begin, step + 1, now
             every = options.evaluate_every_epochs
             if every and (epoch + 1) % every == 0 and step < self.max_steps:
                 metrics = dict(
                     self.evaluate(self.workload.eval_dataset, self.workload.judge).metrics
                 )
-                self.log.append(
-                    {"kind": "evaluation", "step": step, **metrics, "elapsed_s": self.train_s}
-                )
+                self.log.append({"kind": "evaluation", "step": step, **metrics})
         found = self.evaluate(self.workload.eval_dataset, self.workload.judge)
         metrics = dict(found.metrics)
         for name, dataset in self.workload.further.items():
             other = self.evaluate(dataset, self.workload.judge).metrics
             metrics |= {f"{name}_{key}": value for key, value in other.items()}
-        self.log.append({"kind": "evaluation", "step": step, **metrics, "elapsed_s": self.train_s})
+        self.log.append({"kind": "evaluation", "step": step, **metrics})
         if self.rank == 0:
             folder = Path(options.output_dir)
             folder.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,11 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
         "f1",
         write,
         {},
-        collate_fn=DataCollatorWithPadding(tokenizer),
+        # The softmax over positions takes padding in: padded alike, runs are alike on any K and R,
+        # and rows of the cache have one length.
+        collate_fn=DataCollatorWithPadding(
+            tokenizer, padding="max_length", max_length=source.max_length
+        ),
         processing_class=tokenizer,
     )
 

@@ -1,0 +1,56 @@
+"""Prove that the table of rivals is of complete runs, and that runs are not repeated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import compare
+
+
+def write_run(folder: Path, metrics: list[float], *, seconds: float) -> None:
+    """Write what a run leaves: a step and an evaluation for every metric."""
+    folder.mkdir(parents=True)
+    records = []
+    for metric in metrics:
+        records += [{"kind": "step", "seconds": seconds}, {"kind": "evaluation", "f1": metric}]
+    (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    summary = {
+        "metric": "f1",
+        "metrics": {"f1": metrics[-1]},
+        "train_s": seconds * len(metrics),
+        "details": {"kept_bytes": 7},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"ddp-seed{seed}", [50.0, 80.0, 90.0], seconds=10.0)
+        write_run(tmp_path / f"ours-seed{seed}", [60.0, 89.6, 89.0 + seed], seconds=5.0)
+        write_run(tmp_path / f"static-seed{seed}", [40.0, 50.0, 60.0], seconds=4.0)
+    write_run(tmp_path / "lora-seed0", [40.0], seconds=4.0)  # Its other seed is not complete.
+    given = ["--script", "bert", "--recipe", "none", "--folder", str(tmp_path)]
+    options = compare.parse([*given, "--seeds", "0", "1"])
+    table = compare.table(compare.read_rows(options))
+    assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 1.00 | 30 |" in table
+    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 0.50 | 10 |" in table
+    assert "| static | 60.0 ± 0.0 | 12 ± 0 | 0.40 | 0 of 2 seeds |" in table
+    assert "lora" not in table
+
+
+@pytest.mark.slow
+def test_rows_are_trained_once_each_by_their_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text('task = "sst2"\nfreeze = "schedule:0,2"\nnum_train_epochs = 2\n')
+    given = ["--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path / "runs")]
+    rows = ["--seeds", "0", "--rows", "ddp", "ours", "short", "--", "--smoke"]
+    compare.main([*given, *rows])
+    first = capsys.readouterr().out
+    assert first.count("seed 0, ") == 3 and "| short |" in first
+    compare.main([*given, *rows])
+    assert "seed 0, " not in capsys.readouterr().out
