@@ -265,14 +265,17 @@ def watch_entry(trainer: Trainer, act: Callable[[], object]) -> dict[str, Any]:
         found["weights"] = sum(t.nbytes for t in tensors if not t.is_meta)
         found["gradients"] = sum(p.grad is not None for p in model.parameters())
         gc.collect()
-        found["optimizers"] = sum(
-            isinstance(one, torch.optim.Optimizer) for one in gc.get_objects()
-        )
+        found["optimizers"] = num_optimizers()
         return move_shards(*arguments, **keywords)
 
     with patch.object(pipetransformer.transition.deployment, "move_shards", watched):
         act()
     return found
+
+
+def num_optimizers() -> int:
+    """Count those that live."""
+    return sum(isinstance(one, torch.optim.Optimizer) for one in gc.get_objects())
 
 
 def enter_first_change() -> dict[str, Any]:
@@ -290,12 +293,14 @@ def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(
 
 def enter_second_change() -> dict[str, Any]:
     """Hold on to the old stage while it is left, as a caller may."""
-    gc.collect()  # What failed in an earlier test may be held by its traceback.
+    gc.collect()
+    others = num_optimizers()  # Of tests before this one, in the same process.
     with start(2) as trainer:
         trainer.step()
         stage = trainer._run.deployment.active_stage
         assert stage.optimizer is not None
         found = watch_entry(trainer, lambda: trainer._run.deployment.change(decision((0, 8))))
+        found["optimizers"] -= others
         found["kept"] = (stage.optimizer, len(stage.parameters))
         return found
 
