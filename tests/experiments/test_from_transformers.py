@@ -102,7 +102,10 @@ def metrics(folder: Path) -> dict[str, float]:
     return {name: value for name, value in found.items() if not is_time(name)}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("sst2", "squad"))) for n in TASKS],
+)
 def test_a_script_logs_the_losses_and_metrics_of_transformers(task: str, tmp_path: Path) -> None:
     main, write = TASKS[task]
     options = [*write(tmp_path), *USUAL, BATCH, "8"]

@@ -131,6 +131,7 @@ def recorded_losses(folder: Path) -> list[float]:
     return [losses[step] for step in range(len(losses))]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_a_plain_loop_does(tmp_path: Path) -> None:
     run = script(Run(str(tmp_path)))
     nodes = Cluster([torchrun(node, 2, *run) for node in range(2)], str(tmp_path))

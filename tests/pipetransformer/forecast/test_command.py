@@ -227,6 +227,7 @@ def test_pictures_are_drawn_one_for_each_number_of_frozen_layers(
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_machine_at_hand_is_measured_by_a_process_for_each_slot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -119,6 +119,7 @@ def two_processes(folder: Path) -> list[float]:
         return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 def test_two_processes_log_the_losses_of_one_with_the_batch_of_both(
     two_ranks: Pool, tmp_path: Path
 ) -> None:

@@ -256,7 +256,7 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
 @pytest.mark.parametrize(
     ("ending", "how", "start_method"),
     [
-        (signal.SIGTERM, "stopped", "forkserver"),
+        pytest.param(signal.SIGTERM, "stopped", "forkserver", marks=pytest.mark.slow),
         (signal.SIGKILL, "waiting", "forkserver"),
         pytest.param(
             signal.SIGKILL,
