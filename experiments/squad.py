@@ -96,6 +96,21 @@ def text_offsets(
     return [list(offset) if source == text else outside for offset, source in pairs]
 
 
+def answer_tokens(places: list[list[int]], begin: int, end: int) -> tuple[int, int]:
+    """Return the first and last token of an answer, (0, 0) where not all of it is here.
+
+    Args:
+        places: what `text_offsets` gives.
+        begin, end: of the answer, in characters.
+    """
+    inside = [index for index, (left, _) in enumerate(places) if left >= 0]
+    if not inside or places[inside[0]][0] > begin or places[inside[-1]][1] < end:
+        return 0, 0
+    first = max(index for index in inside if places[index][0] <= begin)
+    last = min(index for index in inside if places[index][1] >= end)
+    return first, last
+
+
 def best_answers(
     questions: Sequence[Question],
     windows: Sequence[Window],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class FrozenPart:
         self.depth = 0
         self._kept: dict[int, tuple[int, Tensor]] = {}
 
-    @property
+    @cached_property
     def layered(self) -> LayeredModel:
         """Return the model's sublayers."""
         return adapt(self._model)

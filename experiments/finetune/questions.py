@@ -18,6 +18,7 @@ from experiments.squad import (
     Answer,
     Question,
     Window,
+    answer_tokens,
     best_answers,
     read_questions,
     score,
@@ -40,7 +41,7 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
     windows = Windows(tokenizer, source.max_length, stride)
     train = read_split(source.data, "train", source.most_train)
     questions = read_split(source.data, "dev", source.most_eval)
-    places = windows.places(questions)
+    entries, places = windows.cut(questions)
 
     def answers(prediction: Any) -> dict[str, list[Answer]]:
         logits = prediction.predictions[..., 0], prediction.predictions[..., 1]
@@ -62,8 +63,8 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
     return Workload(
         "squad",
         lambda small: build_text_model(AutoModelForQuestionAnswering, source, small),
-        windows.entries(train),
-        windows.entries(questions),
+        windows.cut(train)[0],
+        entries,
         text_forward,
         judge,
         "f1",
@@ -109,25 +110,21 @@ class Windows:
     def __init__(self, tokenizer: Any, length: int, stride: int) -> None:
         self._tokenizer, self._length, self._stride = tokenizer, length, stride
 
-    def entries(self, questions: list[Question]) -> list[dict[str, Any]]:
-        """Return windows with the tokens at which their first right answers begin and end.
+    def cut(self, questions: list[Question]) -> tuple[list[dict[str, Any]], list[Window]]:
+        """Return windows with the tokens at which their first right answers begin and end, and
+        what `best_answers` needs to know of them.
 
-        Where a window does not hold the whole answer both are its first, the class token.
+        Where a window does not hold the whole answer both tokens are its first, the class token.
         """
-        found = []
+        entries: list[dict[str, Any]] = []
+        windows: list[Window] = []
         for entry, question, places in self._cut(questions):
             gold = question["answers"]
             begin = gold["answer_start"][0]
             first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
-            found.append({**entry, "start_positions": first, "end_positions": last})
-        return found
-
-    def places(self, questions: list[Question]) -> list[Window]:
-        """Return what `best_answers` needs to know of the same windows."""
-        return [
-            {"example_id": question["id"], "offset_mapping": places}
-            for _, question, places in self._cut(questions)
-        ]
+            entries.append({**entry, "start_positions": first, "end_positions": last})
+            windows.append({"example_id": question["id"], "offset_mapping": places})
+        return entries, windows
 
     def _cut(
         self, questions: list[Question]
@@ -152,18 +149,3 @@ class Windows:
             )
             for index in range(len(offsets))
         ]
-
-
-def answer_tokens(places: list[list[int]], begin: int, end: int) -> tuple[int, int]:
-    """Return the first and last token of an answer, (0, 0) where not all of it is here.
-
-    Args:
-        places: where in the text each token begins and ends; negative where it is not of the text.
-        begin, end: of the answer, in characters.
-    """
-    inside = [index for index, (left, _) in enumerate(places) if left >= 0]
-    if not inside or places[inside[0]][0] > begin or places[inside[-1]][1] < end:
-        return 0, 0
-    first = max(index for index in inside if places[index][0] <= begin)
-    last = min(index for index in inside if places[index][1] >= end)
-    return first, last

@@ -29,7 +29,14 @@ from transformers import (
 )
 
 from experiments.from_transformers.whose_trainer import TrainerArguments, trainer_class
-from experiments.squad import Question, best_answers, read_questions, score, text_offsets
+from experiments.squad import (
+    Question,
+    answer_tokens,
+    best_answers,
+    read_questions,
+    score,
+    text_offsets,
+)
 
 TEXT = 1
 """The tokenizer's number for the text; the question, which comes first, is 0."""
@@ -102,21 +109,6 @@ def train_features(data: DataArguments, tokenizer: Any, questions: list[Question
         return encoded
 
     return _mapped(questions, convert)
-
-
-def answer_tokens(places: list[list[int]], begin: int, end: int) -> tuple[int, int]:
-    """Return the first and last token of an answer, (0, 0) where not all of it is here.
-
-    Args:
-        places: what `text_offsets` gives.
-        begin, end: of the answer, in characters.
-    """
-    inside = [index for index, (left, _) in enumerate(places) if left >= 0]
-    if not inside or places[inside[0]][0] > begin or places[inside[-1]][1] < end:
-        return 0, 0
-    first = max(index for index in inside if places[index][0] <= begin)
-    last = min(index for index in inside if places[index][1] >= end)
-    return first, last
 
 
 def evaluation_features(data: DataArguments, tokenizer: Any, questions: list[Question]) -> Dataset:
