@@ -17,6 +17,7 @@ from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import (
     EpochSampler,
+    checked_order,
     mix_seed,
     shuffled,
     shuffled_by_length,
@@ -39,6 +40,7 @@ __all__ = [
     "Topology",
     "broadcast_json",
     "broadcast_tensor",
+    "checked_order",
     "gather_json",
     "largest_incoming_bytes",
     "link_device",

@@ -35,19 +35,25 @@ class EpochSampler:
         """Return the indices of the global batch that begins at a sample of an epoch.
 
         They are (min(size, num_samples - position),) int64 on CPU.
-
-        Raises:
-            ValueError: the epoch's order has not every index once.
         """
         if epoch != self._epoch:
-            order = torch.as_tensor(self._order_of(epoch), dtype=torch.int64)
-            if not torch.equal(order.sort().values, torch.arange(self.num_samples)):
-                raise ValueError(
-                    f"the order of epoch {epoch} is of {len(order)} indices, not of each of "
-                    f"0..{self.num_samples - 1} once; an epoch covers every sample exactly once"
-                )
-            self._order, self._epoch = order, epoch
+            self._order, self._epoch = self._order_of(epoch), epoch
         return self._order[position : position + size].clone()
+
+
+def checked_order(num_samples: int, order: EpochOrder) -> EpochOrder:
+    """Return a user's order, which raises a ValueError where it has not every index once."""
+
+    def checked(epoch: int) -> Tensor:
+        found = torch.as_tensor(order(epoch), dtype=torch.int64)
+        if not torch.equal(found.sort().values, torch.arange(num_samples)):
+            raise ValueError(
+                f"the order of epoch {epoch} is of {len(found)} indices, not of each of "
+                f"0..{num_samples - 1} once; an epoch covers every sample exactly once"
+            )
+        return found
+
+    return checked
 
 
 def shuffled(num_samples: int, *, seed: int) -> EpochOrder:

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autodp import EpochSampler, broadcast_json, gather_json, shuffled, shuffled_by_length
+from autodp import (
+    EpochSampler,
+    broadcast_json,
+    checked_order,
+    gather_json,
+    shuffled,
+    shuffled_by_length,
+)
 from autopipe.trace import Span, Trace
 from freeze import NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
@@ -206,14 +213,14 @@ class Run:
             yield epoch, self.deployment.active_stage.own_part(batch)
 
     def _sampler_of(self, dataset: SizedDataset, config: TrainConfig) -> EpochSampler:
-        num, order = len(dataset), config.sample_order
-        if order is None:
-            order = shuffled(num, seed=config.seed)
-        if config.group_by_length:
-            lengths = read_lengths(dataset, self.task.model.inputs[0])
-            size = config.global_batch_size
-            order = shuffled_by_length(lengths, seed=config.seed, batch_size=size)
-        return EpochSampler(num, order)
+        num, seed = len(dataset), config.seed
+        if config.sample_order is not None:
+            return EpochSampler(num, checked_order(num, config.sample_order))
+        if not config.group_by_length:
+            return EpochSampler(num, shuffled(num, seed=seed))
+        lengths = read_lengths(dataset, self.task.model.inputs[0])
+        size = config.global_batch_size
+        return EpochSampler(num, shuffled_by_length(lengths, seed=seed, batch_size=size))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state on rank 0, {} elsewhere. Collective.
@@ -287,14 +294,19 @@ class Run:
         if self._caches:
             self.feed.check_repeatable()
         self.feed.warn_of_padding()
+        self._refuse_other_orders()
+        agree(self.log.open, group=self.world.group)
+        probe_sublayers(self.task, self.world, self.feed.read)
+
+    def _refuse_other_orders(self) -> None:
+        if self.task.config.sample_order is None:
+            return
         order = self._sampler.global_batch(0, 0, self.timeline.num_samples)
         if len(set(gather_json(hash_json(order.tolist()), group=self.world.group))) > 1:
             raise ValueError(
                 "sample_order gives ranks other orders, so that samples would be left out; let it "
                 "depend on nothing but the epoch"
             )
-        agree(self.log.open, group=self.world.group)
-        probe_sublayers(self.task, self.world, self.feed.read)
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile

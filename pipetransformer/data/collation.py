@@ -47,11 +47,9 @@ class Collation:
 
     def unused(self, item: Any) -> tuple[str, ...]:
         """Name the entries of an item that the model does not know."""
-        return (
-            tuple(name for name in item if name not in self._known())
-            if isinstance(item, Mapping)
-            else ()
-        )
+        known = self._known()
+        names = item if isinstance(item, Mapping) else ()
+        return tuple(name for name in names if name not in known)
 
     def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
         """Return entries by name, (B, ...) each on the CPU.
@@ -67,7 +65,13 @@ class Collation:
                 for name in dict.fromkeys(name for item in found for name in item)
             }
         if self.drops_unknown:
-            items = [self._without_unknown(item) for item in items]
+            known = self._known()
+            items = [
+                {name: value for name, value in item.items() if name in known}
+                if isinstance(item, Mapping)
+                else item
+                for item in items
+            ]
         try:
             collated = self.function(items)
         except Exception as error:
@@ -81,12 +85,6 @@ class Collation:
     def _known(self) -> set[str]:
         labels = _LABELS if set(_LABELS) & set(self.names) else ()
         return {*self.names, *labels}
-
-    def _without_unknown(self, item: Any) -> Any:
-        if not isinstance(item, Mapping):
-            return item
-        known = self._known()
-        return {name: value for name, value in item.items() if name in known}
 
     def _named(self, item: Any) -> dict[str, Any]:
         """Return an item's entries, or a collated batch's, by the model's names."""

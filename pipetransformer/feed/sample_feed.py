@@ -110,7 +110,8 @@ class SampleFeed:
 
     def have_targets(self) -> bool:
         """Tell by the first sample whether they have the model's targets."""
-        return all(name in self._samples.read([0], view=0) for name in self._task.model.targets)
+        first = self._samples.read([0], view=0)
+        return all(name in first for name in self._task.model.targets)
 
     def warn_of_padding(self) -> None:
         """Say where the replicas' paddings make a difference."""

@@ -22,14 +22,14 @@ from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOu
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.training_arguments import (
+    learning_rate_of,
     length_of,
-    num_processes,
     optimizer_of,
     refuse_unknown,
-    schedule_value,
     settings_of,
 )
 from pipetransformer.predictions import EvalPrediction as OwnPrediction
+from pipetransformer.processes import world_size
 from pipetransformer.trainer import Trainer
 
 
@@ -237,7 +237,7 @@ class HFTrainer:
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
         length = length_of(args, len(dataset))
         bridge.steps_per_epoch = length.steps_per_epoch
-        bridge.learning_rate = lambda step: schedule_value(args, length, step)
+        bridge.learning_rate = learning_rate_of(args, length)
         settings = settings_of(args, len(dataset))
         evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
         if evaluated is not self.eval_dataset and args.eval_strategy != "no":
@@ -277,7 +277,7 @@ class HFTrainer:
     def _named(
         self, metrics: Mapping[str, float], prefix: str, start: float, num_samples: int
     ) -> dict[str, float]:
-        batch = self.args.per_device_eval_batch_size * num_processes()
+        batch = self.args.per_device_eval_batch_size * world_size()
         steps = -(-num_samples // batch)
         named = prefixed(metrics, prefix)
         speed = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from pipetransformer.optimizer import NamedParameters, OptimizerFactory, named_schedule
+from pipetransformer.processes import world_size
 
 _HONOURED = """
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
@@ -78,15 +79,10 @@ def refuse_unknown(args: TrainingArguments) -> None:
             raise ValueError(f"{name} is {given!r}; choose one of {', '.join(choices)}")
 
 
-def num_processes() -> int:
-    """Return how many processes torchrun or `launch` has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def global_batch_size(args: TrainingArguments) -> int:
     """Return the samples of an update: as many as with transformers on as many devices."""
     per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return per_process * num_processes()
+    return per_process * world_size()
 
 
 def length_of(args: TrainingArguments, num_samples: int) -> Length:
@@ -109,7 +105,7 @@ def settings_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
         "epochs": length.epochs,
         "max_steps": length.steps,
         "global_batch_size": batch,
-        "eval_batch_size": args.per_device_eval_batch_size * num_processes(),
+        "eval_batch_size": args.per_device_eval_batch_size * world_size(),
         "seed": args.seed,
         "learning_rate_schedule": _schedule_of(args, length),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
@@ -138,9 +134,14 @@ def settings_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
     return settings | _order_of(args, num_samples)
 
 
-def schedule_value(args: TrainingArguments, length: Length, step: int) -> float:
-    """Return the learning rate of a step."""
-    return args.learning_rate * _schedule_of(args, length)(step, length.steps)
+def learning_rate_of(args: TrainingArguments, length: Length) -> Callable[[int], float]:
+    """Return the function from a step to its learning rate."""
+    schedule = _schedule_of(args, length)
+
+    def rate(step: int) -> float:
+        return float(args.learning_rate * schedule(step, length.steps))
+
+    return rate
 
 
 def optimizer_of(
