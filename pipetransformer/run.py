@@ -38,7 +38,13 @@ from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
 from pipetransformer.model_files import BestModel
-from pipetransformer.optimizer import OptimizerFactory, adamw, decay_by_layer, try_optimizer
+from pipetransformer.optimizer import (
+    OptimizerFactory,
+    OptimizerTraits,
+    adamw,
+    decay_by_layer,
+    try_optimizer,
+)
 from pipetransformer.precision import Precision
 from pipetransformer.processes import (
     agree,
@@ -77,19 +83,8 @@ class Run:
         **settings: Any,
     ) -> None:
         config, layered = make_config(settings), adapt(model)
-        refuse_model(layered, Precision.named(config.precision))
-        optimizer = optimizer or adamw()
-        traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
-        if config.layer_decay is not None:
-            optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
-        loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
-        self.task = task = Task(
-            layered,
-            smooth_labels(loss, config.label_smoothing),
-            optimizer,
-            config,
-            frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
-        )
+        self.task, traits = _describe(layered, loss_fn, optimizer, config)
+        task = self.task
         # The loss that the model itself returns is not smoothed.
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         check_dataset(train_dataset, "train_dataset")
@@ -317,3 +312,26 @@ class Run:
             cache_bytes=cache_bytes,
             unused=self.feed.unused_columns() if self.world.is_main else (),
         )
+
+
+def _describe(
+    layered: LayeredModel,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    config: TrainConfig,
+) -> tuple[Task, OptimizerTraits]:
+    """Return what is trained, and what its optimizer is like; refuse what cannot be."""
+    refuse_model(layered, Precision.named(config.precision))
+    optimizer = optimizer or adamw()
+    traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
+    if config.layer_decay is not None:
+        optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
+    loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
+    task = Task(
+        layered,
+        smooth_labels(loss, config.label_smoothing),
+        optimizer,
+        config,
+        frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
+    )
+    return task, traits
