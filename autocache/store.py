@@ -85,12 +85,11 @@ class RowStore:
         unlink: Callable[[], None] | None = None,
     ) -> None:
         """Wrap a mapped file, which stays mapped while these arrays live; for `create`, `open`."""
-        self.path = path
-        self.layout = layout
-        self.num_rows = num_rows
+        self.path, self.layout, self.num_rows = path, layout, num_rows
         self.counts = StoreCounts()
         self._unlink = unlink
         shape = FileShape(layout, num_rows)
+        self.num_bytes = shape.num_bytes
         self._header = np.frombuffer(mapping, np.uint64, count=2)
         self._tags = np.frombuffer(
             mapping, np.uint64, count=TAG_WORDS * num_rows, offset=ALIGN_BYTES

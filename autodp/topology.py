@@ -26,6 +26,7 @@ class Topology:
     Args:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
+        max_replicas: most pipelines; the ranks of further ones are spares. None for no limit.
     Raises:
         ValueError: there is no rank or no slot, or no pipeline of this length is possible.
     """
@@ -33,6 +34,7 @@ class Topology:
     num_ranks: int
     slots_per_node: int
     length: int
+    max_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.slots_per_node < 1:
@@ -53,11 +55,12 @@ class Topology:
         block = max(self.slots_per_node, self.length)
         ranks = range(self.num_ranks)
         packed = (ranks[start : start + block] for start in ranks[::block])
-        return tuple(
+        pipelines = tuple(
             tuple(own[i : i + self.length])
             for own in packed
             for i in range(0, len(own) - self.length + 1, self.length)
         )
+        return pipelines[: self.max_replicas]
 
     @property
     def replicas(self) -> int:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.finetune.glue import TASKS, TextSource, glue_workload
 from experiments.finetune.options import RunOptions, option
-from experiments.finetune.questions import questions_workload
 from experiments.finetune.script import run
-from experiments.finetune.smoke import make_glue, make_squad, make_text_model
-from experiments.finetune.workload import Workload
+from experiments.tasks.glue import TASKS, TextSource, glue_workload
+from experiments.tasks.questions import questions_workload
+from experiments.tasks.smoke import make_glue, make_squad, make_text_model
+from experiments.tasks.workload import Workload
 
 
 @dataclass

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments.finetune.images import ImageSource, image_workload
 from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
-from experiments.finetune.smoke import make_cifar, make_tree
-from experiments.finetune.workload import Workload
+from experiments.tasks.images import ImageSource, image_workload
+from experiments.tasks.smoke import make_cifar, make_tree
+from experiments.tasks.workload import Workload
 
 
 @dataclass

@@ -98,6 +98,7 @@ class Run:
         self._sampler = self._sampler_of(train_dataset, config)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
+        world.max_replicas = config.max_replicas
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._to_come)
         self.timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
@@ -177,7 +178,8 @@ class Run:
         """Go on to the next step, and record what this one tells. Collective after an epoch."""
         decision = self.transitions.decider.current
         assert decision is not None
-        stats = self.feed.take_stats()
+        stats, report = self.feed.take_stats(), self.log.report
+        report.cache_bytes = max(report.cache_bytes, self.feed.cache_bytes)
         self.log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
         usual_s = self.transitions.note_step(result)
         if usual_s is not None:

@@ -78,6 +78,7 @@ class PlanRequest:
         round_bytes: what a transition brings a rank at a time; 0 where none can come.
         lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
             slots idle only where no other is feasible.
+        max_replicas: most pipelines that train side by side; None for no limit.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
         micro_batch_size: where it is fixed, samples of every micro-batch but a batch's last;
             their number follows from it.
@@ -96,6 +97,7 @@ class PlanRequest:
     prefix_chunk: int | None = None
     round_bytes: int = 0
     lengths: tuple[int, ...] | None = None
+    max_replicas: int | None = None
     micro_batches: tuple[int, ...] | None = None
     micro_batch_size: int | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
@@ -108,6 +110,7 @@ class PlanRequest:
             ("num_frozen", self.num_frozen, 0),
             ("prefix_chunk", self.prefix_chunk or 1, 1),
             ("round_bytes", self.round_bytes, 0),
+            ("max_replicas", 1 if self.max_replicas is None else self.max_replicas, 1),
             ("micro_batches", min(self.micro_batches or (1,)), 1),
             ("micro_batch_size", 1 if self.micro_batch_size is None else self.micro_batch_size, 1),
         ):
@@ -136,7 +139,8 @@ class PlanRequest:
 
     def replicas_of(self, length: int) -> int:
         """Return how many pipelines of a length train side by side."""
-        return replicas_of(length, self.num_ranks, self.slots_per_node)
+        room = replicas_of(length, self.num_ranks, self.slots_per_node)
+        return room if self.max_replicas is None else min(room, self.max_replicas)
 
     @property
     def most_replicas(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
 
 
@@ -28,6 +28,9 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "cache_views": workload.num_views if options.cache else None,
         "memory_limit_bytes": options.memory_limit_bytes,
         "pipeline_length": options.pipeline_length,
+        "max_replicas": options.max_replicas,
+        "micro_batches": options.micro_batches,
+        "scale_batch": options.scale_batch,
         "num_workers": options.dataloader_num_workers,
         "collate_fn": workload.collate_fn,
         "compute_metrics": workload.judge,
@@ -78,6 +81,7 @@ def train(options: RunOptions, workload: Workload) -> None:
                 {
                     "cache_hits": report.cache_hits,
                     "cache_misses": report.cache_misses,
+                    "kept_bytes": report.cache_bytes,
                     "transitions": report.transitions,
                     "processes": trainer.world.size,
                 },

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, final
 
+from experiments.finetune.finished_run import records_file
 from freeze import (
     FreezeContext,
     FreezeDecision,
@@ -64,8 +65,7 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
 
 def read_decisions(folder: Path) -> dict[int, int]:
     """Return the frozen layers from each step on at which a run decided."""
-    path = folder / "records.jsonl"
-    path = path if path.exists() else folder / "run" / "records.jsonl"
+    path = records_file(folder)
     if not path.exists():
         raise ValueError(f"{folder} holds no records.jsonl of a run to repeat")
     frozen: dict[int, int] = {}

@@ -16,7 +16,7 @@ import torch
 
 import pipetransformer
 from experiments.finetune.options import RunOptions
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 
 
 @dataclass(frozen=True)

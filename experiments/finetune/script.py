@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from experiments.finetune import elastic, plain_rivals
+from experiments.finetune import elastic, plain_loop
 from experiments.finetune.options import RunOptions, check, parse
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 from pipetransformer import launch
 from pipetransformer.processes import world_size
 
@@ -45,4 +45,4 @@ def _train(describe: Describe, options: RunOptions, specific: Any) -> None:
     if options.baseline in _ELASTIC:
         elastic.train(options, workload)
     else:
-        plain_rivals.train(options, workload)
+        plain_loop.train(options, workload)

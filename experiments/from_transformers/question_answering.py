@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from experiments.from_transformers.whose_trainer import TrainerArguments, trainer_class
-from experiments.squad import (
+from experiments.tasks.squad import (
     Question,
     answer_tokens,
     best_answers,

@@ -26,6 +26,7 @@ _COUNTS = ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor")
 _OPTIONAL_COUNTS = (
     "max_steps",
     "pipeline_length",
+    "max_replicas",
     "micro_batches",
     "micro_batch_size",
     "memory_limit_bytes",

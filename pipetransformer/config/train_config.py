@@ -46,6 +46,8 @@ class TrainConfig:
             always skips the step, and halves the loss's scale, down to a scale of 1.
         pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
+        max_replicas: most pipelines R that train side by side; devices beyond them stay idle. None
+            for no limit.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         micro_batch_size: samples of a micro-batch: fixes where a global batch is cut, whatever K
             and R are. Dropout's masks belong to micro-batches, so that runs with one seed learn
@@ -134,6 +136,7 @@ class TrainConfig:
     max_grad_norm: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
+    max_replicas: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None

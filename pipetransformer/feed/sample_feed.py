@@ -183,6 +183,11 @@ class SampleFeed:
                 content=self._rows.content if kept else self._rows.unstored_content(),
             )
 
+    @property
+    def cache_bytes(self) -> int:
+        """Return what this node's cache takes now."""
+        return self._store.num_bytes if self._store is not None else 0
+
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
         return self._cache.take_stats() if self._cache else CacheStats()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -155,7 +155,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         assert world.group is not None
         yield world.group
         return
-    topology = world.topology(length)
+    topology = replace(world.topology(length), max_replicas=None)
     timeout = timedelta(seconds=timeout_s)
     groups = [
         dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)

@@ -45,6 +45,7 @@ class World:
         slots_per_node: processes of one node.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
         owned: whether the default process group is to be destroyed here.
+        max_replicas: most pipelines that train side by side; None for no limit.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None
     owned: bool
+    max_replicas: int | None = None
 
     @property
     def is_main(self) -> bool:
@@ -71,7 +73,7 @@ class World:
 
     def topology(self, length: int) -> Topology:
         """Say which rank is which stage of pipelines of a length."""
-        return Topology(self.size, self.slots_per_node, length)
+        return Topology(self.size, self.slots_per_node, length, self.max_replicas)
 
     def close(self) -> None:
         """Destroy the default process group and its threads, if it was initialised here."""

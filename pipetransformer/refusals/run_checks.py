@@ -36,6 +36,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         if os.environ.get("RANK", "0") == "0":
             _LOGGER.warning("%s: the run continues with at most %d", unfit, length)
     replicas = 1 if config.scale_batch else num_ranks // length
+    replicas = min(replicas, config.max_replicas or replicas)
     size = config.micro_batch_size or 1
     if size > 1 and -(-config.global_batch_size // size) < replicas:
         raise ValueError(

@@ -16,6 +16,7 @@ class FitReport:
     """Sum up a run; its seconds are training and transitions, without evaluation.
 
     Args:
+        cache_bytes: the most that rank 0's node took for activations of training samples.
         metrics: of the last evaluation of the eval_dataset.
         best_metric: the best `metric_for_best_model` of these evaluations, and after which step;
             None before the first.
@@ -25,6 +26,7 @@ class FitReport:
     samples: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
+    cache_bytes: int = 0
     transitions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     best_metric: float | None = None

@@ -42,6 +42,7 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
         "scale_batch": config.scale_batch,
         "memory_limit_bytes": config.memory_limit_bytes,
         "pipeline_length": config.pipeline_length,
+        "max_replicas": config.max_replicas,
         "micro_batches": config.micro_batches,
         "micro_batch_size": config.micro_batch_size,
         "schedule": config.schedule,

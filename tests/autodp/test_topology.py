@@ -60,6 +60,13 @@ def test_what_a_length_leaves_over_is_spare(
         assert not any(map(topology.is_spare, ranks))
 
 
+def test_most_replicas_leave_the_others_ranks_spare() -> None:
+    topology = Topology(6, 3, 1, max_replicas=2)
+    assert topology.replicas == 2
+    assert topology.stage_ranks(0) == (0, 1)
+    assert topology.spares == (2, 3, 4, 5)
+
+
 def test_the_planner_counts_replicas_as_the_topology_does() -> None:
     for num_ranks, slots in CLUSTERS:
         exact, *others = length_choices(num_ranks, slots)

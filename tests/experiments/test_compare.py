@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 
 from experiments import compare
+from experiments.finetune.series import draw_learning, series_of
 
 
 def write_run(folder: Path, metrics: list[float], *, seconds: float) -> None:
     """Write what a run leaves: a step and an evaluation for every metric."""
     folder.mkdir(parents=True)
     records = []
-    for metric in metrics:
-        records += [{"kind": "step", "seconds": seconds}, {"kind": "evaluation", "f1": metric}]
+    for epoch, metric in enumerate(metrics):
+        step = {"kind": "step", "seconds": seconds, "epoch": epoch, "frozen": epoch}
+        records += [step, {"kind": "evaluation", "f1": metric}]
     (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     summary = {
         "metric": "f1",
         "metrics": {"f1": metrics[-1]},
         "train_s": seconds * len(metrics),
-        "details": {"kept_bytes": 7},
+        "details": {"kept_bytes": 7_000_000},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
 
@@ -34,11 +36,16 @@ def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> N
     write_run(tmp_path / "lora-seed0", [40.0], seconds=4.0)  # Its other seed is not complete.
     given = ["--script", "bert", "--recipe", "none", "--folder", str(tmp_path)]
     options = compare.parse([*given, "--seeds", "0", "1"])
-    table = compare.table(compare.read_rows(options))
-    assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 1.00 | 30 |" in table
+    rows = compare.read_rows(series_of(options), options.rows)
+    table = compare.table(rows)
+    assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 1.00 | 30 | 0 1 2 | 7 |" in table
     assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 0.50 | 10 |" in table
     assert "| static | 60.0 ± 0.0 | 12 ± 0 | 0.40 | 0 of 2 seeds |" in table
     assert "lora" not in table
+    assert compare.gains(rows) == []
+    picture = tmp_path / "learning.png"
+    draw_learning({"ddp": series_of(options).runs_of("ddp")}, picture, label="f1")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from experiments import bert, vit
 from experiments.finetune.freezing import policy_of, read_decisions
-from experiments.finetune.glue import TASKS
-from experiments.finetune.images import Images
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
+from experiments.tasks.glue import TASKS
+from experiments.tasks.images import Images
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from autopipe.plan.paper import throughput_table
-from experiments import published_ablation as ablation
-from experiments.published_runs import (
+from experiments.published import ablation
+from experiments.published.runs import (
     ABLATION,
     BASELINE,
     START,
@@ -20,7 +20,7 @@ from experiments.published_runs import (
     published_system,
     total_s,
 )
-from experiments.published_setting import (
+from experiments.published.setting import (
     FORWARD_S,
     LENGTHS,
     NUM_LAYERS,

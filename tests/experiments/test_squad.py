@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.squad import (
+from experiments.tasks.squad import (
     Answer,
     Question,
     Window,

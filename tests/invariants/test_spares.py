@@ -110,6 +110,18 @@ def test_becoming_spare_and_coming_back_changes_nothing(four_ranks: Pool) -> Non
     assert_equal(outcome, plain(scenario))
 
 
+def test_ranks_beyond_the_most_replicas_stay_idle(four_ranks: Pool) -> None:
+    scenario = Scenario(
+        {0: Shape(4, 2), 4: Shape(2, 2), 8: Shape(1, 2), 11: Shape(2, 1)},
+        frozen={0: 0, 4: 1, 8: 2},
+        settings={"max_replicas": 1},
+    )
+    outcomes = four_ranks.run(train, scenario)
+    assert_equal(merge(outcomes), plain(scenario))
+    shapes = [(one["length"], one["replicas"]) for one in outcomes[0].extra["transitions"]]
+    assert shapes == [(2, 1), (1, 1), (2, 1)]
+
+
 @measuring(once)
 def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float, set[int]]:
     """Take all steps, one of them traced; then evaluate."""

@@ -14,7 +14,7 @@ from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.profile import Profile
 from pipetransformer.forecast import ModelChoice, build_named, profiled
 
-_DESCRIPTION = Path(__file__).parents[1] / "docs" / "clusters" / "2x8-rtx5000.toml"
+_DESCRIPTION = Path(__file__).parents[2] / "docs" / "clusters" / "2x8-rtx5000.toml"
 CLUSTER = load_cluster(_DESCRIPTION)
 """The published machines; the file says where each number comes from."""
 

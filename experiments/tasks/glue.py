@@ -19,7 +19,7 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
 Array = np.ndarray[Any, Any]

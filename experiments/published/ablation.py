@@ -1,6 +1,6 @@
 """Simulate the published ablation, and say by how much and why the prediction differs.
 
-Run it as `python -m experiments.published_ablation [--picture FILE]`; the last line is JSON. It
+Run it as `python -m experiments.published.ablation [--picture FILE]`; the last line is JSON. It
 takes seconds on any CPU: nothing is trained. Beside the published system (`published_runs`) stand
 our rules in the same place.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from autopipe.plan import draw_tables, table_text
 from autopipe.profile import Profile
-from experiments.published_runs import (
+from experiments.published.runs import (
     ABLATION,
     BASELINE,
     Epoch,
@@ -28,7 +28,7 @@ from experiments.published_runs import (
     published_system,
     total_s,
 )
-from experiments.published_setting import (
+from experiments.published.setting import (
     BATCH,
     CACHE_FROM,
     CLUSTER,

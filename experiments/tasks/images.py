@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
 CIFAR10_CLASSES = 10

@@ -21,7 +21,7 @@ from autopipe.plan import (
     throughput_tables,
 )
 from autopipe.profile import Profile
-from experiments.published_setting import (
+from experiments.published.setting import (
     BATCH,
     CACHE_FROM,
     CLUSTER,

@@ -35,7 +35,7 @@ from experiments.finetune.freezing import Repeat, policy_of
 from experiments.finetune.frozen_part import FrozenPart
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
-from experiments.finetune.workload import Workload
+from experiments.tasks.workload import Workload
 from freeze import FreezeSchedule, NeverFreeze
 from pipetransformer import EvalPrediction, named_optimizer, named_schedule
 from pipetransformer.predictions import PredictionOutput
@@ -93,7 +93,7 @@ class PlainLoop:
                 loss = self._step(batch, ids, step, epoch)
                 now = time.perf_counter()
                 record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
-                self.log.append({"kind": "step", "step": step, **record})
+                self.log.append({"kind": "step", "step": step, "epoch": epoch, **record})
                 self.train_s, step, begin = self.train_s + now - begin, step + 1, now
             every = options.evaluate_every_epochs
             if every and (epoch + 1) % every == 0 and step < self.max_steps:

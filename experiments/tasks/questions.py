@@ -12,9 +12,8 @@ from typing import Any
 
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
 
-from experiments.finetune.glue import TextSource, build_text_model, text_forward
-from experiments.finetune.workload import Workload
-from experiments.squad import (
+from experiments.tasks.glue import TextSource, build_text_model, text_forward
+from experiments.tasks.squad import (
     Answer,
     Question,
     Window,
@@ -24,6 +23,7 @@ from experiments.squad import (
     score,
     text_offsets,
 )
+from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
 _TEXT = 1

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
-from experiments.finetune.glue import TASKS
+from experiments.tasks.glue import TASKS
 
 _WORDS = ("good", "bad", "fine", "dull", "the", "a", "film", "story", "was", "is", "very", "who")
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

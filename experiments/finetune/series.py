@@ -1,0 +1,128 @@
+"""Run a script's recipe in several variants over several seeds, each in a process of its own.
+
+Runs that are complete are not repeated: started again, a series goes on. Seeds are the outer loop,
+so that variants which are compared ran close to each other in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.finetune.finished_run import FinishedRun
+
+Extra = Callable[[str, int], Sequence[str]]
+"""(variant, seed) -> what it adds to the recipe's command."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Hold which script runs on what, and where the runs' folders are.
+
+    Args:
+        script: of `experiments`: bert or vit.
+        recipe: as the script takes it.
+        seeds: of the runs.
+        further: options for all of them.
+    """
+
+    script: str
+    recipe: str
+    folder: Path
+    seeds: tuple[int, ...]
+    further: tuple[str, ...]
+
+    def run_all(self, variants: Sequence[str], extra: Extra) -> None:
+        """Run what is not yet complete.
+
+        Raises:
+            RuntimeError: a run failed; the message names its log.
+        """
+        for seed in self.seeds:
+            for name in variants:
+                if not self._is_complete(name, seed):
+                    self._run(name, seed, extra(name, seed))
+
+    def runs_of(self, variant: str) -> list[FinishedRun]:
+        """Return a variant's runs, one for each seed; none where some are not complete."""
+        if not all(self._is_complete(variant, seed) for seed in self.seeds):
+            return []
+        return [self.run_of(variant, seed) for seed in self.seeds]
+
+    def run_of(self, variant: str, seed: int) -> FinishedRun:
+        """Return one run, which is complete."""
+        return FinishedRun(self._folder_of(variant, seed))
+
+    def _is_complete(self, variant: str, seed: int) -> bool:
+        return (self._folder_of(variant, seed) / "summary.json").exists()
+
+    def _folder_of(self, variant: str, seed: int) -> Path:
+        return self.folder / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+
+    def _run(self, variant: str, seed: int, extra: Sequence[str]) -> None:
+        folder = self._folder_of(variant, seed)
+        command = [sys.executable, "-m", f"experiments.{self.script}", "--recipe", self.recipe]
+        command += ["--seed", str(seed), *self.further, *extra, "--output_dir", str(folder)]
+        print(f"seed {seed}, {variant}", flush=True)
+        log = folder.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise RuntimeError(f"{variant} with seed {seed} failed; see {log}")
+
+
+def add_series_options(parser: argparse.ArgumentParser) -> None:
+    """Add what names a series; options behind -- go to the script."""
+    parser.add_argument("--script", choices=("bert", "vit"), required=True)
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs' folders are")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--picture", type=Path, help="draw into this file")
+    parser.add_argument("further", nargs="*", help="options of the script, behind --")
+
+
+def series_of(options: argparse.Namespace) -> Series:
+    """Return what options name."""
+    return Series(
+        options.script,
+        options.recipe,
+        options.folder,
+        tuple(options.seeds),
+        tuple(options.further),
+    )
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return a mean, and where there are several values their standard deviation."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, its first row as head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def draw_learning(runs: Mapping[str, Sequence[FinishedRun]], path: Path, *, label: str) -> None:
+    """Draw the metric over the seconds of training, a line for each run, a color for each name."""
+    from matplotlib.figure import Figure  # Loaded where something is drawn.
+
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for number, (name, several) in enumerate(runs.items()):
+        for index, run in enumerate(several):
+            seconds, metrics = zip(*run.learning(), strict=True)
+            own = name if index == 0 else None
+            axes.plot(seconds, metrics, color=f"C{number}", marker=".", label=own)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea")
+    axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""State and simulate the published experiment: setting ─► runs ─► ablation."""
