@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from experiments.finetune.finished_run import FinishedRun
+from experiments.finetune.finished_run import FinishedRun, draw_learning
 from experiments.finetune.series import (
     Series,
     add_series_options,
-    draw_learning,
     markdown,
     series_of,
     spread,
@@ -157,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(gains(rows)))
     if options.picture is not None:
         runs = {row.name: series.runs_of(row.name) for row in rows}
-        draw_learning(runs, options.picture, label=runs[rows[0].name][0].summary["metric"])
+        curves = {name: [run.learning for run in several] for name, several in runs.items()}
+        draw_learning(curves, options.picture, label=runs[rows[0].name][0].summary["metric"])
     print(json.dumps([asdict(row) for row in rows]))
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
-from experiments.tasks.images import ImageSource, image_workload
+from experiments.tasks.images import CIFARS, ImageSource, image_workload
 from experiments.tasks.smoke import make_cifar, make_tree
 from experiments.tasks.workload import Workload
 
@@ -25,8 +25,8 @@ from experiments.tasks.workload import Workload
 class ImageOptions:
     """Hold what is fine-tuned on which images."""
 
-    dataset: Literal["cifar10", "imagenet"] = option(
-        "cifar10", "cifar10 is an npz file; imagenet any tree of train/CLASS and val/CLASS"
+    dataset: Literal["cifar10", "cifar100", "imagenet"] = option(
+        "cifar10", "CIFAR is a file or a folder; imagenet any tree of train/CLASS and val/CLASS"
     )
     data: str | None = option(None, "the file or the folder")
     model: str = option("vit_base_patch16_224", "timm's name")
@@ -48,11 +48,11 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     if run_options.smoke:
         folder = Path(run_options.output_dir, "smoke")
         model, size = "vit_tiny_patch16_224", 32
-        is_cifar = options.dataset == "cifar10"
+        is_cifar = options.dataset in CIFARS
         made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")
         data = str(made)
     if data is None:
-        raise ValueError("--data is missing; give CIFAR-10's npz file or a folder of images")
+        raise ValueError("--data is missing; give CIFAR's file or folder, or a tree of images")
     source = ImageSource(
         model,
         options.weights,

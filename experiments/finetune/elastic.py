@@ -11,6 +11,7 @@ from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
+from pipetransformer.forecast import Place, make_request, plans_text
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "global_batch_size": options.global_batch_size,
         "learning_rate_schedule": options.lr_scheduler_type,
         "warmup": options.warmup,
+        "layer_decay": options.layer_decay,
         "max_grad_norm": options.max_grad_norm,
         "label_smoothing": options.label_smoothing,
         "seed": options.seed,
@@ -35,12 +37,39 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "collate_fn": workload.collate_fn,
         "compute_metrics": workload.judge,
         "metrics": {},
-        "folder": Path(options.output_dir, "run"),
+        "folder": None if options.plan_only else Path(options.output_dir, "run"),
         "checkpoint_every_epochs": options.checkpoint_every_epochs,
         "resume": "auto" if options.checkpoint_every_epochs else False,
         "evaluate_every_epochs": options.evaluate_every_epochs,
         "label": workload.name,
     }
+
+
+def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None:
+    """Measure, and print on rank 0 which pipeline each number of frozen layers would get."""
+    measured, world = trainer.measure(), trainer.world
+    place = Place(
+        f"{world.size} processes here",
+        measured.profile,
+        world.size,
+        world.slots_per_node,
+        options.memory_limit_bytes,
+        measured.copy_bytes_per_s,
+    )
+    layers = max(cost.layer for cost in measured.profile.sublayers)
+    requests = [
+        make_request(
+            place,
+            global_batch=options.global_batch_size,
+            num_frozen=num_frozen,
+            memory_limit_bytes=options.memory_limit_bytes,
+            cached=options.cache,
+        )
+        for num_frozen in range(layers)
+    ]
+    if trainer.is_main_process:
+        num_samples = len(workload.train_dataset)
+        print(plans_text(workload.name, place, requests, num_samples=num_samples))
 
 
 def train(options: RunOptions, workload: Workload) -> None:
@@ -58,10 +87,8 @@ def train(options: RunOptions, workload: Workload) -> None:
         early_stopping_patience=options.patience if stops_early else None,
         **{**settings_of(options, workload), **further},
     ) as trainer:
-        trainer.measure()
         if options.plan_only:
-            if trainer.is_main_process:
-                print(f"{trainer.decision}")
+            say_plans(options, workload, trainer)
             return
         start = time.perf_counter()
         report = trainer.fit()

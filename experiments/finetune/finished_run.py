@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+Curve: TypeAlias = list[tuple[float, float]]
+"""Seconds of training, and a metric then."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,50 @@ class FinishedRun:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return its records, of ours or of a rival."""
-        return [json.loads(line) for line in records_file(self.folder).read_text().splitlines()]
+        return read_lines(records_file(self.folder))
 
-    def learning(self) -> list[tuple[float, float]]:
-        """Return the seconds of training and the metric at every evaluation; the end is one."""
-        name, seconds, found = self.summary["metric"], 0.0, []
-        for record in self.records:
-            if record["kind"] == "step":
-                seconds += record["seconds"]
-            elif record["kind"] == "evaluation" and name in record:
-                found.append((seconds, float(record[name])))
-        return found
+    @property
+    def learning(self) -> Curve:
+        """Return how the task's main metric rose."""
+        return learning_of(self.records, self.summary["metric"])
 
     def reached_s(self, goal: float) -> float | None:
         """Return the seconds of training until the metric reached a goal; None if it did not."""
-        return next((seconds for seconds, metric in self.learning() if metric >= goal), None)
+        return next((seconds for seconds, metric in self.learning if metric >= goal), None)
+
+
+def learning_of(records: Iterable[Mapping[str, Any]], metric: str) -> Curve:
+    """Return the seconds of training and a metric at every evaluation."""
+    seconds, found = 0.0, []
+    for record in records:
+        if record["kind"] == "step":
+            seconds += record["seconds"]
+        elif record["kind"] == "evaluation" and metric in record:
+            found.append((seconds, float(record[metric])))
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def draw_learning(curves: Mapping[str, Sequence[Curve]], path: Path, *, label: str) -> None:
+    """Draw a metric over the seconds of training: a color for each name, a line for each run."""
+    from matplotlib.figure import Figure  # Loaded where something is drawn.
+
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for number, (name, several) in enumerate(curves.items()):
+        for index, curve in enumerate(several):
+            seconds, metrics = zip(*curve, strict=True)
+            own = name if index == 0 else None
+            axes.plot(seconds, metrics, color=f"C{number}", marker=".", label=own)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea")
+    axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def records_file(folder: Path) -> Path:

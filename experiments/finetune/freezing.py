@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from experiments.finetune.finished_run import records_file
+from experiments.finetune.finished_run import read_lines, records_file
 from freeze import (
     FreezeContext,
     FreezeDecision,
@@ -70,8 +69,7 @@ def read_decisions(folder: Path) -> dict[int, int]:
         raise ValueError(f"{folder} holds no records.jsonl of a run to repeat")
     frozen: dict[int, int] = {}
     last = -1
-    for line in path.read_text().splitlines():
-        record: dict[str, Any] = json.loads(line)
+    for record in read_lines(path):
         if record["kind"] == "step" and record["frozen"] != last:
             last = frozen[record["step"]] = record["frozen"]
     return frozen

@@ -15,8 +15,15 @@ from typing import Any
 import torch
 
 import pipetransformer
+from experiments.finetune.finished_run import (
+    draw_learning,
+    learning_of,
+    read_lines,
+    records_file,
+)
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
+from pipetransformer.report import draw_report
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ def write_outcome(
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     workload.write_predictions(predictions, folder / "predictions")
+    _draw(folder, workload.metric, options.baseline)
     summary = {
         "task": workload.name,
         "metric": workload.metric,
@@ -59,6 +67,15 @@ def write_outcome(
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     main = outcome.metrics.get(workload.metric)
     print(f"{workload.name}: {workload.metric} {main:.2f}, {outcome.train_s:.0f} s of training")
+
+
+def _draw(folder: Path, metric: str, baseline: str | None) -> None:
+    """Draw report.png: all of a run of ours, or what a rival learned when."""
+    path, records = folder / "report.png", read_lines(records_file(folder))
+    if (folder / "run").exists():
+        draw_report({"elastic": records}, path)
+    else:
+        draw_learning({str(baseline): [learning_of(records, metric)]}, path, label=metric)
 
 
 def commit() -> str | None:

@@ -38,6 +38,7 @@ from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
 from freeze import FreezeSchedule, NeverFreeze
 from pipetransformer import EvalPrediction, named_optimizer, named_schedule
+from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 
 
@@ -62,6 +63,8 @@ class PlainLoop:
     def __init__(self, options: RunOptions, workload: Workload, rank: int, size: int) -> None:
         if options.label_smoothing or options.precision != "float32":
             raise ValueError("baselines train in float32 without label smoothing; leave both out")
+        if options.layer_decay is not None and options.baseline == "lora":
+            raise ValueError("--baseline lora has no layers to decay by; leave --layer_decay out")
         self.options, self.workload, self.rank, self.size = options, workload, rank, size
         baseline = options.baseline
         self.model = workload.build(baseline == "small")
@@ -73,7 +76,10 @@ class PlainLoop:
         self.decide = frozen_by_step(options) if str(baseline).startswith("ddp+") else None
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         build = named_optimizer("adamw", options.learning_rate, weight_decay=options.weight_decay)
+        if options.layer_decay is not None:
+            build = decay_by_layer(build, self.frozen.layered, options.layer_decay)
         self.optimizer = build(named)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = named_schedule(options.lr_scheduler_type, warmup=options.warmup)
         num = len(workload.train_dataset)
         self.steps_per_epoch = -(-num // options.global_batch_size)
@@ -127,8 +133,8 @@ class PlainLoop:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm)
         factor = self.schedule(step, self.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * factor
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
         self.optimizer.step()
         return loss.item()
 

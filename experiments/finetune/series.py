@@ -10,7 +10,7 @@ import argparse
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,21 +108,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return a table, its first row as head."""
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
-def draw_learning(runs: Mapping[str, Sequence[FinishedRun]], path: Path, *, label: str) -> None:
-    """Draw the metric over the seconds of training, a line for each run, a color for each name."""
-    from matplotlib.figure import Figure  # Loaded where something is drawn.
-
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    for number, (name, several) in enumerate(runs.items()):
-        for index, run in enumerate(several):
-            seconds, metrics = zip(*run.learning(), strict=True)
-            own = name if index == 0 else None
-            axes.plot(seconds, metrics, color=f"C{number}", marker=".", label=own)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e6ea")
-    axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(path)

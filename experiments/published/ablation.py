@@ -1,7 +1,7 @@
 """Simulate the published ablation, and say by how much and why the prediction differs.
 
 Run it as `python -m experiments.published.ablation [--picture FILE]`; the last line is JSON. It
-takes seconds on any CPU: nothing is trained. Beside the published system (`published_runs`) stand
+takes seconds on any CPU: nothing is trained. Beside the published system (`runs`) stand
 our rules in the same place.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from autopipe.plan import draw_tables, table_text
 from autopipe.profile import Profile
+from experiments.ablation.simulated import total_s as simulated_s
 from experiments.published.runs import (
     ABLATION,
     BASELINE,
@@ -37,7 +38,7 @@ from experiments.published.setting import (
     NUM_SAMPLES,
     SPEED_UPS,
     THROUGHPUTS,
-    frozen_by_epoch,
+    published_frozen,
     published_profile,
 )
 
@@ -72,8 +73,9 @@ def our_speed_ups(profile: Profile, baseline_s: float) -> dict[str, tuple[float,
     }
     found = {}
     for name, options in rows.items():
-        seconds, plans = ours(profile, **options)
-        found[name] = (baseline_s / seconds, " ".join(str(plan.length) for plan in plans))
+        epochs = ours(profile, **options)
+        lengths = " ".join(str(epoch.plan.length) for epoch in epochs)
+        found[name] = (baseline_s / simulated_s(epochs), lengths)
     return found
 
 
@@ -145,7 +147,7 @@ def _reasons(
     baseline, run = system.run(BASELINE), system.run(ABLATION[ALL])
     with_lambda, with_2k, with_pcie = (found[ALL] for found in others.values())
     share = sum(epoch.transition_s for epoch in run) / total_s(run)
-    longer = frozen_by_epoch(30)
+    longer = published_frozen(30)
     long_run = total_s(system.run(BASELINE, longer)) / total_s(system.run(ABLATION[ALL], longer))
     cache_gb = NUM_SAMPLES * system.profile.sublayers[0].output_bytes / 1e9
     best = max(THROUGHPUTS.values())

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopipe.plan import (
-    PipelinePlan,
     PlanRequest,
     best_count,
     paper_plan,
@@ -21,6 +20,15 @@ from autopipe.plan import (
     throughput_tables,
 )
 from autopipe.profile import Profile
+from experiments.ablation.parts import ABLATION as PARTS
+from experiments.ablation.parts import NOTHING_FROZEN, Parts
+from experiments.ablation.simulated import (
+    Machines,
+    SimulatedEpoch,
+    Training,
+    forward_s,
+    simulate,
+)
 from experiments.published.setting import (
     BATCH,
     CACHE_FROM,
@@ -28,37 +36,14 @@ from experiments.published.setting import (
     NUM_SAMPLES,
     SPEED_UPS,
     TRANSITION_S,
-    frozen_by_epoch,
+    published_frozen,
 )
-from pipetransformer.planning import PlanSituation, fastest_per_sample
 
 START = PlanRequest(CLUSTER.num_slots, CLUSTER.slots_per_node, 2 * BATCH, num_frozen=0)
-_CHUNK = 8  # Samples that our frozen prefix runs at a time, as by default.
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Say which parts of the published system are on."""
-
-    freeze: bool = True
-    auto_pipe: bool = False
-    auto_dp: bool = False
-    auto_cache: bool = False
-
-
-BASELINE = Parts(freeze=False)
-ABLATION = dict(
-    zip(
-        SPEED_UPS,
-        (
-            Parts(),
-            Parts(auto_pipe=True, auto_cache=True),
-            Parts(auto_pipe=True, auto_dp=True),
-            Parts(auto_pipe=True, auto_dp=True, auto_cache=True),
-        ),
-        strict=True,
-    )
-)
+BASELINE = PARTS[NOTHING_FROZEN]
+ABLATION = {name: PARTS[name] for name in SPEED_UPS}
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ class PublishedSystem:
         """Simulate a run; `frozen` has its frozen layers by epoch."""
         epochs: list[Epoch] = []
         before = 0
-        for num_frozen in frozen_by_epoch() if frozen is None else frozen:
+        for num_frozen in published_frozen() if frozen is None else frozen:
             now = num_frozen if parts.freeze else 0
             epochs.append(self._epoch(parts, before, now))
             before = now
@@ -167,15 +152,6 @@ def published_system(profile: Profile) -> PublishedSystem:
     return PublishedSystem(profile, throughput_tables(profile, START))
 
 
-def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
-    """Return the seconds of a batch through the frozen layers first .. last - 1."""
-    return sum(
-        profile.frozen_s(index, batch)
-        for index, cost in enumerate(profile.sublayers)
-        if first <= cost.layer < last
-    )
-
-
 def total_s(epochs: Sequence[Epoch]) -> float:
     """Return the seconds of a run."""
     return sum(epoch.seconds for epoch in epochs)
@@ -202,7 +178,7 @@ def in_place_s(system: PublishedSystem) -> float:
     """Return the seconds of freezing only, if frozen layers stayed on their stages."""
     num_steps = math.ceil(NUM_SAMPLES / (BATCH * CLUSTER.nodes))
     seconds = 0.0
-    for num_frozen in frozen_by_epoch():
+    for num_frozen in published_frozen():
         stay = replace(system, profile=frozen_in_place(system.profile, num_frozen))
         count = system.best_count(CLUSTER.slots_per_node)
         seconds += num_steps * stay.pipeline_s(0, CLUSTER.slots_per_node, CLUSTER.nodes, count)
@@ -211,8 +187,8 @@ def in_place_s(system: PublishedSystem) -> float:
 
 def ours(
     profile: Profile, *, grow: bool, cache: bool, freeze: bool = True
-) -> tuple[float, list[PipelinePlan]]:
-    """Return the seconds of a run by our rules, and each epoch's plan.
+) -> list[SimulatedEpoch]:
+    """Simulate a run by our rules.
 
     Args:
         profile: a device's costs.
@@ -220,30 +196,14 @@ def ours(
         cache: read frozen activations at the rate of the devices' links; hosts hold them.
         freeze: by the published schedule.
     """
-    seconds, before, plans = 0.0, 0, []
-    for num_frozen in frozen_by_epoch():
-        now = num_frozen if freeze else 0
-        request = replace(
-            START,
-            global_batch=BATCH if grow else 2 * BATCH,
-            num_frozen=now,
-            memory_limit_bytes=CLUSTER.memory_bytes,
-            prefix_cached_s=_our_prefix_s(profile, before, now, cached=cache),
-        )
-        situation = PlanSituation(0, 0, profile, request, None, lambda plan: 0.0, grow)
-        plan = fastest_per_sample(situation)
-        batch = BATCH * CLUSTER.num_slots // plan.length if grow else 2 * BATCH
-        seconds += math.ceil(NUM_SAMPLES / batch) * plan.predicted_step_s
-        plans.append(plan)
-        before = now
-    return seconds, plans
-
-
-def _our_prefix_s(profile: Profile, before: int, num_frozen: int, *, cached: bool) -> float:
-    """Return a sample's seconds of frozen layers; they run in chunks, pipelined with the rest."""
-    computed_s = forward_s(profile, 0, num_frozen, _CHUNK) / _CHUNK
-    if not cached or before == 0:
-        return computed_s
-    row_bytes = [cost.output_bytes for cost in profile.sublayers if cost.layer < before][-1]
-    read_s = row_bytes / CLUSTER.link.bytes_per_s
-    return min(computed_s, read_s + forward_s(profile, before, num_frozen, _CHUNK) / _CHUNK)
+    machines = Machines(
+        profile,
+        CLUSTER.num_slots,
+        CLUSTER.slots_per_node,
+        CLUSTER.memory_bytes,
+        CLUSTER.link.bytes_per_s,
+    )
+    training = Training(
+        NUM_SAMPLES, BATCH if grow else 2 * BATCH, published_frozen(), scale_batch=grow
+    )
+    return simulate(machines, training, Parts(freeze, True, True, cache))

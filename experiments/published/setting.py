@@ -6,12 +6,12 @@ Sources: [paper] PipeTransformer (ICML 2021), section 5; [program] the published
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.profile import Profile
+from experiments.ablation.simulated import frozen_by_epoch
 from pipetransformer.forecast import ModelChoice, build_named, profiled
 
 _DESCRIPTION = Path(__file__).parents[2] / "docs" / "clusters" / "2x8-rtx5000.toml"
@@ -52,10 +52,9 @@ LENGTHS = (8, 8, 4, 2, 2, 1)
 """[paper] K by epoch at alpha = 1/3."""
 
 
-def frozen_by_epoch(num_epochs: int = EPOCHS) -> list[int]:
-    """Return the frozen layers of every epoch: the rule's closed form, rounded up."""
-    levels = (NUM_LAYERS * (1 - (1 - ALPHA) ** epoch) for epoch in range(num_epochs))
-    return [math.ceil(level - 1e-9) for level in levels]
+def published_frozen(num_epochs: int = EPOCHS) -> tuple[int, ...]:
+    """Return the frozen layers of every epoch."""
+    return frozen_by_epoch(ALPHA, NUM_LAYERS, num_epochs)
 
 
 def published_profile() -> Profile:

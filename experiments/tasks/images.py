@@ -15,13 +15,14 @@ import torch
 from PIL import Image
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
 
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
-CIFAR10_CLASSES = 10
+CIFARS: Mapping[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+"""By the name of a data set: what reads it, and knows its files by their hashes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class ImageSource:
         weights: a safetensors file of such a model, of any image size and head; None takes timm's
             own pretrained ones where `pretrained`, else random ones.
         pretrained: whether to ask timm for weights.
-        data: an npz file of CIFAR-10, JPEGs or decoded, or a folder with train/ and val/.
+        data: an npz file of CIFAR, JPEGs or decoded, or the folder that holds its Python version
+            (cifar-10-batches-py or cifar-100-python); or a folder with train/ and val/.
         pixels: of an image's edge.
         augment: crop and flip training images at random.
         views: fixed views of each augmented image; None takes a new one in every epoch.
@@ -163,9 +165,9 @@ def _read(name: str, source: ImageSource) -> tuple[int, list[tuple[Any, Any]]]:
     """Return the number of classes, and (images, labels) for training and evaluation."""
     splits = []
     for split, most in (("train", source.most_train), ("test", source.most_eval)):
-        if name == "cifar10":
-            encoded, labels = _read_npz(Path(source.data), split)
-            num_classes = CIFAR10_CLASSES
+        if name in CIFARS:
+            encoded, labels = _read_cifar(name, Path(source.data), split)
+            num_classes = 100 if name == "cifar100" else 10
         else:
             folder = Path(source.data, "train" if split == "train" else "val")
             tree = ImageFolder(folder, loader=lambda path: Image.open(path))
@@ -175,6 +177,24 @@ def _read(name: str, source: ImageSource) -> tuple[int, list[tuple[Any, Any]]]:
         chosen = np.random.default_rng(0).permutation(len(labels))[:most]
         splits.append((_Chosen(encoded, chosen), labels[chosen]))
     return num_classes, splits
+
+
+def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
+    """Read an npz file, or the Python version, whose files torchvision knows by their hashes.
+
+    Raises:
+        ValueError: the folder does not hold the published files.
+    """
+    if path.suffix == ".npz":
+        return _read_npz(path, split)
+    try:
+        found = CIFARS[name](path, train=split == "train")
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not hold the files of {name}'s Python version as they are published; "
+            f"give the folder in which {CIFARS[name].base_folder} is, or an npz file"
+        ) from error
+    return _Decoded(found.data), np.asarray(found.targets, np.int64)
 
 
 def _read_npz(path: Path, split: str) -> tuple[Any, Any]:

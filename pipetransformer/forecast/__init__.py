@@ -3,10 +3,11 @@
 command ─► place (described), machine (measured) ─► answer ─► table
 """
 
-from pipetransformer.forecast.command import add_plan_parser, run_plan
+from pipetransformer.forecast.command import add_plan_parser, plans_text, run_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.target import profiled
+from pipetransformer.forecast.target import Place, described_place, make_request, profiled
 
 __all__ = [
-    "ModelChoice", "add_plan_parser", "build_named", "profiled", "run_plan",
+    "ModelChoice", "Place", "add_plan_parser", "build_named", "described_place", "make_request",
+    "plans_text", "profiled", "run_plan",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autopipe.cluster import parse_bytes
-from autopipe.plan import Tables, draw_tables, table_text, throughput_tables
+from autopipe.plan import PlanRequest, Tables, draw_tables, table_text, throughput_tables
 from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.machine import default_slots, place_at_hand
@@ -76,20 +76,17 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     _refuse(options)
     place, global_batch = _find_place(choice, options)
-    answers = [
-        find_plan(
+    requests = [
+        make_request(
             place,
-            make_request(
-                place,
-                global_batch=global_batch,
-                num_frozen=num_frozen,
-                memory_limit_bytes=limit,
-                cached=options.cached,
-            ),
-            plan=options.plan,
+            global_batch=global_batch,
+            num_frozen=num_frozen,
+            memory_limit_bytes=limit,
+            cached=options.cached,
         )
         for num_frozen in frozen
     ]
+    answers = [find_plan(place, request, plan=options.plan) for request in requests]
     tables = _published_tables(answers[0]) if options.plan == "published" else {}
     model = f"{choice.name} in {choice.dtype}"
     if options.json:
@@ -143,6 +140,21 @@ def _published_tables(answer: Answer) -> Tables:
         return throughput_tables(answer.place.profile, answer.request)
     except ValueError:
         return {}  # The rules know no length, as the answer says.
+
+
+def plans_text(
+    model: str, place: Place, requests: Sequence[PlanRequest], *, num_samples: int
+) -> str:
+    """Say what would be planned for each request, as `pipetransformer plan` does.
+
+    Args:
+        model: its name.
+        place: costs.
+        requests: one for each number of frozen layers.
+        num_samples: of the training set, to say what a cache of all of it takes.
+    """
+    answers = [find_plan(place, request, plan="fastest") for request in requests]
+    return _as_text(model, answers, {}, num_samples)
 
 
 def _as_text(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pipetransformer.config import EVALUATION_FIELDS
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.tables import text_table
 
@@ -39,6 +40,7 @@ def draw_report(runs: Runs, path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     *_, own = runs.values()
+    metric = _metric(own)
     if not _epochs(own):
         raise ValueError(
             f"the {len(own)} records given hold no epoch; train at least one whole epoch "
@@ -53,7 +55,7 @@ def draw_report(runs: Runs, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e6ea")
         axes.set_axisbelow(True)
-    _draw_learning(panels["loss"], panels["accuracy"], runs)
+    _draw_learning(panels["loss"], panels["accuracy"], runs, metric)
     _draw_topology(panels["frozen"], panels["shape"], own)
     _draw_throughput(panels["speed"], runs)
     _draw_breakdown(panels["parts"], runs)
@@ -90,20 +92,32 @@ def draw_folder(folder: Path) -> str:
     return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 
 
-def _draw_learning(loss: Axes, accuracy: Axes, runs: Runs) -> None:
-    """Draw training loss above test accuracy."""
+def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
+    """Draw training loss above what evaluations found."""
     from matplotlib.ticker import PercentFormatter
 
+    highest = 0.0
     for name, records, color in _colored(runs):
         _line(loss, _of_kind(records, "step"), "loss", color=color, alpha=0.25, linewidth=0.8)
         _line(loss, _epochs(records), "loss", color=color, label=name)
-        _line(accuracy, _of_kind(records, "evaluation"), "accuracy", color=color, marker=".")
+        evaluations = _of_kind(records, "evaluation")
+        _line(judged, evaluations, metric, color=color, marker=".")
+        highest = max([highest, *(one.get(metric) or 0.0 for one in evaluations)])
     loss.set_title("Learning", loc="left", fontweight="bold")
     loss.set(ylabel="training loss", ylim=(0, None))
     loss.legend(frameon=False)
-    accuracy.set_ylabel("test accuracy")
-    accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    _share_time(loss, accuracy)
+    judged.set_ylabel(f"test {metric.replace('_', ' ')}")
+    if metric == "accuracy" and highest <= 1:
+        judged.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    _share_time(loss, judged)
+
+
+def _metric(records: list[Record]) -> str:
+    """Return what evaluations are drawn by: the accuracy, or what else there is, or the loss."""
+    own = _of_kind(records, "evaluation")
+    named = [name for name in (own[0] if own else {}) if name not in EVALUATION_FIELDS]
+    found = [name for name in named if isinstance(own[0][name], (int, float))]
+    return "accuracy" if "accuracy" in found or not own else (found or ["loss"])[0]
 
 
 def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments import compare
-from experiments.finetune.series import draw_learning, series_of
+from experiments.finetune.finished_run import draw_learning
+from experiments.finetune.series import series_of
 
 
 def write_run(folder: Path, metrics: list[float], *, seconds: float) -> None:
@@ -44,7 +45,8 @@ def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> N
     assert "lora" not in table
     assert compare.gains(rows) == []
     picture = tmp_path / "learning.png"
-    draw_learning({"ddp": series_of(options).runs_of("ddp")}, picture, label="f1")
+    curves = [run.learning for run in series_of(options).runs_of("ddp")]
+    draw_learning({"ddp": curves}, picture, label="f1")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

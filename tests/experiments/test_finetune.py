@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from experiments import bert, vit
 from experiments.finetune.freezing import policy_of, read_decisions
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.tasks.glue import TASKS
-from experiments.tasks.images import Images
+from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
 
 
@@ -46,6 +47,7 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 33
     assert read_decisions(tmp_path / "run") == {0: 0, 6: 2}
+    assert (tmp_path / "run" / "report.png").exists()
     with pytest.raises(ValueError, match="holds the results of another run"):
         smoke(tmp_path / "run")
 
@@ -80,8 +82,9 @@ def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
         folder = tmp_path / f"{name} {options[0]}"
         smoke(folder, "--baseline", name, *options, task=task)
         assert losses(folder) == pytest.approx(expected, abs=2e-4)
-    smoke(tmp_path / "whole", task=task)
-    smoke(tmp_path / "ddp", "--baseline", "ddp", task=task)
+    decay = ("--layer_decay", "0.5")
+    smoke(tmp_path / "whole", *decay, task=task)
+    smoke(tmp_path / "ddp", "--baseline", "ddp", *decay, task=task)
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "whole"), abs=2e-4)
 
 
@@ -100,6 +103,15 @@ def test_every_rival_trains_and_reports(tmp_path: Path, options: tuple[str, ...]
     found = smoke(tmp_path / "run", "--baseline", *options)
     assert found["steps"] >= 1 and "accuracy" in found["metrics"]
     assert len(losses(tmp_path / "run")) == found["steps"]
+
+
+def test_plans_are_said_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bert.main(["--task", "sst2", "--smoke", "--output_dir", str(tmp_path / "run"), "--plan_only"])
+    said = capsys.readouterr().out
+    assert "1 processes here" in said and "cache behind 3 frozen layers" in said
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["smoke"]
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
@@ -166,3 +178,35 @@ def test_a_recipe_that_names_an_unknown_option_is_refused(tmp_path: Path) -> Non
     (tmp_path / "odd.toml").write_text("epochs = 3")
     with pytest.raises(ValueError, match=r"names \['epochs'\]; known are"):
         smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"))
+
+
+def write_cifar(folder: Path, name: str) -> Path:
+    """Write files in the layout of CIFAR's Python version; their hashes are not the published."""
+    kind = CIFARS[name]
+    own = folder / kind.base_folder
+    own.mkdir(parents=True)
+    key = "labels" if name == "cifar10" else "fine_labels"
+    for number, (file, _) in enumerate((*kind.train_list, *kind.test_list)):
+        data = np.full((2, 3072), number, np.uint8)
+        (own / file).write_bytes(pickle.dumps({"data": data, key: [number, 1]}))
+    names = {kind.meta["key"]: ["a", "b"]}
+    (own / kind.meta["filename"]).write_bytes(pickle.dumps(names))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_s_python_version_is_read_if_it_is_the_published_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_cifar(tmp_path, name)
+    source = ImageSource(
+        "vit_tiny_patch16_224", None, False, str(folder), 32, False, 1, None, 1, 0
+    )
+    with pytest.raises(ValueError, match="as they are published; give the folder in which cifar"):
+        image_workload(name, source)
+    monkeypatch.setattr(CIFARS[name], "_check_integrity", lambda self: True)
+    monkeypatch.setattr(CIFARS[name], "_load_meta", lambda self: None)
+    workload = image_workload(name, source)
+    assert len(workload.train_dataset) == (10 if name == "cifar10" else 2)
+    image, label = workload.eval_dataset[0]
+    assert image.shape == (3, 32, 32) and label in (1, 5)

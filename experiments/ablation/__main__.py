@@ -1,0 +1,162 @@
+"""Print an ablation's table: of trained runs, or of a cluster that is only described.
+
+    python -m experiments.ablation train --script bert --recipe sst2 --folder runs/parts \\
+        --processes 2 -- --model_name_or_path MINILM --data_dir GLUE/SST-2
+    python -m experiments.ablation simulate docs/clusters/8x8-h100.toml \\
+        --model vit_base_patch16_224 --samples 1281167 --batch 4096 --epochs 10
+
+Trained rows freeze what "freeze only" froze, step for step, at one global batch; --scale_batch
+trains the rows with AutoDP a second time with a batch that grows with the replicas, as the
+published one did. --sweep varies one thing instead: alpha of the published rule, M from K to 6 K,
+or the first cached layer (simulated alone: training caches where that is faster). Beside the
+published machines and model stand the published figures; `experiments.published.ablation` says why
+they differ. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+
+from experiments.ablation import simulated, trained
+from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
+from experiments.finetune.series import add_series_options, markdown, series_of, spread
+from experiments.published.setting import CLUSTER, SPEED_UPS
+from pipetransformer.forecast import ModelChoice, described_place
+
+PUBLISHED_MODEL = "vit_base_patch16_224"
+
+
+def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
+    """Return a markdown table of speed-ups over the first row.
+
+    Args:
+        rows: the first is what the others are compared with.
+        published: speed-ups by row, where the published system was measured.
+    """
+    first, shown = rows[0], []
+    head = ["row", "s", "speed-up"]
+    head += ["growing batch"] * any(row.grown for row in rows)
+    head += ["metric"] * any(row.metrics for row in rows)
+    head += ["published"] * bool(published)
+    shown.append([*head, "K x R (epochs)"])
+    for row in rows:
+        cells = [row.name, spread(row.seconds, 0), f"{_ratio(first.seconds, row.seconds):.2f}"]
+        if "growing batch" in head:
+            cells.append(f"{_ratio(first.seconds, row.grown):.2f}" if row.grown else "")
+        if "metric" in head:
+            cells.append(spread(row.metrics))
+        if "published" in head:
+            cells.append(f"{published[row.name]:.2f}" if row.name in published else "")
+        shown.append([*cells, runs_of_equals(row.pipelines)])
+    return markdown(shown)
+
+
+def draw_rates(rows: Sequence[Row], path: Path) -> None:
+    """Draw each row's samples/s by epoch."""
+    from matplotlib.figure import Figure  # Loaded where something is drawn.
+
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea")
+    axes.set(xlabel="epoch", ylabel="samples per second", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _ratio(before: Sequence[float], after: Sequence[float]) -> float:
+    return statistics.mean(before) / statistics.mean(after)
+
+
+def _trained(options: argparse.Namespace) -> list[Row]:
+    series = series_of(options)
+    if options.sweep == "alpha":
+        return trained.sweep_alpha(series, processes=options.processes)
+    if options.sweep == "micro_batches":
+        return trained.sweep_micro_batches(series, processes=options.processes)
+    return trained.train_parts(
+        series, processes=options.processes, scale_batch=options.scale_batch
+    )
+
+
+def _simulated(options: argparse.Namespace) -> list[Row]:
+    choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
+    place = described_place(choice, options.cluster)
+    if place.cache_bytes_per_s is None:
+        raise ValueError(
+            f"{options.cluster} does not say how fast a cache is read; add cache_bytes_per_s"
+        )
+    machines = simulated.Machines(
+        place.profile,
+        place.num_slots,
+        place.slots_per_node,
+        place.memory_bytes,
+        place.cache_bytes_per_s,
+    )
+    frozen = simulated.frozen_by_epoch(
+        float(Fraction(options.alpha)), simulated.num_layers(machines), options.epochs
+    )
+    training = simulated.Training(options.samples, options.batch, frozen)
+    if options.sweep is not None:
+        return simulated.sweep(machines, training, options.sweep, trained.ALPHAS)
+    return simulated.simulate_parts(machines, training)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog="experiments.ablation", description=__doc__)
+    ways = parser.add_subparsers(dest="way", required=True)
+    train = ways.add_parser("train", help="train the rows")
+    add_series_options(train)
+    train.add_argument("--processes", type=int, default=2, help="of each run")
+    train.add_argument("--scale_batch", action="store_true", help="also with a growing batch")
+    train.add_argument("--sweep", choices=("alpha", "micro_batches"))
+    simulate = ways.add_parser("simulate", help="predict the rows for a described cluster")
+    simulate.add_argument("cluster", help="TOML, as in docs/clusters")
+    simulate.add_argument("--model", default=PUBLISHED_MODEL, help="as for pipetransformer plan")
+    simulate.add_argument("--image-size", type=int)
+    simulate.add_argument("--seq-length", type=int)
+    simulate.add_argument("--dtype", default="float32")
+    simulate.add_argument("--samples", type=int, default=1_281_167, help="of an epoch")
+    simulate.add_argument("--batch", type=int, default=800, help="samples of a step")
+    simulate.add_argument("--epochs", type=int, default=10)
+    simulate.add_argument("--alpha", default="1/3", help="of the published rule")
+    simulate.add_argument("--sweep", choices=("alpha", "micro_batches", "cached_from"))
+    simulate.add_argument("--picture", type=Path, help="draw samples/s by epoch into this file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    options = parse(arguments)
+    is_simulated = options.way == "simulate"
+    rows = _simulated(options) if is_simulated else _trained(options)
+    known = is_simulated and (
+        described_name(options.cluster) == CLUSTER.name and options.model == PUBLISHED_MODEL
+    )
+    print(table(rows, SPEED_UPS if known and options.sweep is None else {}))
+    speed_ups = {row.name: _ratio(rows[0].seconds, row.seconds) for row in rows}
+    if speed_ups.keys() == ABLATION.keys():
+        print(f"\nparts: {product_of_parts(speed_ups)}")
+    if options.picture is not None:
+        draw_rates(rows, options.picture)
+    print(json.dumps([asdict(row) for row in rows]))
+
+
+def described_name(path: str) -> str:
+    """Return the name that a cluster's file gives it."""
+    from autopipe.cluster import load_cluster
+
+    return load_cluster(path).name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Simulate a run on a described cluster, with some of the system's parts left out.
+
+What is simulated is what our planner predicts for every epoch. Transitions, evaluations and the
+reading of samples are in none of it: measured ones take well under a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopipe.plan import PipelinePlan, PlanRequest
+from autopipe.profile import Profile
+from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
+from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
+
+
+@dataclass(frozen=True)
+class Machines:
+    """State where a run is simulated.
+
+    Args:
+        profile: the model's costs on a device.
+        num_slots, slots_per_node: devices.
+        memory_bytes: of a device; None for no limit.
+        cache_bytes_per_s: at which cached activations are read.
+    """
+
+    profile: Profile
+    num_slots: int
+    slots_per_node: int
+    memory_bytes: int | None
+    cache_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """State what is trained.
+
+    Args:
+        num_samples: of an epoch.
+        global_batch: samples of a step; where `scale_batch`, of every pipeline.
+        frozen: layers by epoch.
+        micro_batches: M; None lets the planner choose.
+        cached_from: frozen layers from which on they are cached.
+    """
+
+    num_samples: int
+    global_batch: int
+    frozen: tuple[int, ...]
+    scale_batch: bool = False
+    micro_batches: int | None = None
+    cached_from: int = 1
+
+
+@dataclass(frozen=True)
+class SimulatedEpoch:
+    """State an epoch: layers frozen, the plan, the samples of a step, and seconds."""
+
+    num_frozen: int
+    plan: PipelinePlan
+    replicas: int
+    batch: int
+    seconds: float
+
+
+def simulate(machines: Machines, training: Training, parts: Parts) -> list[SimulatedEpoch]:
+    """Return the epochs of a run; each takes the plan with the highest throughput.
+
+    Raises:
+        ValueError: nothing fits the devices' memory.
+    """
+    epochs, before = [], 0
+    for frozen in training.frozen:
+        now = frozen if parts.freeze else 0
+        epochs.append(_epoch(machines, training, parts, before, now))
+        before = now
+    return epochs
+
+
+def total_s(epochs: Sequence[SimulatedEpoch]) -> float:
+    """Return the seconds of a run."""
+    return sum(epoch.seconds for epoch in epochs)
+
+
+def _epoch(
+    machines: Machines, training: Training, parts: Parts, before: int, num_frozen: int
+) -> SimulatedEpoch:
+    profile, nodes = machines.profile, machines.num_slots // machines.slots_per_node
+    active = sum(cost.layer >= num_frozen for cost in profile.sublayers)
+    chunk = usual_prefix_chunk(training.global_batch, machines.num_slots)
+    fixed = max(n for n in range(1, machines.slots_per_node + 1) if n <= active)
+    counts = None if training.micro_batches is None else (training.micro_batches,)
+    request = PlanRequest(
+        machines.num_slots,
+        machines.slots_per_node,
+        training.global_batch,
+        num_frozen,
+        memory_limit_bytes=machines.memory_bytes,
+        lengths=None if parts.auto_pipe else (fixed,),
+        max_replicas=None if parts.auto_dp else nodes,
+        micro_batches=counts,
+        prefix_chunk=chunk,
+    )
+    if parts.auto_cache and min(before, num_frozen) >= training.cached_from:
+        cached_s = _cached_s(machines, before, num_frozen, chunk)
+        if cached_s < forward_s(profile, 0, num_frozen, chunk) / chunk:
+            request = replace(request, prefix_cached_s=cached_s)
+    plan = fastest_per_sample(
+        PlanSituation(0, 0, profile, request, None, lambda plan: 0.0, training.scale_batch)
+    )
+    replicas = request.replicas_of(plan.length)
+    batch = training.global_batch * (replicas if training.scale_batch else 1)
+    seconds = math.ceil(training.num_samples / batch) * plan.predicted_step_s
+    return SimulatedEpoch(num_frozen, plan, replicas, batch, seconds)
+
+
+def _cached_s(machines: Machines, before: int, num_frozen: int, chunk: int) -> float:
+    """Return a sample's seconds: read as it was in the epoch before; what froze since runs."""
+    profile = machines.profile
+    read_s = profile.prefix_bytes(before) / machines.cache_bytes_per_s
+    return read_s + forward_s(profile, before, num_frozen, chunk) / chunk
+
+
+def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
+    """Return the seconds of a batch through the frozen layers first .. last - 1."""
+    return sum(
+        profile.frozen_s(index, batch)
+        for index, cost in enumerate(profile.sublayers)
+        if first <= cost.layer < last
+    )
+
+
+def simulate_parts(machines: Machines, training: Training) -> list[Row]:
+    """Simulate all rows of the ablation, each also with a batch that grows."""
+    return [_row(name, machines, training, parts) for name, parts in ABLATION.items()]
+
+
+def sweep(machines: Machines, training: Training, what: str, alphas: Sequence[str]) -> list[Row]:
+    """Simulate nothing frozen, and all parts with one thing varied.
+
+    Args:
+        machines, training: where, and what.
+        what: "alpha", "micro_batches" or "cached_from".
+        alphas: of the published rule, as fractions.
+    """
+    length, most = machines.slots_per_node, max(training.frozen)
+    layers, epochs = num_layers(machines), len(training.frozen)
+    by_alpha = {a: frozen_by_epoch(float(Fraction(a)), layers, epochs) for a in alphas}
+    variants = {
+        "alpha": {
+            f"alpha = {alpha}": replace(training, frozen=frozen)
+            for alpha, frozen in by_alpha.items()
+        },
+        "micro_batches": {
+            f"M = {count}": replace(training, micro_batches=count)
+            for count in range(length, 6 * length + 1, length)
+        },
+        "cached_from": {
+            f"cached from {first}": replace(training, cached_from=first)
+            for first in range(1, most + 1)
+        },
+    }[what]
+    parts = ABLATION[FREEZE_ONLY] if what == "micro_batches" else ABLATION[ALL]
+    first = _row(NOTHING_FROZEN, machines, training, ABLATION[NOTHING_FROZEN])
+    return [first, *(_row(name, machines, one, parts) for name, one in variants.items())]
+
+
+def num_layers(machines: Machines) -> int:
+    """Return how many layers the model has that can freeze."""
+    return max(cost.layer for cost in machines.profile.sublayers)
+
+
+def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int, ...]:
+    """Return the frozen layers of every epoch: the published rule's closed form, rounded up."""
+    levels = (num_layers * (1 - (1 - alpha) ** epoch) for epoch in range(num_epochs))
+    return tuple(math.ceil(level - 1e-9) for level in levels)
+
+
+def _row(name: str, machines: Machines, training: Training, parts: Parts) -> Row:
+    epochs, grown = (
+        simulate(machines, replace(training, scale_batch=grows), parts) for grows in (False, True)
+    )
+    return Row(
+        name,
+        (total_s(epochs),),
+        (total_s(grown),),
+        (),
+        tuple(f"{epoch.plan.length}x{epoch.replicas}" for epoch in epochs),
+        tuple(epoch.batch / epoch.plan.predicted_step_s for epoch in epochs),
+    )

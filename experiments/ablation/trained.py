@@ -1,0 +1,89 @@
+"""Train the rows of an ablation, or of a sweep, by one of the fine-tuning scripts."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
+from experiments.finetune.finished_run import FinishedRun
+from experiments.finetune.series import Series
+
+ALPHAS = ("1/5", "1/4", "1/3", "1/2")
+_GROWN = ", growing batch"
+
+
+def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[Row]:
+    """Train without some parts, each time freezing what "freeze only" froze.
+
+    Args:
+        series: script, recipe and seeds.
+        processes: of each run; a pipeline over all of them is where it starts without AutoPipe.
+        scale_batch: train the rows with AutoDP also with a batch that grows.
+    """
+    grown = [name + _GROWN for name, parts in ABLATION.items() if parts.auto_dp and scale_batch]
+
+    def extra(name: str, seed: int) -> list[str]:
+        plain = name.removesuffix(_GROWN)
+        options = options_of(ABLATION[plain], processes)
+        if name != plain:
+            # Steps are others, so what froze cannot be repeated step by step.
+            return [*options, "--scale_batch"]
+        if ABLATION[plain].freeze and plain != FREEZE_ONLY:
+            repeated = series.run_of(FREEZE_ONLY, seed).folder
+            options += ["--freeze", "none", "--replay", str(repeated)]
+        return options
+
+    series.run_all([*ABLATION, *grown], extra)
+    return [row_of(series, name, name + _GROWN if scale_batch else None) for name in ABLATION]
+
+
+def sweep_alpha(series: Series, *, processes: int) -> list[Row]:
+    """Train with the published rule at several alphas, all parts on, and without freezing."""
+    whole = options_of(ABLATION[ALL], processes)
+    rows = {NOTHING_FROZEN: options_of(ABLATION[NOTHING_FROZEN], processes)}
+    rows |= {f"alpha = {alpha}": [*whole, "--freeze", f"paper:{alpha}"] for alpha in ALPHAS}
+    series.run_all(list(rows), lambda name, seed: rows[name])
+    return [row_of(series, name, None) for name in rows]
+
+
+def sweep_micro_batches(series: Series, *, processes: int) -> list[Row]:
+    """Train without freezing in a pipeline over all processes, with M from K to 6 K."""
+    fixed = options_of(ABLATION[NOTHING_FROZEN], processes)
+    rows = {
+        f"M = {count}": [*fixed, "--micro_batches", str(count)]
+        for count in range(processes, 6 * processes + 1, processes)
+    }
+    series.run_all(list(rows), lambda name, seed: rows[name])
+    return [row_of(series, name, None) for name in rows]
+
+
+def options_of(parts: Parts, processes: int) -> list[str]:
+    """Return the script's options that leave the other parts out."""
+    options = ["--processes", str(processes), "--cache", str(parts.auto_cache)]
+    if not parts.freeze:
+        options += ["--freeze", "none"]
+    if not parts.auto_pipe:
+        options += ["--pipeline_length", str(processes)]
+    if not parts.auto_dp:
+        options += ["--max_replicas", "1"]
+    return options
+
+
+def row_of(series: Series, name: str, grown: str | None) -> Row:
+    """Read a row's runs, which are complete."""
+    runs = series.runs_of(name)
+    return Row(
+        name,
+        tuple(run.train_s for run in runs),
+        tuple(run.train_s for run in series.runs_of(grown)) if grown else (),
+        tuple(run.metric for run in runs),
+        tuple(pipelines_by_epoch(runs[0])),
+        tuple(r["samples_per_s"] for r in runs[0].records if r["kind"] == "epoch"),
+    )
+
+
+def pipelines_by_epoch(run: FinishedRun) -> list[str]:
+    """Return K x R as each epoch ended."""
+    steps = [record for record in run.records if record["kind"] == "step"]
+    last = [list(own)[-1] for _, own in groupby(steps, lambda step: step["epoch"])]
+    return [f"{step['length']}x{step['replicas']}" for step in last]
