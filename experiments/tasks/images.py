@@ -78,9 +78,20 @@ class Images:
         return self._transform(image.convert("RGB")), int(self.labels[index])
 
 
+@dataclass(frozen=True)
+class Split:
+    """Hold a split: an image by index, (N,) classes, and how many classes there are."""
+
+    encoded: Any
+    labels: Any
+    num_classes: int
+
+
 def image_workload(name: str, source: ImageSource) -> Workload:
     """Read images and describe the task."""
-    num_classes, splits = _read(name, source)
+    train = read_split(name, source.data, "train", source.most_train)
+    evaluation = read_split(name, source.data, "test", source.most_eval)
+    num_classes, labels = train.num_classes, evaluation.labels
     config: Any = timm.create_model(source.model, num_classes=num_classes).pretrained_cfg
     common = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     normalise = v2.Normalize(config["mean"], config["std"])
@@ -89,8 +100,6 @@ def image_workload(name: str, source: ImageSource) -> Workload:
     fixed = v2.Compose([resize, *common, normalise])
     crop = v2.RandomResizedCrop(source.pixels, scale=(0.5, 1.0), interpolation=how)
     varied = v2.Compose([crop, v2.RandomHorizontalFlip(), *common, normalise])
-    train, evaluation = splits
-    labels = np.asarray(evaluation[1])
 
     def judge(prediction: EvalPrediction) -> dict[str, float]:
         given: Any = prediction.predictions
@@ -107,8 +116,8 @@ def image_workload(name: str, source: ImageSource) -> Workload:
     return Workload(
         name,
         lambda small: build_vit(source, num_classes, small=small),
-        Images(*train, varied if source.augment else fixed),
-        Images(*evaluation, fixed),
+        Images(train.encoded, train.labels, varied if source.augment else fixed),
+        Images(evaluation.encoded, labels, fixed),
         image_forward,
         judge,
         "accuracy",
@@ -161,22 +170,19 @@ def load_weights(model: Any, path: Path) -> None:
     model.load_state_dict({n: given[n] for n in wanted}, strict=False)
 
 
-def _read(name: str, source: ImageSource) -> tuple[int, list[tuple[Any, Any]]]:
-    """Return the number of classes, and (images, labels) for training and evaluation."""
-    splits = []
-    for split, most in (("train", source.most_train), ("test", source.most_eval)):
-        if name in CIFARS:
-            encoded, labels = _read_cifar(name, Path(source.data), split)
-            num_classes = 100 if name == "cifar100" else 10
-        else:
-            folder = Path(source.data, "train" if split == "train" else "val")
-            tree = ImageFolder(folder, loader=lambda path: Image.open(path))
-            num_classes, labels = len(tree.classes), np.array(tree.targets)
-            encoded = _Tree(tree)
-        # Files are ordered by class.
-        chosen = np.random.default_rng(0).permutation(len(labels))[:most]
-        splits.append((_Chosen(encoded, chosen), labels[chosen]))
-    return num_classes, splits
+def read_split(name: str, data: str, split: str, most: int | None) -> Split:
+    """Read the "train" or "test" images of a data set, so many of them, chosen at random."""
+    if name in CIFARS:
+        encoded, labels = _read_cifar(name, Path(data), split)
+        num_classes = 100 if name == "cifar100" else 10
+    else:
+        folder = Path(data, "train" if split == "train" else "val")
+        tree = ImageFolder(folder, loader=lambda path: Image.open(path))
+        num_classes, labels = len(tree.classes), np.array(tree.targets)
+        encoded = _Tree(tree)
+    # Files are ordered by class.
+    chosen = np.random.default_rng(0).permutation(len(labels))[:most]
+    return Split(_Chosen(encoded, chosen), labels[chosen], num_classes)
 
 
 def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:

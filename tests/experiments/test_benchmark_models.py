@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.skip.routes import verify_skippables
+from experiments.benchmarks import gpipe_accuracy
 from experiments.benchmarks.amoebanet import amoebanet_d
 from experiments.benchmarks.gpipe_runs import (
     Experiment,
@@ -244,3 +245,15 @@ def test_a_size_that_no_model_has_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_whole_batch_in_a_pipeline_learns_what_the_model_alone_does() -> None:
+    chance = torch.Generator().manual_seed(0)
+    data = torch.randn(256, 3, 32, 32, generator=chance), torch.arange(256) % 10
+    found = {
+        name: gpipe_accuracy.train(data, data, row, seed=0, epochs=1)
+        for name, row in gpipe_accuracy.ROWS.items()
+    }
+    assert found["K = 2, M = 1"] == found["without a pipeline"]
+    table = gpipe_accuracy.table({n: [a] for n, a in found.items()}, {n: [1.0] for n in found})
+    assert table.count("\n") == len(found) + 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +213,17 @@ def test_cifar_s_python_version_is_read_if_it_is_the_published_one(
     assert len(workload.train_dataset) == (10 if name == "cifar10" else 2)
     image, label = workload.eval_dataset[0]
     assert image.shape == (3, 32, 32) and label in (1, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["imagenet_vit_b", "cifar100_vit_b", "squad_bert_large"])
+def test_published_settings_start_under_torchrun(tmp_path: Path, recipe: str) -> None:
+    script = "bert" if recipe.startswith("squad") else "vit"
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", f"experiments.{script}"]
+    command += ["--recipe", recipe, "--smoke", "--output_dir", str(tmp_path / "run")]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = summary(tmp_path / "run")
+    assert found["details"]["processes"] == 2 and found["options"]["precision"] == "bf16"
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
