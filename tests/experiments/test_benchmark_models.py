@@ -249,7 +249,7 @@ def test_a_size_that_no_model_has_is_refused(
 
 def test_a_whole_batch_in_a_pipeline_learns_what_the_model_alone_does() -> None:
     chance = torch.Generator().manual_seed(0)
-    data = torch.randn(256, 3, 32, 32, generator=chance), torch.arange(256) % 10
+    data = torch.randn(128, 3, 32, 32, generator=chance), torch.arange(128) % 10
     found = {
         name: gpipe_accuracy.train(data, data, row, seed=0, epochs=1)
         for name, row in gpipe_accuracy.ROWS.items()

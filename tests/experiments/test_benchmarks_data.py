@@ -100,6 +100,7 @@ def in_this_process(
     function(*arguments)
 
 
+@pytest.mark.slow
 def test_rivals_pad_batch_by_batch_and_read_through_workers_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, folders: tuple[str, str]
 ) -> None:
