@@ -5,8 +5,11 @@ Only a contiguous prefix freezes: `num_frozen` = f freezes layers 0..f-1, 0 <= f
     gradients --GradientSignals--> mean squares --layer_norms--> LayerStats
                                                                      |
     FreezeDecision <--checked_decision-- FreezePolicy.decide <-- FreezeContext
+
+`apply` freezes a model's bottom layers in place, in anybody's training loop.
 """
 
+from freeze.in_place import apply, find_layers
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -21,6 +24,6 @@ from freeze.signals import GradientSignals, layer_norms
 
 __all__ = [
     "AlphaSchedule", "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule",
-    "GradientSignals", "LayerStats", "NeverFreeze", "PaperRule", "as_policy",
-    "checked_decision", "layer_norms",
+    "GradientSignals", "LayerStats", "NeverFreeze", "PaperRule", "apply", "as_policy",
+    "checked_decision", "find_layers", "layer_norms",
 ]  # fmt: skip

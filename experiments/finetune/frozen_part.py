@@ -17,8 +17,8 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 class FrozenPart:
     """Hold how many layers are frozen, and where asked to each sample's activations behind them.
 
-    A dict in this process's memory, by sample; where the frozen part grows, what was kept goes
-    through the new layers alone.
+    A dict in this process's host memory, by sample; where the frozen part grows, what was kept
+    goes through the new layers alone.
     """
 
     def __init__(self, model: nn.Module, *, keeps: bool) -> None:
@@ -79,12 +79,15 @@ class FrozenPart:
             with torch.no_grad():
                 fresh = layered.run(batch, first=begin, last=first, hidden=hidden)
             for index, one in enumerate(ids):
-                self._kept[one] = (self.depth, fresh[index, : self._length(batch, index)].clone())
+                row = fresh[index, : self._length(batch, index)]
+                self._kept[one] = (self.depth, row.cpu() if row.is_cuda else row.clone())
             return fresh
         return self._padded(batch, ids)
 
     def _padded(self, batch: Mapping[str, Tensor], ids: list[int]) -> Tensor:
-        rows = nn.utils.rnn.pad_sequence([self._kept[one][1] for one in ids], batch_first=True)
+        kept = [self._kept[one][1] for one in ids]
+        rows = nn.utils.rnn.pad_sequence(kept, batch_first=True)
+        rows = rows.to(next(iter(batch.values())).device)
         mask = batch.get("attention_mask")
         missing = 0 if mask is None else mask.shape[1] - rows.shape[1]
         return nn.functional.pad(rows, (0, 0, 0, missing))

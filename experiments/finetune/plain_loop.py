@@ -42,11 +42,14 @@ from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 
 
+_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def train(options: RunOptions, workload: Workload) -> None:
     """Fine-tune, evaluate, and write the results on rank 0."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if own_device().type == "cuda" else "gloo")
     try:
         loop = PlainLoop(options, workload, rank, size)
         outcome, found = loop.run()
@@ -57,17 +60,28 @@ def train(options: RunOptions, workload: Workload) -> None:
             dist.destroy_process_group()
 
 
+def own_device() -> torch.device:
+    """Return this process's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
 class PlainLoop:
-    """Train a workload's model in this process, one of `size`."""
+    """Train a workload's model in this process, one of `size`, on its GPU where it has one."""
 
     def __init__(self, options: RunOptions, workload: Workload, rank: int, size: int) -> None:
-        if options.label_smoothing or options.precision != "float32":
-            raise ValueError("baselines train in float32 without label smoothing; leave both out")
+        if options.label_smoothing:
+            raise ValueError("baselines train without label smoothing; leave it out")
         if options.layer_decay is not None and options.baseline == "lora":
             raise ValueError("--baseline lora has no layers to decay by; leave --layer_decay out")
         self.options, self.workload, self.rank, self.size = options, workload, rank, size
         baseline = options.baseline
-        self.model = workload.build(baseline == "small")
+        self.device, self.dtype = own_device(), _DTYPES[options.precision]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.precision == "fp16")
+        self.model = workload.build(baseline == "small").to(self.device)
         if baseline == "lora":
             self.model = with_lora(self.model)
         self.frozen = FrozenPart(self.model, keeps=baseline == "ddp+freeze+cache")
@@ -128,15 +142,21 @@ class PlainLoop:
         self.model.train()
         self.frozen.set_modes()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, _ = self.frozen.forward(self.workload.forward, self._wrapped(), batch, ids)
-        loss.backward()
+        with self._autocast():
+            loss, _ = self.frozen.forward(self.workload.forward, self._wrapped(), batch, ids)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm)
         factor = self.schedule(step, self.max_steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss.item()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
 
     def _wrapped(self) -> nn.Module:
         """Return what computes the forward: anew where other layers train, as DDP wants."""
@@ -156,14 +176,15 @@ class PlainLoop:
             batch_sampler=parts,
             num_workers=self.options.dataloader_num_workers,
             collate_fn=self.workload.collate_fn,
+            pin_memory=self.device.type == "cuda",
         )
         for batch, ids in zip(loader, parts, strict=True):
             yield self._named(batch), ids
 
     def _named(self, batch: Any) -> dict[str, Tensor]:
         if isinstance(batch, (list, tuple)):
-            return dict(zip(self.workload.names, batch, strict=True))
-        return dict(batch)
+            batch = dict(zip(self.workload.names, batch, strict=True))
+        return {name: entry.to(self.device, non_blocking=True) for name, entry in batch.items()}
 
     def evaluate(self, dataset: Any, judge: Any) -> PredictionOutput:
         """Return outputs and metrics over a data set; every process goes through all of it."""
@@ -176,12 +197,13 @@ class PlainLoop:
         )
         with torch.no_grad():
             for batch in map(self._named, loader):
-                _, output = self.workload.forward(self.model, batch)
-                outputs.append(output.float())
+                with self._autocast():
+                    _, output = self.workload.forward(self.model, batch)
+                outputs.append(output.float().cpu())
                 names = [
                     n for n in ("y", "labels", "start_positions", "end_positions") if n in batch
                 ]
-                labels.append([batch[name] for name in names])
+                labels.append([batch[name].cpu() for name in names])
         widest = max(one.shape[1] for one in outputs)
         padded = [
             nn.functional.pad(
