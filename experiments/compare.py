@@ -36,7 +36,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "ours, two processes": ("--processes", "2"),
     "early-stop": ("--baseline", "early-stop", "--freeze", "none"),
     "static": ("--baseline", "static", "--freeze", "none"),
-    "lora": ("--baseline", "lora", "--freeze", "none"),
+    "lora": ("--baseline", "lora", "--freeze", "none", "--layer_decay", "1"),
     "small": ("--baseline", "small", "--freeze", "none"),
     "short": ("--baseline", "short", "--freeze", "none"),
 }
@@ -134,6 +134,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_series_options(parser)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
     parser.add_argument("--static_layers", type=int, default=2, help="that `static` never trains")
+    parser.add_argument("--lora_learning_rate", type=float, help="the recipe's by default")
     return parser.parse_args(arguments)
 
 
@@ -146,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         added = list(ROWS[name])
         if name == "short":
             added += ["--budget_s", str(series.run_of(OURS, seed).train_s)]
+        if name == "lora" and options.lora_learning_rate is not None:
+            added += ["--learning_rate", str(options.lora_learning_rate)]
         if name == "static":
             added += ["--static_layers", str(options.static_layers)]
         return added

@@ -19,11 +19,12 @@ from freeze.policy import (
     as_policy,
     checked_decision,
 )
-from freeze.rules import AlphaSchedule, FreezeSchedule, PaperRule
+from freeze.rules import AlphaSchedule, FreezeSchedule, Linear, PaperRule
 from freeze.signals import GradientSignals, layer_norms
+from freeze.wrappers import Guarded, Replay, Shadow
 
 __all__ = [
     "AlphaSchedule", "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule",
-    "GradientSignals", "LayerStats", "NeverFreeze", "PaperRule", "apply", "as_policy",
-    "checked_decision", "find_layers", "layer_norms",
+    "GradientSignals", "Guarded", "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Replay",
+    "Shadow", "apply", "as_policy", "checked_decision", "find_layers", "layer_norms",
 ]  # fmt: skip

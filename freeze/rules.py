@@ -1,4 +1,4 @@
-"""Ship the freeze rules: an explicit schedule, the paper's rule, and its closed form.
+"""Ship the freeze rules: schedules, the paper's rule, and its closed form.
 
 Legend: L layers can freeze; T = 1, 2, ... counts decisions; L_f(T) is the real-valued number of
 frozen layers after decision T, and is rounded up only when it is applied.
@@ -87,6 +87,37 @@ class AlphaSchedule(FreezePolicy):
         level = context.num_layers * (1 - (1 - self._alpha) ** num_decisions)
         num_frozen = _rounded_up(min(level, self._max_frozen))
         return FreezeDecision(num_frozen, f"closed form: L_f({num_decisions}) = {level:.3f}")
+
+
+@final
+class Linear(FreezePolicy):
+    """Freeze layers one after the other, at equal distances over a part of the run.
+
+    Args:
+        begin, end: shares of the run, 0 <= begin < end <= 1: when the first layer freezes, and by
+            when `max_frozen` are frozen.
+        max_frozen: layers frozen at the end; None leaves the last layer active.
+    Raises:
+        TypeError: `max_frozen` is not an int.
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self, *, begin: float = 0.1, end: float = 0.8, max_frozen: int | None = None
+    ) -> None:
+        if not 0 <= begin < end <= 1:
+            raise ValueError(f"begin is {begin} and end {end}; give shares, 0 <= begin < end <= 1")
+        self._begin, self._end = begin, end
+        self._max_frozen = None if max_frozen is None else _checked_limit(max_frozen)
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        most = context.num_layers - 1 if self._max_frozen is None else self._max_frozen
+        most = min(most, context.num_layers)
+        done = context.step / context.max_steps
+        share = (done - self._begin) / (self._end - self._begin)
+        # The first layer freezes at `begin`, the last one at `end`.
+        level = 1 + share * (most - 1) if share >= 0 and most else 0
+        return FreezeDecision(int(min(level + 1e-6, most)), f"linear, at {done:.0%} of the run")
 
 
 @final

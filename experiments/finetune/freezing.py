@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import final
 
 from experiments.finetune.finished_run import read_lines, records_file
 from freeze import (
-    FreezeContext,
-    FreezeDecision,
     FreezePolicy,
     FreezeSchedule,
     NeverFreeze,
     PaperRule,
+    Replay,
     as_policy,
 )
-
-
-@final
-class Repeat(FreezePolicy):
-    """Freeze as a run's records say it did, step by step."""
-
-    def __init__(self, frozen_from: Mapping[int, int]) -> None:
-        if not frozen_from:
-            raise ValueError("the run to repeat has no decisions; give a run's folder")
-        self._frozen_from = dict(sorted(frozen_from.items()))
-
-    def decide(self, context: FreezeContext) -> FreezeDecision:
-        """Return what held at this step."""
-        return FreezeDecision(self.at(context.step), "as the run that is repeated")
-
-    def at(self, step: int) -> int:
-        """Return the frozen layers of a step."""
-        return [num for begin, num in self._frozen_from.items() if begin <= step or begin == 0][-1]
 
 
 def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
@@ -45,7 +24,7 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
         ValueError: they name none.
     """
     if replay is not None:
-        return Repeat(read_decisions(Path(replay)))
+        return Replay(read_decisions(Path(replay)))
     kind, _, value = freeze.partition(":")
     try:
         if kind == "none":

@@ -31,16 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from autodp import shuffled
-from experiments.finetune.freezing import Repeat, policy_of
+from experiments.finetune.freezing import policy_of
 from experiments.finetune.frozen_part import FrozenPart
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
-from freeze import FreezeSchedule, NeverFreeze
+from freeze import FreezeSchedule, NeverFreeze, Replay
 from pipetransformer import EvalPrediction, named_optimizer, named_schedule
 from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
-
 
 _DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,8 +74,8 @@ class PlainLoop:
     def __init__(self, options: RunOptions, workload: Workload, rank: int, size: int) -> None:
         if options.label_smoothing:
             raise ValueError("baselines train without label smoothing; leave it out")
-        if options.layer_decay is not None and options.baseline == "lora":
-            raise ValueError("--baseline lora has no layers to decay by; leave --layer_decay out")
+        if options.layer_decay not in (None, 1) and options.baseline == "lora":
+            raise ValueError("--baseline lora has no layers to decay by; give --layer_decay 1")
         self.options, self.workload, self.rank, self.size = options, workload, rank, size
         baseline = options.baseline
         self.device, self.dtype = own_device(), _DTYPES[options.precision]
@@ -90,7 +89,7 @@ class PlainLoop:
         self.decide = frozen_by_step(options) if str(baseline).startswith("ddp+") else None
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         build = named_optimizer("adamw", options.learning_rate, weight_decay=options.weight_decay)
-        if options.layer_decay is not None:
+        if options.layer_decay not in (None, 1):
             build = decay_by_layer(build, self.frozen.layered, options.layer_decay)
         self.optimizer = build(named)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -240,7 +239,7 @@ def frozen_by_step(options: RunOptions) -> Any:
         ValueError: they follow from gradients; another run's are repeated with --replay.
     """
     policy = policy_of(options.freeze, options.replay)
-    if isinstance(policy, Repeat):
+    if isinstance(policy, Replay):
         return lambda step, epoch: policy.at(step)
     if isinstance(policy, NeverFreeze):
         return lambda step, epoch: 0

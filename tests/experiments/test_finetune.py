@@ -21,6 +21,8 @@ from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
 
+BF16 = ("--precision", "bf16")
+
 
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -85,6 +87,10 @@ def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
         folder = tmp_path / f"{name} {options[0]}"
         smoke(folder, "--baseline", name, *options, task=task)
         assert losses(folder) == pytest.approx(expected, abs=2e-4)
+    smoke(tmp_path / "low", "--baseline", "ddp+freeze", *freeze, *BF16, task=task)
+    smoke(tmp_path / "ours low", *freeze, *BF16, task=task)
+    assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "ours low"), abs=1e-2)
+    assert losses(tmp_path / "low") != losses(tmp_path / "ours low")
     decay = ("--layer_decay", "0.5")
     smoke(tmp_path / "whole", *decay, task=task)
     smoke(tmp_path / "ddp", "--baseline", "ddp", *decay, task=task)

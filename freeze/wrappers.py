@@ -1,0 +1,222 @@
+"""Wrap policies: hold one back, only listen to one, or repeat what another run decided."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from freeze.policy import (
+    FreezeContext,
+    FreezeDecision,
+    FreezePolicy,
+    PolicyFunction,
+    as_policy,
+    checked_decision,
+)
+
+
+@final
+class Guarded(FreezePolicy):
+    """Hold a policy back: not too early, not on one measurement, not too far, and not at a loss.
+
+    Args:
+        policy: a policy, or a function of the context.
+        warmup: steps, or as a float below 1 a share of the run, before which nothing freezes.
+        patience: decisions in a row in which the policy must want more than is frozen; the least
+            of what it wanted in them then freezes. It thaws without.
+        min_active: layers that never freeze.
+        thaw_on: a metric's name. Where an evaluation finds it worse than the best so far by more
+            than `tolerance`, what has frozen since that best thaws, and patience starts anew.
+        tolerance: of the metric, in its own unit. More of it is better, but of a name that ends in
+            "loss".
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        policy: FreezePolicy | PolicyFunction,
+        *,
+        warmup: float = 0,
+        patience: int = 1,
+        min_active: int = 1,
+        thaw_on: str | None = None,
+        tolerance: float = 0.0,
+    ) -> None:
+        for name, value, least in (
+            ("warmup", warmup, 0),
+            ("patience", patience, 1),
+            ("min_active", min_active, 0),
+            ("tolerance", tolerance, 0),
+        ):
+            if not value >= least:
+                raise ValueError(f"{name} is {value}; give at least {least}")
+        self._policy = as_policy(policy)
+        self.signals = self._policy.signals
+        self._warmup, self._patience, self._min_active = warmup, patience, min_active
+        self._thaw_on, self._tolerance = thaw_on, tolerance
+        self._sign = -1 if (thaw_on or "").endswith("loss") else 1
+        self._wanted: list[int] = []
+        self._best: float | None = None
+        self._frozen_at_best = 0
+        self._seen: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"Guarded({self._policy.name})"
+
+    def decide(self, context: FreezeContext) -> FreezeDecision | None:
+        wanted = checked_decision(self._policy, context)
+        if regressed := self._regressed(context):
+            self._wanted.clear()
+            return FreezeDecision(min(self._frozen_at_best, context.num_frozen), regressed)
+        warmup = self._warmup * context.max_steps if 0 < self._warmup < 1 else self._warmup
+        if context.step < warmup:
+            return FreezeDecision(0, f"warm-up until step {warmup:g}")
+        most = max(0, context.num_layers - self._min_active)
+        num_frozen = min(wanted.num_frozen, most)
+        if num_frozen <= context.num_frozen:
+            self._wanted.clear()
+            return FreezeDecision(num_frozen, wanted.reason)
+        self._wanted.append(num_frozen)
+        if len(self._wanted) < self._patience:
+            text = f"waiting, {len(self._wanted)} of {self._patience}: {wanted.reason}"
+            return FreezeDecision(context.num_frozen, text)
+        num_frozen = min(self._wanted)
+        self._wanted.clear()
+        return FreezeDecision(num_frozen, wanted.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "policy": self._policy.state_dict(),
+            "wanted": list(self._wanted),
+            "best": self._best,
+            "frozen_at_best": self._frozen_at_best,
+            "seen": self._seen,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._policy.load_state_dict(state["policy"])
+            self._wanted, self._best = list(state["wanted"]), state["best"]
+            self._frozen_at_best, self._seen = state["frozen_at_best"], state["seen"]
+        except KeyError as error:
+            raise ValueError(
+                f"{self.name} was given a state without {error}; resume with the policy that "
+                "wrote the checkpoint"
+            ) from error
+
+    def _regressed(self, context: FreezeContext) -> str | None:
+        """Return why to thaw, where a new evaluation is worse; remember the best."""
+        if self._thaw_on is None or self._thaw_on not in context.metrics:
+            return None
+        value = context.metrics[self._thaw_on]
+        if value == self._seen:
+            return None
+        gain = -math.inf  # What is no number is worse than any.
+        if math.isfinite(value):
+            self._seen = value
+            gain = math.inf if self._best is None else self._sign * (value - self._best)
+        if gain >= 0:
+            self._best, self._frozen_at_best = value, context.num_frozen
+        if gain >= -self._tolerance or context.num_frozen <= self._frozen_at_best:
+            return None
+        return f"{self._thaw_on} fell back from {self._best} to {value}"
+
+
+@final
+class Shadow(FreezePolicy):
+    """Ask a policy and do nothing: the records say what it would have frozen, and why.
+
+    The policy sees its own layers as frozen, although they go on training.
+    """
+
+    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
+        self._policy = as_policy(policy)
+        self.signals = self._policy.signals
+        self._since: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"Shadow({self._policy.name})"
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        """Keep what is frozen, with what the policy wants as reason."""
+        seen = replace(
+            context,
+            num_frozen=len(self._since),
+            frozen_since=self._since,
+            layers=tuple(
+                replace(layer, gradient_norm=None) if layer.index < len(self._since) else layer
+                for layer in context.layers
+            ),
+        )
+        wanted = checked_decision(self._policy, seen)
+        kept = self._since[: wanted.num_frozen]
+        self._since = kept + (context.step,) * (wanted.num_frozen - len(kept))
+        text = f"would have {wanted.num_frozen} frozen: {wanted.reason}"
+        return FreezeDecision(context.num_frozen, text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self._policy.state_dict(), "since": list(self._since)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"policy", "since"}:
+            raise ValueError(
+                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
+                "policy that wrote the checkpoint"
+            )
+        self._policy.load_state_dict(state["policy"])
+        self._since = tuple(state["since"])
+
+
+@final
+class Replay(FreezePolicy):
+    """Freeze what another run froze, from the very steps on.
+
+    Args:
+        frozen_from: numbers of frozen layers by the steps from which they hold.
+    Raises:
+        ValueError: there are none, or one is negative; or, later, a decision falls between two
+            steps at which this run is asked, so that it would come late.
+    """
+
+    def __init__(self, frozen_from: Mapping[int, int]) -> None:
+        if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
+            raise ValueError(
+                f"the decisions to repeat are {dict(frozen_from)}; give numbers of layers by step"
+            )
+        self._frozen_from = dict(sorted(frozen_from.items()))
+
+    @staticmethod
+    def of_run(folder: str | Path) -> Replay:
+        """Repeat the decisions in the journal of a run's folder.
+
+        Raises:
+            ValueError: there is no journal, or a line of it is damaged.
+        """
+        path = Path(folder) / "journal.jsonl"
+        try:
+            entries = [json.loads(line) for line in path.read_text().splitlines()]
+            return Replay({one["step"]: one["decision"]["num_frozen"] for one in entries})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no journal of a run ({error})") from error
+
+    def at(self, step: int) -> int:
+        """Return what was frozen at a step."""
+        return [0, *(num for begin, num in self._frozen_from.items() if begin <= step)][-1]
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        begun = [step for step in self._frozen_from if step <= context.step]
+        num_frozen = self.at(context.step)
+        if begun and begun[-1] < context.step and num_frozen != context.num_frozen:
+            raise ValueError(
+                f"the run that is repeated froze {num_frozen} layers at step {begun[-1]}, but "
+                f"this one is asked at step {context.step}; decide at the same steps (with the "
+                "same freeze_interval_steps and global batch)"
+            )
+        return FreezeDecision(num_frozen, "as the run that is repeated")

@@ -1,0 +1,166 @@
+"""Prove that wrapped policies hold back, listen, repeat, and go on after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freeze import (
+    FreezeContext,
+    FreezeDecision,
+    FreezePolicy,
+    Guarded,
+    Linear,
+    PaperRule,
+    Replay,
+    Shadow,
+    checked_decision,
+)
+from tests.freeze.test_rules import FALLING, make_context
+
+
+def run(policy: FreezePolicy, num: int, **by_epoch: list[Any]) -> list[int]:
+    """Return what is frozen after each epoch 0, 1, ..., executing every decision."""
+    frozen = 0
+    found = []
+    for epoch in range(num):
+        context = context_of(epoch, frozen, **{name: own[epoch] for name, own in by_epoch.items()})
+        frozen = checked_decision(policy, context).num_frozen
+        found.append(frozen)
+    return found
+
+
+def context_of(epoch: int, frozen: int, **changes: Any) -> FreezeContext:
+    context = make_context(FALLING, epoch=epoch, num_frozen=frozen)
+    return dataclasses.replace(context, **changes)
+
+
+def wanting(*wanted: int) -> Any:
+    """Return a policy that wants so many layers by epoch, and remembers nothing."""
+    return lambda context: wanted[min(context.epoch, len(wanted) - 1)]
+
+
+def test_a_guard_waits_for_warm_up_and_patience_and_leaves_layers_active() -> None:
+    assert run(Guarded(wanting(4), warmup=3), 5) == [0, 0, 0, 4, 4]
+    assert run(Guarded(wanting(4), warmup=0.1), 4) == [0, 0, 4, 4]  # Of 20 steps.
+    assert run(Guarded(wanting(0, 5, 3, 4, 4), patience=3), 5) == [0, 0, 0, 3, 3]
+    assert run(Guarded(wanting(0, 5, 0, 4, 4), patience=2), 5) == [0, 0, 0, 0, 4]
+    assert run(Guarded(wanting(12), min_active=2), 1) == [10]
+
+
+def test_a_guard_lets_its_policy_thaw_at_once() -> None:
+    assert run(Guarded(wanting(6, 6, 2), patience=2), 3) == [0, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "tolerance", "expected"),
+    [
+        ("accuracy", [0.5, 0.6, 0.7, 0.65, 0.7], 0.0, [3, 3, 6, 3, 6]),
+        ("accuracy", [0.5, 0.6, 0.7, 0.65, 0.7], 0.1, [3, 3, 6, 6, 6]),
+        ("eval_loss", [0.5, 0.4, 0.3, 0.35, 0.3], 0.0, [3, 3, 6, 3, 6]),
+        ("accuracy", [0.5, 0.6, 0.6, math.nan, 0.6], 0.0, [3, 3, 6, 3, 6]),
+    ],
+)
+def test_a_guard_thaws_what_froze_since_the_best_metric(
+    name: str, values: list[float], tolerance: float, expected: list[int]
+) -> None:
+    policy = Guarded(wanting(3, 3, 6), thaw_on=name, tolerance=tolerance)
+    metrics = [{name: value} for value in values]
+    assert run(policy, 5, metrics=metrics) == expected
+
+
+def test_a_guard_goes_on_from_its_state() -> None:
+    def policy() -> Guarded:
+        return Guarded(PaperRule(1 / 3), patience=2, thaw_on="accuracy")
+
+    whole, first, second = policy(), policy(), policy()
+    metrics = [{"accuracy": value} for value in (0.5, 0.6, 0.7, 0.6, 0.6, 0.8, 0.8)]
+    expected, frozen, found = run(whole, 7, metrics=metrics), 0, []
+    for epoch in range(7):
+        if epoch == 3:
+            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        asked = first if epoch < 3 else second
+        context = context_of(epoch, frozen, metrics=metrics[epoch])
+        frozen = checked_decision(asked, context).num_frozen
+        found.append(frozen)
+    assert found == expected and max(found) > 0
+    with pytest.raises(ValueError, match="without 'policy'; resume with the policy"):
+        policy().load_state_dict({"level": 1})
+
+
+@pytest.mark.parametrize(
+    "options", [{"warmup": -1}, {"patience": 0}, {"min_active": -1}, {"tolerance": math.nan}]
+)
+def test_guards_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give at least"):
+        Guarded(wanting(1), **options)
+
+
+def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
+    policy, alone = Shadow(PaperRule(1 / 2)), PaperRule(1 / 2)
+    assert policy.signals == alone.signals and policy.name == "Shadow(PaperRule)"
+    acting = run(alone, 4)
+    said = []
+    for epoch in range(4):
+        decision = checked_decision(policy, context_of(epoch, 0))
+        assert decision.num_frozen == 0
+        said.append(decision.reason)
+    pairs = zip(acting, said, strict=True)
+    assert all(f"would have {num} frozen" in text for num, text in pairs)
+    assert said[-1].startswith(f"keep: would have {acting[-1]} frozen: paper's rule")
+    other = Shadow(PaperRule(1 / 2))
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert other.decide(context_of(4, 0)) == policy.decide(context_of(4, 0))
+    with pytest.raises(ValueError, match="resume with the policy that wrote"):
+        other.load_state_dict({})
+
+
+def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
+    entries = [{"step": step, "decision": {"num_frozen": num}} for step, num in ((0, 0), (2, 5))]
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (tmp_path / "journal.jsonl").write_text(lines)
+    assert run(Replay.of_run(tmp_path), 4) == [0, 0, 5, 5]
+    with pytest.raises(ValueError, match="froze 5 layers at step 2, but this one is asked at"):
+        Replay.of_run(tmp_path).decide(context_of(3, 0))
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"step": 1}\n'])
+def test_what_is_no_journal_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "journal.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="is no journal of a run"):
+        Replay.of_run(tmp_path)
+
+
+@pytest.mark.parametrize("frozen_from", [{}, {0: -1}, {-1: 2}])
+def test_decisions_that_cannot_be_are_refused(frozen_from: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="give numbers of layers by step"):
+        Replay(frozen_from)
+
+
+def test_linear_freezes_at_equal_distances() -> None:
+    # 20 steps: layer 1 freezes at step 2, layer 7 at step 14, two steps apart.
+    frozen = run(Linear(begin=0.1, end=0.7, max_frozen=7), 20)
+    assert frozen == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, *[7] * 6]
+    assert run(Linear(begin=0.0, end=0.5), 20)[-1] == 11
+    assert run(Linear(max_frozen=0), 20) == [0] * 20
+    with pytest.raises(ValueError, match="give shares"):
+        Linear(begin=0.5, end=0.5)
+
+
+def test_wrapped_functions_see_the_context() -> None:
+    seen: list[int] = []
+
+    def policy(context: FreezeContext) -> FreezeDecision:
+        seen.append(context.num_frozen)
+        return FreezeDecision(2, "two")
+
+    shadow = Shadow(policy)
+    for epoch in range(3):
+        shadow.decide(context_of(epoch, 0))
+    assert seen == [0, 2, 2]
