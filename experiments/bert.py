@@ -65,7 +65,12 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
         run_options.seed,
     )
     if options.task == "squad":
-        stride = min(options.doc_stride, source.max_length // 4)
+        stride = min(options.doc_stride, 16) if run_options.smoke else options.doc_stride
+        if stride > source.max_length // 2:
+            raise ValueError(
+                f"--doc_stride is {stride}: windows of {source.max_length} tokens would hardly "
+                "advance; give at most half of --max_seq_length"
+            )
         return questions_workload(source, stride=stride)
     return glue_workload(options.task, source)
 

@@ -1,4 +1,4 @@
-"""Fine-tune a ViT on CIFAR-10 or on a tree of images: elastically, or as one of its rivals.
+"""Fine-tune a ViT on CIFAR or on a tree of images: elastically, or as one of its rivals.
 
     python -m experiments.vit --dataset cifar10 --data cifar10_jpeg.npz \\
         --model vit_small_patch14_dinov2 --weights model.safetensors --image_size 56 \\
@@ -44,6 +44,11 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     Raises:
         ValueError: there are no data.
     """
+    if options.augment and run_options.baseline == "ddp+freeze+cache":
+        raise ValueError(
+            "--baseline ddp+freeze+cache would keep one crop of each image for good; leave "
+            "--augment out, or take ddp+freeze"
+        )
     data, model, size = options.data, options.model, options.image_size
     if run_options.smoke:
         folder = Path(run_options.output_dir, "smoke")

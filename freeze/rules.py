@@ -54,9 +54,11 @@ class FreezeSchedule(FreezePolicy):
                 f"the freeze schedule freezes up to {largest} layers, but {context.num_layers} "
                 f"layers can freeze; give numbers in 0..{context.num_layers}"
             )
-        last_change = max(epoch for epoch in self._num_frozen_at if epoch <= context.epoch)
-        num_frozen = self._num_frozen_at[last_change]
-        return FreezeDecision(num_frozen, f"schedule of epoch {context.epoch}")
+        return FreezeDecision(self.at(context.epoch), f"schedule of epoch {context.epoch}")
+
+    def at(self, epoch: int) -> int:
+        """Return the frozen layers of an epoch."""
+        return self._num_frozen_at[max(begin for begin in self._num_frozen_at if begin <= epoch)]
 
 
 @final

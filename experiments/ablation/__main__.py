@@ -23,10 +23,18 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
+from autopipe.cluster import load_cluster
 from experiments.ablation import simulated, trained
 from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
 from experiments.finetune.series import add_series_options, markdown, series_of, spread
-from experiments.published.setting import CLUSTER, SPEED_UPS
+from experiments.published.setting import (
+    ALPHA,
+    BATCH,
+    CLUSTER,
+    EPOCHS,
+    NUM_SAMPLES,
+    SPEED_UPS,
+)
 from pipetransformer.forecast import ModelChoice, described_place
 
 PUBLISHED_MODEL = "vit_base_patch16_224"
@@ -48,7 +56,8 @@ def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
     for row in rows:
         cells = [row.name, spread(row.seconds, 0), f"{_ratio(first.seconds, row.seconds):.2f}"]
         if "growing batch" in head:
-            cells.append(f"{_ratio(first.seconds, row.grown):.2f}" if row.grown else "")
+            base = first.grown or first.seconds
+            cells.append(f"{_ratio(base, row.grown):.2f}" if row.grown else "")
         if "metric" in head:
             cells.append(spread(row.metrics))
         if "published" in head:
@@ -139,10 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     is_simulated = options.way == "simulate"
     rows = _simulated(options) if is_simulated else _trained(options)
-    known = is_simulated and (
-        described_name(options.cluster) == CLUSTER.name and options.model == PUBLISHED_MODEL
-    )
-    print(table(rows, SPEED_UPS if known and options.sweep is None else {}))
+    print(table(rows, SPEED_UPS if is_simulated and _is_published(options) else {}))
     speed_ups = {row.name: _ratio(rows[0].seconds, row.seconds) for row in rows}
     if speed_ups.keys() == ABLATION.keys():
         print(f"\nparts: {product_of_parts(speed_ups)}")
@@ -151,11 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps([asdict(row) for row in rows]))
 
 
-def described_name(path: str) -> str:
-    """Return the name that a cluster's file gives it."""
-    from autopipe.cluster import load_cluster
-
-    return load_cluster(path).name
+def _is_published(options: argparse.Namespace) -> bool:
+    """Tell whether what is simulated is the published experiment."""
+    model = (options.model, options.image_size, options.dtype) == (
+        PUBLISHED_MODEL,
+        None,
+        "float32",
+    )
+    given = (options.samples, options.batch, options.epochs, float(Fraction(options.alpha)))
+    run = given == (NUM_SAMPLES, 2 * BATCH, EPOCHS, ALPHA)
+    return model and run and options.sweep is None and load_cluster(options.cluster) == CLUSTER
 
 
 if __name__ == "__main__":

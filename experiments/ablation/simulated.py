@@ -1,7 +1,10 @@
 """Simulate a run on a described cluster, with some of the system's parts left out.
 
 What is simulated is what our planner predicts for every epoch. Transitions, evaluations and the
-reading of samples are in none of it: measured ones take well under a second.
+reading of samples are in none of it; nor is the hosts' memory, which is to hold a node's cache.
+
+A node's cache holds what that node has trained on: after e epochs of shuffled samples it has one
+with probability 1 - (1 - 1 / nodes) ** e. A row is written as fast as it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from fractions import Fraction
 
 from autopipe.plan import PipelinePlan, PlanRequest
 from autopipe.profile import Profile
-from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
+from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, Row
 from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
 
 
@@ -33,6 +36,11 @@ class Machines:
     slots_per_node: int
     memory_bytes: int | None
     cache_bytes_per_s: float
+
+    @property
+    def nodes(self) -> int:
+        """Return how many nodes there are."""
+        return self.num_slots // self.slots_per_node
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,17 @@ def simulate(machines: Machines, training: Training, parts: Parts) -> list[Simul
     Raises:
         ValueError: nothing fits the devices' memory.
     """
-    epochs, before = [], 0
+    epochs: list[SimulatedEpoch] = []
+    before = num_filling = 0
     for frozen in training.frozen:
         now = frozen if parts.freeze else 0
-        epochs.append(_epoch(machines, training, parts, before, now))
+        caches = parts.auto_cache and now >= training.cached_from
+        prefix_s = None
+        if caches:
+            hits = 1 - (1 - 1 / machines.nodes) ** num_filling
+            prefix_s = _cached_s(machines, training, before=before, num_frozen=now, hits=hits)
+            num_filling += 1
+        epochs.append(_epoch(machines, training, parts, now, prefix_s))
         before = now
     return epochs
 
@@ -86,11 +101,16 @@ def total_s(epochs: Sequence[SimulatedEpoch]) -> float:
 
 
 def _epoch(
-    machines: Machines, training: Training, parts: Parts, before: int, num_frozen: int
+    machines: Machines,
+    training: Training,
+    parts: Parts,
+    num_frozen: int,
+    cached_s: float | None,
 ) -> SimulatedEpoch:
-    profile, nodes = machines.profile, machines.num_slots // machines.slots_per_node
+    """Simulate an epoch in which a sample's frozen part takes so many seconds with a cache."""
+    profile = machines.profile
     active = sum(cost.layer >= num_frozen for cost in profile.sublayers)
-    chunk = usual_prefix_chunk(training.global_batch, machines.num_slots)
+    chunk = _chunk(machines, training)
     fixed = max(n for n in range(1, machines.slots_per_node + 1) if n <= active)
     counts = None if training.micro_batches is None else (training.micro_batches,)
     request = PlanRequest(
@@ -100,28 +120,42 @@ def _epoch(
         num_frozen,
         memory_limit_bytes=machines.memory_bytes,
         lengths=None if parts.auto_pipe else (fixed,),
-        max_replicas=None if parts.auto_dp else nodes,
+        max_replicas=None if parts.auto_dp else machines.nodes,
         micro_batches=counts,
         prefix_chunk=chunk,
     )
-    if parts.auto_cache and min(before, num_frozen) >= training.cached_from:
-        cached_s = _cached_s(machines, before, num_frozen, chunk)
-        if cached_s < forward_s(profile, 0, num_frozen, chunk) / chunk:
-            request = replace(request, prefix_cached_s=cached_s)
+    computed_s = forward_s(profile, 0, num_frozen, chunk) / chunk
+    if cached_s is not None and cached_s < computed_s:
+        request = replace(request, prefix_cached_s=cached_s)
     plan = fastest_per_sample(
         PlanSituation(0, 0, profile, request, None, lambda plan: 0.0, training.scale_batch)
     )
     replicas = request.replicas_of(plan.length)
     batch = training.global_batch * (replicas if training.scale_batch else 1)
-    seconds = math.ceil(training.num_samples / batch) * plan.predicted_step_s
+    seconds = training.num_samples / batch * plan.predicted_step_s
     return SimulatedEpoch(num_frozen, plan, replicas, batch, seconds)
 
 
-def _cached_s(machines: Machines, before: int, num_frozen: int, chunk: int) -> float:
-    """Return a sample's seconds: read as it was in the epoch before; what froze since runs."""
-    profile = machines.profile
-    read_s = profile.prefix_bytes(before) / machines.cache_bytes_per_s
-    return read_s + forward_s(profile, before, num_frozen, chunk) / chunk
+def _cached_s(
+    machines: Machines, training: Training, *, before: int, num_frozen: int, hits: float
+) -> float:
+    """Return a sample's mean seconds of frozen layers in an epoch that reads and fills a cache.
+
+    A hit is read as it was in the epoch before, and what froze since runs; a miss runs it all.
+    What ran is written.
+    """
+    profile, rate = machines.profile, machines.cache_bytes_per_s
+    chunk = _chunk(machines, training)
+    written_s = profile.prefix_bytes(num_frozen) / rate
+    hit_s = profile.prefix_bytes(before) / rate
+    if before != num_frozen:
+        hit_s += forward_s(profile, before, num_frozen, chunk) / chunk + written_s
+    miss_s = forward_s(profile, 0, num_frozen, chunk) / chunk + written_s
+    return hits * hit_s + (1 - hits) * miss_s
+
+
+def _chunk(machines: Machines, training: Training) -> int:
+    return usual_prefix_chunk(training.global_batch, machines.num_slots)
 
 
 def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
@@ -139,7 +173,10 @@ def simulate_parts(machines: Machines, training: Training) -> list[Row]:
 
 
 def sweep(machines: Machines, training: Training, what: str, alphas: Sequence[str]) -> list[Row]:
-    """Simulate nothing frozen, and all parts with one thing varied.
+    """Simulate a first row, and others with one thing varied.
+
+    Alpha and the first cached layer are varied with all parts on, beside nothing frozen; M with
+    nothing frozen in a pipeline over all devices of a node, beside M = K.
 
     Args:
         machines, training: where, and what.
@@ -163,9 +200,11 @@ def sweep(machines: Machines, training: Training, what: str, alphas: Sequence[st
             for first in range(1, most + 1)
         },
     }[what]
-    parts = ABLATION[FREEZE_ONLY] if what == "micro_batches" else ABLATION[ALL]
+    if what == "micro_batches":
+        fixed = ABLATION[NOTHING_FROZEN]
+        return [_row(name, machines, one, fixed) for name, one in variants.items()]
     first = _row(NOTHING_FROZEN, machines, training, ABLATION[NOTHING_FROZEN])
-    return [first, *(_row(name, machines, one, parts) for name, one in variants.items())]
+    return [first, *(_row(name, machines, one, ABLATION[ALL]) for name, one in variants.items())]
 
 
 def num_layers(machines: Machines) -> int:
@@ -180,9 +219,10 @@ def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int
 
 
 def _row(name: str, machines: Machines, training: Training, parts: Parts) -> Row:
-    epochs, grown = (
-        simulate(machines, replace(training, scale_batch=grows), parts) for grows in (False, True)
-    )
+    # With the replicas of the start, one a node, the batches are equal.
+    of_pipeline = max(1, training.global_batch // machines.nodes)
+    grows = replace(training, scale_batch=True, global_batch=of_pipeline)
+    epochs, grown = (simulate(machines, one, parts) for one in (training, grows))
     return Row(
         name,
         (total_s(epochs),),

@@ -47,7 +47,7 @@ def sweep_alpha(series: Series, *, processes: int) -> list[Row]:
 
 
 def sweep_micro_batches(series: Series, *, processes: int) -> list[Row]:
-    """Train without freezing in a pipeline over all processes, with M from K to 6 K."""
+    """Train without freezing in a pipeline over all processes, with M from K to 6 K; K first."""
     fixed = options_of(ABLATION[NOTHING_FROZEN], processes)
     rows = {
         f"M = {count}": [*fixed, "--micro_batches", str(count)]

@@ -40,7 +40,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "folder": None if options.plan_only else Path(options.output_dir, "run"),
         "checkpoint_every_epochs": options.checkpoint_every_epochs,
         "resume": "auto" if options.checkpoint_every_epochs else False,
-        "evaluate_every_epochs": options.evaluate_every_epochs,
+        "evaluate_every_epochs": options.evaluate_every_epochs or options.num_train_epochs,
         "label": workload.name,
     }
 
@@ -75,7 +75,9 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
 def train(options: RunOptions, workload: Workload) -> None:
     """Fine-tune, evaluate, and write the results on rank 0."""
     folder, stops_early = Path(options.output_dir), options.baseline == "early-stop"
-    further = {"metric_for_best_model": workload.metric} if stops_early else {}
+    further = {}
+    if stops_early:
+        further = {"metric_for_best_model": workload.metric, "load_best_model_at_end": True}
     with Trainer(
         workload.build(False),
         workload.train_dataset,

@@ -35,6 +35,12 @@ class FinishedRun:
         """Return the seconds of training, without evaluations."""
         return float(self.summary["train_s"])
 
+    @property
+    def before_s(self) -> float:
+        """Return the seconds before the first step, of measuring; 0 for a rival."""
+        first = next(record for record in self.records if record["kind"] == "step")
+        return float(max(0.0, first.get("elapsed_s", 0.0) - first["seconds"]))
+
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return its records, of ours or of a rival."""
@@ -51,10 +57,11 @@ class FinishedRun:
 
 
 def learning_of(records: Iterable[Mapping[str, Any]], metric: str) -> Curve:
-    """Return the seconds of training and a metric at every evaluation."""
+    """Return the seconds of training, transitions included, and a metric at every evaluation."""
     seconds, found = 0.0, []
     for record in records:
-        if record["kind"] == "step":
+        counts = record["kind"] == "step" or (record["kind"] == "transition" and record["step"])
+        if counts:
             seconds += record["seconds"]
         elif record["kind"] == "evaluation" and metric in record:
             found.append((seconds, float(record[metric])))

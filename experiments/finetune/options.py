@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
+from pipetransformer.processes import world_size
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -26,6 +28,8 @@ BASELINES = (
     "lora",
     "small",
 )
+PLAIN = tuple(name for name in BASELINES if name != "early-stop")
+"""Those that a plain loop trains; our Trainer stops early."""
 T = TypeVar("T")
 
 
@@ -43,6 +47,7 @@ class RunOptions:
     num_train_epochs: int = option(3, "passes over the training set")
     global_batch_size: int = option(32, "samples of an update, over all processes")
     learning_rate: float = option(5e-5, "of AdamW, at its highest")
+    lora_learning_rate: float | None = option(None, "of the rival lora; else 10 times it")
     lr_scheduler_type: str = option("linear", "as transformers names them")
     warmup: float = option(0.1, "share of the run, below 1, in which the learning rate rises")
     weight_decay: float = option(0.01, "of weights, not of biases and norms")
@@ -68,7 +73,7 @@ class RunOptions:
     static_layers: int = option(0, "for static: bottom layers that never train")
     plan_only: bool = option(False, "say what would be done, and do not train")
     smoke: bool = option(False, "a tiny model on tiny files of the task's format, made for it")
-    evaluate_every_epochs: int = option(1, "0 evaluates at the end alone")
+    evaluate_every_epochs: int = option(1, "and at the end; 0 at the end alone")
 
 
 def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tuple[Any, ...]:
@@ -111,8 +116,23 @@ def check(options: RunOptions) -> None:
         raise ValueError("--baseline short needs --budget_s, the seconds that it may train")
     if options.baseline == "static" and not options.static_layers:
         raise ValueError("--baseline static needs --static_layers, of which none trains")
+    if options.baseline in PLAIN:
+        _check_plain(options, options.baseline)
     if options.replay is not None and options.freeze != "none":
         raise ValueError("--freeze and --replay both say what freezes; give one")
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
+
+
+def _check_plain(options: RunOptions, baseline: str) -> None:
+    """Refuse what a plain loop cannot do."""
+    if options.plan_only:
+        raise ValueError("--plan_only is for ours; leave --baseline out")
+    if options.label_smoothing:
+        raise ValueError("baselines train without label smoothing; leave it out")
+    freezes = options.freeze != "none" or options.replay is not None
+    if freezes and not baseline.startswith("ddp+"):
+        raise ValueError(f"--baseline {baseline} freezes nothing; give --freeze none")
+    if baseline == "ddp+freeze+cache" and max(options.processes, world_size()) > 1:
+        raise ValueError("--baseline ddp+freeze+cache keeps activations in one process alone")

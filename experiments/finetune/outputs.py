@@ -21,7 +21,7 @@ from experiments.finetune.finished_run import (
     read_lines,
     records_file,
 )
-from experiments.finetune.options import RunOptions
+from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
 from pipetransformer.report import draw_report
 
@@ -57,7 +57,8 @@ def write_outcome(
         "task": workload.name,
         "metric": workload.metric,
         **asdict(outcome),
-        "options": asdict(options),
+        "options": {**asdict(options), **workload.options},
+        "recipe": None if options.recipe is None else read_recipe(options.recipe),
         "command": [sys.executable.rsplit("/", 1)[-1], *sys.argv],
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from experiments.finetune import elastic, plain_loop
+from experiments.finetune import elastic
 from experiments.finetune.options import RunOptions, check, parse
+from experiments.rivals import plain_loop
 from experiments.tasks.workload import Workload
 from pipetransformer import launch
 from pipetransformer.processes import world_size
@@ -41,7 +42,7 @@ def run(kind: type[T], describe: Describe, arguments: Sequence[str] | None) -> N
 
 
 def _train(describe: Describe, options: RunOptions, specific: Any) -> None:
-    workload = describe(options, specific)
+    workload = replace(describe(options, specific), options=asdict(specific))
     if options.baseline in _ELASTIC:
         elastic.train(options, workload)
     else:

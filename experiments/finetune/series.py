@@ -1,12 +1,14 @@
 """Run a script's recipe in several variants over several seeds, each in a process of its own.
 
-Runs that are complete are not repeated: started again, a series goes on. Seeds are the outer loop,
-so that variants which are compared ran close to each other in time.
+Runs that are complete are not repeated: started again, a series goes on, and refuses runs that
+were made with other options. A run that was killed starts anew, or from its checkpoint if it saves
+any. Seeds are the outer loop, so that variants which are compared ran close to each other in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.finetune.finished_run import FinishedRun
+from experiments.finetune.options import read_recipe
 
 Extra = Callable[[str, int], Sequence[str]]
 """(variant, seed) -> what it adds to the recipe's command."""
@@ -42,11 +45,15 @@ class Series:
 
         Raises:
             RuntimeError: a run failed; the message names its log.
+            ValueError: a complete run had other options, or another recipe.
         """
         for seed in self.seeds:
             for name in variants:
-                if not self._is_complete(name, seed):
-                    self._run(name, seed, extra(name, seed))
+                arguments = self._arguments(seed, extra(name, seed))
+                if self._is_complete(name, seed):
+                    self._refuse_other(self.run_of(name, seed), arguments)
+                else:
+                    self._run(name, seed, arguments)
 
     def runs_of(self, variant: str) -> list[FinishedRun]:
         """Return a variant's runs, one for each seed; none where some are not complete."""
@@ -64,10 +71,23 @@ class Series:
     def _folder_of(self, variant: str, seed: int) -> Path:
         return self.folder / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
 
-    def _run(self, variant: str, seed: int, extra: Sequence[str]) -> None:
+    def _arguments(self, seed: int, extra: Sequence[str]) -> list[str]:
+        return ["--recipe", self.recipe, "--seed", str(seed), *self.further, *extra]
+
+    def _refuse_other(self, run: FinishedRun, arguments: Sequence[str]) -> None:
+        made = run.summary["command"][2:-2]  # Between the script and --output_dir.
+        if made != list(arguments) or run.summary["recipe"] != read_recipe(self.recipe):
+            raise ValueError(
+                f"{run.folder} holds a run of other options or another recipe; remove it, or give "
+                "another --folder"
+            )
+
+    def _run(self, variant: str, seed: int, arguments: Sequence[str]) -> None:
         folder = self._folder_of(variant, seed)
-        command = [sys.executable, "-m", f"experiments.{self.script}", "--recipe", self.recipe]
-        command += ["--seed", str(seed), *self.further, *extra, "--output_dir", str(folder)]
+        if folder.exists() and not (folder / "run" / "checkpoints").exists():
+            shutil.rmtree(folder)
+        command = [sys.executable, "-m", f"experiments.{self.script}", *arguments]
+        command += ["--output_dir", str(folder)]
         print(f"seed {seed}, {variant}", flush=True)
         log = folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import (
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
+_LOGGER = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Metrics = dict[str, float]
 
@@ -75,11 +77,19 @@ class GlueTask:
     @property
     def num_labels(self) -> int:
         """Return how many classes there are; 1 for a regression."""
-        return 1 if self.metrics is correlations else len(self.classes)
+        return len(self.classes) or 1
 
     def number_of(self, label: str) -> float:
-        """Return a label as the model is given it."""
-        return float(label) if self.num_labels == 1 else self.classes.index(label)
+        """Return a label as the model is given it.
+
+        Raises:
+            ValueError: the task has no such label.
+        """
+        if not self.classes:
+            return float(label)
+        if label not in self.classes:
+            raise ValueError(f"the label {label!r} is none of {', '.join(self.classes)}")
+        return self.classes.index(label)
 
 
 _DEV = {"dev": "dev.tsv"}
@@ -210,11 +220,27 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> Sequence[t
     path = Path(data) / file
     if not path.exists():
         raise ValueError(f"{path} is missing; give --data_dir, GLUE's folder of {name}")
-    with path.open(encoding="utf-8", newline="") as lines:
+    # Some of the published files begin with a byte order mark.
+    with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(
             lines, fieldnames=task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE
         )
-        return [
-            (*(row[column] for column in task.sentences), task.number_of(row[task.label]))
-            for row in reader
-        ]
+        return list(_read(task, path, reader))
+
+
+def _read(task: GlueTask, path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield samples; rows that lack a field, as some of the published files have, are left out."""
+    columns, left_out = (*task.sentences, task.label), 0
+    for row in rows:
+        if missing := [column for column in columns if column not in row]:
+            raise ValueError(f"{path} has no column {missing[0]!r}; it has {list(row)}")
+        if any(row[column] is None for column in columns):
+            left_out += 1
+            continue
+        try:
+            number = task.number_of(row[task.label])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
+        yield (*(row[column] for column in task.sentences), number)
+    if left_out:
+        _LOGGER.warning("%s: %d rows lack a field and are left out", path, left_out)

@@ -1,10 +1,10 @@
-"""Fine-tune a timm ViT on CIFAR-10 or on a tree of images in ImageNet's layout."""
+"""Fine-tune a timm ViT on CIFAR or on a tree of images in ImageNet's layout."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import timm
 import torch
 from PIL import Image
 from timm.layers import resample_abs_pos_embed
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
@@ -80,24 +81,35 @@ class Images:
 
 @dataclass(frozen=True)
 class Split:
-    """Hold a split: an image by index, (N,) classes, and how many classes there are."""
+    """Hold a split: images by position, their (N,) classes and numbers in the files, all classes'
+    names."""
 
     encoded: Any
     labels: Any
-    num_classes: int
+    numbers: Any
+    classes: tuple[str, ...]
 
 
 def image_workload(name: str, source: ImageSource) -> Workload:
     """Read images and describe the task."""
     train = read_split(name, source.data, "train", source.most_train)
     evaluation = read_split(name, source.data, "test", source.most_eval)
-    num_classes, labels = train.num_classes, evaluation.labels
-    config: Any = timm.create_model(source.model, num_classes=num_classes).pretrained_cfg
+    if unlike := set(train.classes) ^ set(evaluation.classes):
+        raise ValueError(
+            f"{source.data} has other classes to train than to evaluate: {sorted(unlike)[:3]} are "
+            "in one alone"
+        )
+    num_classes, labels = len(train.classes), evaluation.labels
+    config = asdict(timm.get_pretrained_cfg(source.model) or PretrainedCfg())
     common = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     normalise = v2.Normalize(config["mean"], config["std"])
-    how = v2.InterpolationMode(config.get("interpolation", "bicubic"))
-    resize = v2.Resize((source.pixels, source.pixels), interpolation=how)
-    fixed = v2.Compose([resize, *common, normalise])
+    how = v2.InterpolationMode(config["interpolation"])
+    side: Any = source.pixels
+    resize = [v2.Resize((side, side), interpolation=how)]
+    if name not in CIFARS:  # Photographs keep their proportions.
+        shortest = round(side / config["crop_pct"])
+        resize = [v2.Resize(shortest, interpolation=how), v2.CenterCrop(side)]
+    fixed = v2.Compose([*resize, *common, normalise])
     crop = v2.RandomResizedCrop(source.pixels, scale=(0.5, 1.0), interpolation=how)
     varied = v2.Compose([crop, v2.RandomHorizontalFlip(), *common, normalise])
 
@@ -109,7 +121,7 @@ def image_workload(name: str, source: ImageSource) -> Workload:
         classes = prediction.predictions.argmax(axis=1)
         lines = [
             f"{n}\t{given}\t{wanted}\n"
-            for n, (given, wanted) in enumerate(zip(classes, labels, strict=True))
+            for n, given, wanted in zip(evaluation.numbers, classes, labels, strict=True)
         ]
         path.with_suffix(".tsv").write_text("index\tprediction\tlabel\n" + "".join(lines))
 
@@ -174,15 +186,15 @@ def read_split(name: str, data: str, split: str, most: int | None) -> Split:
     """Read the "train" or "test" images of a data set, so many of them, chosen at random."""
     if name in CIFARS:
         encoded, labels = _read_cifar(name, Path(data), split)
-        num_classes = 100 if name == "cifar100" else 10
+        classes = tuple(map(str, range(100 if name == "cifar100" else 10)))
     else:
         folder = Path(data, "train" if split == "train" else "val")
         tree = ImageFolder(folder, loader=lambda path: Image.open(path))
-        num_classes, labels = len(tree.classes), np.array(tree.targets)
+        classes, labels = tuple(tree.classes), np.array(tree.targets)
         encoded = _Tree(tree)
     # Files are ordered by class.
     chosen = np.random.default_rng(0).permutation(len(labels))[:most]
-    return Split(_Chosen(encoded, chosen), labels[chosen], num_classes)
+    return Split(_Chosen(encoded, chosen), labels[chosen], chosen, classes)
 
 
 def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:

@@ -70,15 +70,21 @@ def read_questions(path: str | Path) -> list[Question]:
     """Read a file of SQuAD 1.1, one entry per question.
 
     Raises:
-        ValueError: the file is no such file.
+        ValueError: the file is no such file, or has a question without an answer, as of SQuAD 2.0.
     """
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
-        return [one for article in articles for one in _questions(article)]
+        questions = [one for article in articles for one in _questions(article)]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} is no SQuAD file ({error!r}); give one such as train-v1.1.json"
         ) from error
+    for question in questions:
+        if not question["answers"]["text"]:
+            raise ValueError(
+                f"{path}: the question {question['id']} has no answer; give a file of SQuAD 1.1"
+            )
+    return questions
 
 
 def text_offsets(

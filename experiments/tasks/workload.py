@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ class Workload:
         train_dataset: what is trained on.
         eval_dataset: every sample once, in the order that `judge` expects.
         forward: (model, batch) -> loss and outputs, as a plain loop has them.
-        judge: of the predictions for the evaluation set; metrics in percent, or as a share for
-            correlations.
+        judge: of the predictions for the evaluation set; metrics in percent, correlations times
+            100.
         metric: the main one of them; higher is better.
         write_predictions: writes the answers to the evaluation set in the task's own format.
         further: other evaluation sets by name, judged alike.
@@ -33,6 +33,7 @@ class Workload:
         processing_class: a tokenizer, saved beside the model.
         num_views: of each training sample where it is augmented; None where it is not.
         names: entries of a batch, where samples are tuples.
+        options: the script's own, as plain values, for the summary.
     """
 
     name: str
@@ -48,3 +49,4 @@ class Workload:
     processing_class: Any = None
     num_views: int | None = None
     names: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -48,13 +49,30 @@ def test_a_part_more_is_never_slower_here() -> None:
 
 
 def test_a_growing_batch_takes_fewer_steps_of_more_samples() -> None:
-    grows = Training(800, 80, (0, 4, 6), scale_batch=True)
+    grows = Training(800, 40, (0, 4, 6), scale_batch=True)
     for fixed, grown in zip(
         simulate(MACHINES, TRAINING, ABLATION["all four"]),
         simulate(MACHINES, grows, ABLATION["all four"]),
         strict=True,
     ):
-        assert fixed.batch == 80 and grown.batch == 80 * grown.replicas
+        assert fixed.batch == 80 and grown.batch == 40 * grown.replicas
+    first = simulate_parts(MACHINES, TRAINING)[0]  # One pipeline a node: the very same batch.
+    assert first.grown == pytest.approx(first.seconds)
+
+
+def test_a_cache_holds_what_its_node_has_seen() -> None:
+    frozen = (4, 4, 4, 4)
+    whole = dataclasses.replace(MACHINES, slots_per_node=8)
+    training, parts = Training(800, 80, frozen), ABLATION["all four"]
+    one, two = (simulate(machines, training, parts) for machines in (whole, MACHINES))
+    assert [epoch.seconds for epoch in one[1:]] == [one[1].seconds] * 3
+    lost = [epoch.seconds - one[1].seconds for epoch in two[1:]]
+    assert [seconds / lost[0] for seconds in lost] == pytest.approx([1, 1 / 2, 1 / 4])
+    slow = dataclasses.replace(whole, cache_bytes_per_s=1.0)
+    assert (
+        simulate(slow, training, parts)[1].seconds
+        == simulate(slow, training, ABLATION["+ AutoPipe + AutoDP"])[1].seconds
+    )
 
 
 def test_sweeps_vary_one_thing() -> None:
@@ -62,7 +80,7 @@ def test_sweeps_vary_one_thing() -> None:
     assert list(rows) == ["nothing frozen", "alpha = 1/4", "alpha = 1/2"]
     assert rows["alpha = 1/2"] < rows["alpha = 1/4"] < rows["nothing frozen"]
     names = [row.name for row in sweep(MACHINES, TRAINING, "micro_batches", ())]
-    assert names == ["nothing frozen", *(f"M = {count}" for count in (4, 8, 12, 16, 20, 24))]
+    assert names == [f"M = {count}" for count in (4, 8, 12, 16, 20, 24)]
     cached = [row.seconds[0] for row in sweep(MACHINES, TRAINING, "cached_from", ())][1:]
     assert len(cached) == 6 and cached == sorted(cached)
     assert frozen_by_epoch(1 / 3, 12, 4) == (0, 4, 7, 9)
@@ -102,7 +120,7 @@ def test_the_parts_product_is_what_rows_gain_over_each_other() -> None:
 def test_the_published_machines_stand_beside_the_published_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["simulate", "docs/clusters/2x8-rtx5000.toml", "--epochs", "3"])
+    main(["simulate", "docs/clusters/2x8-rtx5000.toml"])
     text, rows = capsys.readouterr().out, []
     assert "| published |" in text and "parts: " in text
     rows = json.loads(text.splitlines()[-1])

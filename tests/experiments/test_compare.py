@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from experiments.finetune.finished_run import draw_learning
 from experiments.finetune.series import series_of
 
 
-def write_run(folder: Path, metrics: list[float], *, seconds: float) -> None:
+def write_run(folder: Path, metrics: list[float], *, seconds: float, before: float = 0) -> None:
     """Write what a run leaves: a step and an evaluation for every metric."""
+    elapsed = {"elapsed_s": before + seconds} if before else {}
     folder.mkdir(parents=True)
     records = []
     for epoch, metric in enumerate(metrics):
         step = {"kind": "step", "seconds": seconds, "epoch": epoch, "frozen": epoch}
+        step |= elapsed
         records += [step, {"kind": "evaluation", "f1": metric}]
     (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     summary = {
@@ -32,18 +35,24 @@ def write_run(folder: Path, metrics: list[float], *, seconds: float) -> None:
 def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / f"ddp-seed{seed}", [50.0, 80.0, 90.0], seconds=10.0)
-        write_run(tmp_path / f"ours-seed{seed}", [60.0, 89.6, 89.0 + seed], seconds=5.0)
+        write_run(tmp_path / f"ours-seed{seed}", [60.0, 89.6, 89.0 + seed], seconds=5.0, before=2)
         write_run(tmp_path / f"static-seed{seed}", [40.0, 50.0, 60.0], seconds=4.0)
     write_run(tmp_path / "lora-seed0", [40.0], seconds=4.0)  # Its other seed is not complete.
     given = ["--script", "bert", "--recipe", "none", "--folder", str(tmp_path)]
     options = compare.parse([*given, "--seeds", "0", "1"])
     rows = compare.read_rows(series_of(options), options.rows)
     table = compare.table(rows)
-    assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 1.00 | 30 | 0 1 2 | 7 |" in table
-    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 0.50 | 10 |" in table
-    assert "| static | 60.0 ± 0.0 | 12 ± 0 | 0.40 | 0 of 2 seeds |" in table
+    assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 0.0 | 1.00 | 30 | 0 1 2 | 7 |" in table
+    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 | 0.50 | 10 |" in table
+    assert "| static | 60.0 ± 0.0 | 12 ± 0 | 0.0 | 0.40 | 0 of 2 seeds |" in table
     assert "lora" not in table
     assert compare.gains(rows) == []
+    best = dataclasses.replace(rows[0], name="ddp+freeze", train_s=[20.0, 16.0])
+    found = compare.gains([*rows, best])
+    assert found[0] == "freezing, in the faster of the plain loops: 1.69 ± 0.27 x"
+    assert found[1] == "ours, over that: 1.06 ± 0.17 x" and len(found) == 2
+    alone = compare.table([row for row in rows if row.name == "ours"])
+    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 |  | 10 |" in alone
     picture = tmp_path / "learning.png"
     curves = [run.learning for run in series_of(options).runs_of("ddp")]
     draw_learning({"ddp": curves}, picture, label="f1")
@@ -63,3 +72,17 @@ def test_rows_are_trained_once_each_by_their_script(
     assert first.count("seed 0, ") == 3 and "| short |" in first
     compare.main([*given, *rows])
     assert "seed 0, " not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds a run of other options"):
+        compare.main([*given, *rows, "--global_batch_size", "8"])
+    recipe.write_text('task = "sst2"\nfreeze = "schedule:0,3"\nnum_train_epochs = 2\n')
+    with pytest.raises(ValueError, match="or another recipe"):
+        compare.main([*given, *rows])
+
+
+def test_rows_that_follow_from_ours_are_refused_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--script", "bert", "--recipe", "sst2", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        compare.parse([*given, "--rows", "ddp", "short"])
+    assert "follow from the row 'ours'; add it" in capsys.readouterr().err

@@ -75,7 +75,9 @@ def test_images_are_read_from_files_in_their_usual_layouts(tmp_path: Path, datas
 
 @pytest.mark.parametrize("task", ["sst2", "squad"])
 def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
-    freeze = ("--freeze", "schedule:0,2,2", "--num_train_epochs", "2")
+    # Two epochs: the first fills what the second reads; or reads, and brings deeper.
+    freeze = ("--freeze", "schedule:2,2", "--num_train_epochs", "2")
+    deeper = ("--freeze", "schedule:1,2", "--num_train_epochs", "2")
     smoke(tmp_path / "ours", *freeze, task=task)
     replay = ("--replay", str(tmp_path / "ours"))
     expected = losses(tmp_path / "ours")
@@ -91,6 +93,9 @@ def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
     smoke(tmp_path / "ours low", *freeze, *BF16, task=task)
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "ours low"), abs=1e-2)
     assert losses(tmp_path / "low") != losses(tmp_path / "ours low")
+    smoke(tmp_path / "deeper", *deeper, task=task)
+    smoke(tmp_path / "kept deeper", "--baseline", "ddp+freeze+cache", *deeper, task=task)
+    assert losses(tmp_path / "kept deeper") == pytest.approx(losses(tmp_path / "deeper"), abs=2e-4)
     decay = ("--layer_decay", "0.5")
     smoke(tmp_path / "whole", *decay, task=task)
     smoke(tmp_path / "ddp", "--baseline", "ddp", *decay, task=task)
@@ -152,6 +157,11 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "nobody"), "--baseline is 'nobody'; choose one of"),
         (("--baseline", "short"), "needs --budget_s"),
         (("--baseline", "static"), "needs --static_layers"),
+        (("--baseline", "ddp", "--freeze", "schedule:0,2"), "ddp freezes nothing"),
+        (("--baseline", "ddp", "--plan_only"), "--plan_only is for ours"),
+        (("--baseline", "ddp+freeze+cache", "--processes", "2"), "in one process alone"),
+        (("--baseline", "ddp", "--label_smoothing", "0.1"), "without label smoothing"),
+        (("--baseline", "ddp+freeze", "--freeze", "schedule:9"), "9 layers are to freeze, but 4"),
         (("--baseline", "ddp+freeze", "--freeze", "paper:1/3"), "--replay RUN of such a run"),
         (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
     ],

@@ -1,0 +1,5 @@
+"""Train as a user would without this project.
+
+plain_loop ─► models: what each baseline trains · frozen_part: what freezes, and is kept
+           ─► judging: outputs and metrics
+"""

@@ -1,0 +1,59 @@
+"""Say what each baseline trains, and what it freezes when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from experiments.finetune.freezing import policy_of
+from experiments.finetune.options import RunOptions
+from experiments.tasks.workload import Workload
+from freeze import FreezeSchedule, NeverFreeze, Replay
+
+FREEZING = ("ddp+freeze", "ddp+freeze+cache")
+FrozenAt = Callable[[int, int], int]
+"""(step, epoch) -> frozen layers."""
+
+
+def build_model(options: RunOptions, workload: Workload) -> nn.Module:
+    """Build what a baseline trains."""
+    model = workload.build(options.baseline == "small")
+    return with_lora(model) if options.baseline == "lora" else model
+
+
+def frozen_at(options: RunOptions) -> FrozenAt:
+    """Return what freezes, where it follows from the position alone.
+
+    Raises:
+        ValueError: it follows from gradients; another run's decisions are repeated by --replay.
+    """
+    if options.baseline == "static":
+        return lambda step, epoch: options.static_layers
+    if options.baseline not in FREEZING:
+        return lambda step, epoch: 0
+    policy = policy_of(options.freeze, options.replay)
+    if isinstance(policy, Replay):
+        return lambda step, epoch: policy.at(step)
+    if isinstance(policy, FreezeSchedule):
+        return lambda step, epoch: policy.at(epoch)
+    if isinstance(policy, NeverFreeze):
+        return lambda step, epoch: 0
+    raise ValueError(
+        f"--freeze {options.freeze} follows from what is measured while training; give the "
+        "baseline --replay RUN of such a run"
+    )
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """Return the model with low-rank updates of its attention, and a head that trains."""
+    from peft import LoraConfig, get_peft_model  # Optional.
+
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    attention = [name for name in ("query", "key", "value", "qkv") if name in names]
+    heads = [name for name in ("classifier", "qa_outputs", "head", "pooler") if name in names]
+    adapted: nn.Module = get_peft_model(
+        model,
+        LoraConfig(r=8, lora_alpha=16, target_modules=attention, modules_to_save=heads),
+    )
+    return adapted

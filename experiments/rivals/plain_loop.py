@@ -1,0 +1,244 @@
+"""Fine-tune as a user would without this project: plain PyTorch, on all cores or GPUs.
+
+    baseline            what trains
+    ddp                 everything, in DistributedDataParallel where there are several processes
+    ddp+freeze          the same layers are frozen at the same steps as elsewhere
+    ddp+freeze+cache    and their activations are kept for each sample, in one process
+    short               everything, on a schedule cut to a budget of seconds
+    static              all but some bottom layers, from the start
+    lora                low-rank updates of the attention's weights, at a rate of their own
+    small               a model with half the layers
+
+The order of samples, the schedule of the learning rate, the optimizer and the clipping are the
+Trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from autodp import broadcast_json, shuffled
+from experiments.finetune.options import RunOptions
+from experiments.finetune.outputs import Outcome, write_outcome
+from experiments.rivals.frozen_part import FrozenPart
+from experiments.rivals.judging import judged
+from experiments.rivals.models import build_model, frozen_at
+from experiments.tasks.workload import Workload
+from pipetransformer import named_optimizer, named_schedule
+from pipetransformer.optimizer import decay_by_layer
+from pipetransformer.predictions import PredictionOutput
+from pipetransformer.processes import World, connect
+
+_DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TIMEOUT_S = 600.0
+_TRIAL_STEPS = 7
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold a process's samples of a global batch, and how much their mean loss counts."""
+
+    ids: list[int]
+    weight: float
+
+
+def train(options: RunOptions, workload: Workload) -> None:
+    """Fine-tune, evaluate, and write the results on rank 0."""
+    world = connect("auto", timeout_s=_TIMEOUT_S)
+    try:
+        loop = PlainLoop(options, workload, world)
+        outcome, found = loop.run()
+        if world.is_main:
+            folder = Path(options.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(record) + "\n" for record in loop.log)
+            (folder / "records.jsonl").write_text(lines)
+            write_outcome(options, workload, outcome, found)
+    finally:
+        world.close()
+
+
+class PlainLoop:
+    """Train a workload's model in this process, one of a world, on its GPU where it has one."""
+
+    def __init__(self, options: RunOptions, workload: Workload, world: World) -> None:
+        self.options, self.workload, self.world = options, workload, world
+        keeps = options.baseline == "ddp+freeze+cache"
+        self.dtype = _DTYPES[options.precision]
+        enabled = options.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=enabled)
+        self.model = build_model(options, workload).to(world.device)
+        self.wrapped: nn.Module | None = None
+        self.frozen, self.frozen_at = FrozenPart(self.model, keeps=keeps), frozen_at(options)
+        self.optimizer = self._optimizer()
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.schedule = named_schedule(options.lr_scheduler_type, warmup=options.warmup)
+        self.steps_per_epoch = -(-len(workload.train_dataset) // options.global_batch_size)
+        self.max_steps = self.steps_per_epoch * options.num_train_epochs
+        self.log: list[dict[str, Any]] = []
+        self.train_s = 0.0
+
+    def run(self) -> tuple[Outcome, PredictionOutput]:
+        """Train to the end; return what came of it."""
+        options, workload = self.options, self.workload
+        if options.baseline == "short":
+            self.max_steps = self._steps_in(options.budget_s or 0.0)
+        order, step, start = self._order(), 0, time.perf_counter()
+        num_epochs = -(-self.max_steps // self.steps_per_epoch)
+        for epoch in range(num_epochs):
+            begin = time.perf_counter()
+            self._freeze(step, epoch)
+            batches = self._batches(order(epoch))
+            for batch, part in islice(batches, self.max_steps - step):
+                loss = self._step(batch, part, step, is_last=epoch == num_epochs - 1)
+                now = time.perf_counter()
+                record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
+                self.log.append({"kind": "step", "step": step, "epoch": epoch, **record})
+                self.train_s, step, begin = self.train_s + now - begin, step + 1, now
+                self._freeze(step, epoch)
+            every = options.evaluate_every_epochs
+            if every and (epoch + 1) % every == 0 and step < self.max_steps:
+                metrics = self.evaluate(workload.eval_dataset).metrics
+                self.log.append({"kind": "evaluation", "step": step, **metrics})
+        found = self.evaluate(workload.eval_dataset)
+        self.log.append({"kind": "evaluation", "step": step, **found.metrics})
+        total_s, metrics = time.perf_counter() - start, dict(found.metrics)
+        for name, dataset in workload.further.items():
+            other = self.evaluate(dataset).metrics
+            metrics |= {f"{name}_{key}": value for key, value in other.items()}
+        details = {"kept_bytes": self.frozen.kept_bytes, "processes": self.world.size}
+        return Outcome(metrics, self.train_s, total_s, step, details), found
+
+    def evaluate(self, dataset: Any) -> PredictionOutput:
+        """Return outputs and metrics over a data set; every process goes through all of it."""
+        self.model.eval()
+        batches = DataLoader(
+            dataset,
+            batch_size=self.options.global_batch_size,
+            num_workers=self.options.dataloader_num_workers,
+            collate_fn=self.workload.collate_fn,
+        )
+
+        def outputs() -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
+            for batch in map(self._named, batches):
+                with torch.no_grad(), self._autocast():
+                    yield batch, self.workload.forward(self.model, batch)[1]
+
+        return judged(outputs(), self.workload.judge)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        options = self.options
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        rate, decay = options.learning_rate, options.layer_decay
+        if options.baseline == "lora":
+            rate, decay = options.lora_learning_rate or 10 * rate, None
+        build = named_optimizer("adamw", rate, weight_decay=options.weight_decay)
+        if decay is not None:
+            build = decay_by_layer(build, self.frozen.layered, decay)
+        return build(named)
+
+    def _order(self) -> Any:
+        return shuffled(len(self.workload.train_dataset), seed=self.options.seed)
+
+    def _freeze(self, step: int, epoch: int) -> None:
+        """Freeze what is to be frozen at a step; DDP is then to be made anew."""
+        before = self.frozen.depth
+        self.frozen.freeze(self.frozen_at(step, epoch))
+        if self.frozen.depth != before:
+            self.wrapped = None
+
+    def _step(self, batch: Mapping[str, Tensor], part: Part, step: int, *, is_last: bool) -> float:
+        """Take a step; return the loss of the global batch."""
+        self.model.train()
+        self.frozen.set_modes()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.wrapped is None:
+            several = self.world.size > 1
+            self.wrapped = DistributedDataParallel(self.model) if several else self.model
+        with self._autocast():
+            loss = part.weight * self.frozen.forward(
+                self.workload.forward, self.wrapped, batch, part.ids, stores=not is_last
+            )
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm)
+        factor = self.schedule(step, self.max_steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        mean = loss.detach()
+        if self.world.size > 1:
+            dist.all_reduce(mean)
+        return mean.item() / self.world.size
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype is not None
+        return torch.autocast(self.world.device.type, self.dtype, enabled=enabled)
+
+    def _batches(self, order: Tensor) -> Iterator[tuple[dict[str, Tensor], Part]]:
+        """Yield this process's part of every global batch; what is kept is not read."""
+        size = self.options.global_batch_size
+        parts = [own_part(whole, self.world.rank, self.world.size) for whole in order.split(size)]
+        held = [self.frozen.holds(part.ids) for part in parts]
+        unread = [part.ids for part, is_held in zip(parts, held, strict=True) if not is_held]
+        loader = iter(self._loader(unread))
+        for part, is_held in zip(parts, held, strict=True):
+            batch = self.frozen.held(part.ids) if is_held else next(loader)
+            yield self._named(batch), part
+
+    def _loader(self, parts: Sequence[list[int]]) -> DataLoader[Any]:
+        return DataLoader(
+            self.workload.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=parts,
+            num_workers=self.options.dataloader_num_workers if parts else 0,
+            collate_fn=self.workload.collate_fn,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def _named(self, batch: Any) -> dict[str, Tensor]:
+        if isinstance(batch, (list, tuple)):
+            batch = dict(zip(self.workload.names, batch, strict=True))
+        device = self.world.device
+        return {name: entry.to(device, non_blocking=True) for name, entry in batch.items()}
+
+    def _steps_in(self, budget_s: float) -> int:
+        """Return how many steps fit into a budget, by the time that a few take, reading included.
+
+        Rank 0's answer holds for all.
+        """
+        twin = PlainLoop(replace(self.options, baseline="ddp"), self.workload, self.world)
+        times: list[float] = []
+        begin = time.perf_counter()
+        for batch, part in islice(twin._batches(self._order()(0)), _TRIAL_STEPS):
+            twin._step(batch, part, len(times), is_last=True)
+            times.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+        fitting = int(budget_s / statistics.median(times[1:] or times))
+        (steps,) = broadcast_json([fitting], group=self.world.group)
+        return max(1, min(self.max_steps, steps))
+
+
+def own_part(whole: Tensor, rank: int, size: int) -> Part:
+    """Return a rank's samples of a global batch: as even as may be.
+
+    DDP takes the mean over ranks, so that a rank's mean loss counts by its share of the samples;
+    one without samples goes through one that counts nothing.
+    """
+    own = whole.tensor_split(size)[rank]
+    weight = len(own) * size / len(whole)
+    return Part((own if len(own) else whole[:1]).tolist(), weight)

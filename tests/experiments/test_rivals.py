@@ -1,0 +1,36 @@
+"""Prove that rivals on several processes learn what one does, each sample counted once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.rivals.plain_loop import own_part
+from tests.experiments.test_finetune import losses, smoke
+
+
+@pytest.mark.parametrize(("num", "size"), [(32, 2), (5, 4), (3, 4), (1, 3)])
+def test_every_sample_of_a_batch_counts_once(num: int, size: int) -> None:
+    whole = torch.arange(num) * 10
+    parts = [own_part(whole, rank, size) for rank in range(size)]
+    counted = [one for part in parts if part.weight for one in part.ids]
+    assert counted == whole.tolist()
+    assert all(part.ids for part in parts)
+    # Each rank takes a mean, and DDP the mean of those.
+    of_each = [part.weight / len(part.ids) / size for part in parts if part.weight]
+    assert of_each == pytest.approx([1 / num] * len(of_each))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("baseline", ["ddp", "ddp+freeze", "short"])
+def test_two_processes_learn_as_one(tmp_path: Path, baseline: str) -> None:
+    options = ("--freeze", "schedule:0,2") if baseline == "ddp+freeze" else ()
+    options += ("--budget_s", "1000") if baseline == "short" else ()
+    smoke(tmp_path / "one", "--baseline", baseline, *options)
+    smoke(tmp_path / "two", "--baseline", baseline, "--processes", "2", *options)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
+    found = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("one", "two")]
+    assert [one["details"]["processes"] for one in found] == [1, 2]
