@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
-KNOWN_SIGNALS = frozenset({"gradient_norm"})
+MEASURED_SIGNALS = frozenset({"gradient_norm"})
+"""What the Trainer measures for a policy; the advisor also has "relative_update"."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,15 @@ class LayerStats:
         gradient_norm: root of the mean, over the steps since the last decision, of the squared
             norm of the layer's gradient; None if the layer is frozen, the policy did not ask for
             it, or no step since the last decision had finite gradients.
+        relative_update: by how much the layer's weights moved since the last decision, over their
+            norm, per step; None as above.
     """
 
     name: str
     index: int
     num_parameters: int
     gradient_norm: float | None
+    relative_update: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,8 @@ class FreezePolicy(ABC):
     `state_dict`.
 
     Attributes:
-        signals: what must be measured for it, a subset of {"gradient_norm"}; others cost nothing.
+        signals: what must be measured for it, of {"gradient_norm", "relative_update"}; others
+            cost nothing.
     """
 
     signals: frozenset[str] = frozenset()
@@ -133,7 +138,7 @@ PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
 
 @final
 class _FunctionPolicy(FreezePolicy):
-    signals = KNOWN_SIGNALS
+    signals = MEASURED_SIGNALS
 
     def __init__(self, function: PolicyFunction) -> None:
         self._function = function
@@ -149,8 +154,10 @@ class _FunctionPolicy(FreezePolicy):
         return FreezeDecision(answer, f"{self.name} returned {answer}")
 
 
-def as_policy(freeze: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
-    """Present what the user passed as a policy.
+def as_policy(
+    freeze: FreezePolicy | PolicyFunction | None, measured: frozenset[str] = MEASURED_SIGNALS
+) -> FreezePolicy:
+    """Present what the user passed as a policy, to one who measures such signals.
 
     None becomes `NeverFreeze`, and a function of the context, returning a `FreezeDecision`, the
     number of frozen layers, or None to keep it, is wrapped. A function is asked again after a
@@ -163,10 +170,10 @@ def as_policy(freeze: FreezePolicy | PolicyFunction | None) -> FreezePolicy:
     if freeze is None:
         return NeverFreeze()
     if isinstance(freeze, FreezePolicy):
-        if unknown := freeze.signals - KNOWN_SIGNALS:
+        if unknown := freeze.signals - measured:
             raise ValueError(
-                f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured; "
-                f"use a subset of {sorted(KNOWN_SIGNALS)}"
+                f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured "
+                f"here; use a subset of {sorted(measured)}"
             )
         return freeze
     if isinstance(freeze, type) or not callable(freeze):

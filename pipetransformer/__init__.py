@@ -15,9 +15,13 @@ from freeze import (
     FreezeDecision,
     FreezePolicy,
     FreezeSchedule,
+    Guarded,
     LayerStats,
+    Linear,
     NeverFreeze,
     PaperRule,
+    Replay,
+    Shadow,
 )
 from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
 from pipetransformer.config import TrainConfig
@@ -62,8 +66,10 @@ __all__ = [
     "FreezePolicy",
     "FreezeSchedule",
     "GPipe",
+    "Guarded",
     "LayerStats",
     "LayeredModel",
+    "Linear",
     "Loss",
     "Measurements",
     "NeverFreeze",
@@ -75,6 +81,8 @@ __all__ = [
     "PredictionOutput",
     "Profile",
     "Recorder",
+    "Replay",
+    "Shadow",
     "Span",
     "StepResult",
     "Sublayer",

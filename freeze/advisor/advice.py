@@ -1,0 +1,107 @@
+"""Say what a run's layers did, which could freeze, and what that saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from freeze.advisor.step_times import StepCosts
+
+
+@dataclass(frozen=True)
+class Look:
+    """Hold what one look at the layers found.
+
+    Args:
+        step: after which it was taken.
+        num_frozen: layers that the policy would have frozen by now, or has.
+        updates: each layer's relative update per step; None where it does not train.
+        reason: the policy's.
+    """
+
+    step: int
+    num_frozen: int
+    updates: tuple[float | None, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Hold what was seen of a run so far.
+
+    Args:
+        num_layers: that can freeze.
+        acted: whether layers were frozen, or only watched.
+        looks: oldest first.
+        costs: of a step's layers; None where too few steps were watched.
+    """
+
+    num_layers: int
+    acted: bool
+    looks: tuple[Look, ...]
+    costs: StepCosts | None
+
+    @property
+    def num_frozen(self) -> int:
+        """Return how many layers are, or should be, frozen by now."""
+        return self.looks[-1].num_frozen if self.looks else 0
+
+    @property
+    def since(self) -> int:
+        """Return the step since which that holds."""
+        same = self.num_frozen
+        begin = 0
+        for look in reversed(self.looks):
+            if look.num_frozen < same:
+                break
+            begin = look.step
+        return begin
+
+    def saved_share(self, *, cached: bool) -> float | None:
+        """Return the share of a step that this saves; None where no step was timed."""
+        if self.costs is None:
+            return None
+        return self.costs.saved_share(self.num_frozen, cached=cached)
+
+    def __str__(self) -> str:
+        if not self.looks:
+            return "no advice yet: no interval is over"
+        if not self.num_frozen:
+            return f"no layer is quiet by step {self.looks[-1].step}: {self.looks[-1].reason}"
+        last = self.num_frozen - 1
+        which = "layer 0" if last == 0 else f"layers 0-{last}"
+        verb = "frozen" if self.acted else "quiet"
+        text = f"{which} of {self.num_layers} {verb} since step {self.since}"
+        plain, cached = (self.saved_share(cached=one) for one in (False, True))
+        if plain is None or cached is None:
+            return text
+        does = "saves" if self.acted else "freezing them would save"
+        return f"{text}: {does} {plain:.0%} of each step, {cached:.0%} with a cache"
+
+    def write(self, folder: Path) -> None:
+        """Write freeze_advice.json, and freeze_advice.png where matplotlib is installed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {**asdict(self), "text": str(self)}
+        (folder / "freeze_advice.json").write_text(json.dumps(values, indent=1))
+        try:
+            self.draw(folder / "freeze_advice.png")
+        except ImportError:
+            return
+
+    def draw(self, path: Path) -> None:
+        """Draw every layer's relative updates, dark for the bottom ones, and what is quiet."""
+        from matplotlib import colormaps  # Loaded where something is drawn.
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 5), dpi=110, layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        steps, colors = [look.step for look in self.looks], colormaps["viridis"]
+        for layer in range(self.num_layers):
+            values = [look.updates[layer] or float("nan") for look in self.looks]
+            upper.plot(steps, values, color=colors(layer / max(1, self.num_layers)), marker=".")
+        upper.set(ylabel="relative update per step", yscale="log")
+        upper.set_title("layers from dark (bottom) to light", loc="left", fontsize="small")
+        lower.step(steps, [look.num_frozen for look in self.looks], where="post")
+        lower.set(xlabel="step", ylabel="frozen" if self.acted else "quiet", ylim=(0, None))
+        figure.savefig(path)

@@ -1,0 +1,180 @@
+"""Watch a training run from outside, and ask a policy what could freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from freeze.advisor.advice import Advice, Look
+from freeze.advisor.step_times import StepCosts, StepTimes
+from freeze.in_place import apply, find_layers
+from freeze.policy import (
+    FreezeContext,
+    FreezePolicy,
+    LayerStats,
+    PolicyFunction,
+    as_policy,
+    checked_decision,
+)
+from freeze.quiet_updates import QuietUpdates
+from freeze.weight_changes import WeightChanges
+
+_TIMED_STEPS = 6
+_SIGNALS = frozenset({"relative_update"})
+
+
+class Observer:
+    """Look at a model's layers every so many steps; freeze them in place if asked to act.
+
+    What it costs: a copy of the weights, a comparison with it at each look, and hooks on the first
+    few steps.
+
+    Args:
+        policy: asked at each look, with relative updates as signal; `QuietUpdates()` by default.
+        every_steps: steps between two looks.
+        act: freeze what the policy says, instead of saying it.
+        layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
+    Raises:
+        ValueError: every_steps is less than 1, or the policy wants another signal.
+    """
+
+    def __init__(
+        self,
+        policy: FreezePolicy | PolicyFunction | None = None,
+        *,
+        every_steps: int = 100,
+        act: bool = False,
+        layers: Sequence[nn.Module] | None = None,
+    ) -> None:
+        if every_steps < 1:
+            raise ValueError(f"every_steps is {every_steps}; give at least 1")
+        self._policy = as_policy(policy or QuietUpdates(), _SIGNALS)
+        self._every, self.acts, self._given = every_steps, act, layers
+        self._looks: list[Look] = []
+        self._since: tuple[int, ...] = ()
+        self._costs: StepCosts | None = None
+        self._times: StepTimes | None = None
+        self._model: nn.Module | None = None
+        self._peak = 0.0
+
+    def begin(self, model: nn.Module, *, max_steps: int, steps_per_epoch: int) -> None:
+        """Begin to watch a model that is about to train; what was frozen before freezes again.
+
+        Args:
+            model: not wrapped by DistributedDataParallel where layers are to freeze.
+            max_steps, steps_per_epoch: of the whole training.
+        """
+        self._model, self._max_steps, self._per_epoch = model, max_steps, steps_per_epoch
+        self._blocks = list(self._given) if self._given is not None else find_layers(model)
+        if self.acts and self._since:
+            apply(model, len(self._since), layers=self._blocks)
+        elif self._costs is None:
+            self._times = StepTimes(model, self._blocks)
+        self._changes = WeightChanges(self._parameters())
+
+    def end_update(self) -> None:
+        """Note that the optimizer has taken its step."""
+        self._changes.count_step()
+        if self._times is not None:
+            self._times.end_update()
+
+    def end_step(
+        self,
+        step: int,
+        *,
+        learning_rate: float,
+        peak_learning_rate: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Look | None:
+        """Note the end of a step; return what was found where a look is due.
+
+        Args:
+            step: how many are done.
+            learning_rate: of the next.
+            peak_learning_rate: the largest of the training; None takes the largest so far.
+            metrics: of the last evaluation.
+        """
+        self._peak = max(self._peak, learning_rate)
+        if self._times is not None:
+            self._times.end_step()
+            if self._times.num_steps >= _TIMED_STEPS:
+                self._stop_timing()
+        if step % self._every:
+            return None
+        look = self._look(step, learning_rate, peak_learning_rate or self._peak, metrics or {})
+        self._looks.append(look)
+        return look
+
+    def end(self) -> Advice:
+        """Stop watching; return the advice."""
+        self._stop_timing()
+        return self.advice
+
+    @property
+    def advice(self) -> Advice:
+        """Return what was seen so far."""
+        layers = len(self._blocks) if self._model is not None else 0
+        return Advice(layers, self.acts, tuple(self._looks), self._costs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, serialisable as JSON."""
+        return {
+            "policy": self._policy.state_dict(),
+            "since": list(self._since),
+            "peak": self._peak,
+            "costs": self._costs and self._costs.to_json(),
+            "looks": [vars(look) for look in self._looks],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; before `begin`."""
+        self._policy.load_state_dict(state["policy"])
+        self._since, self._peak = tuple(state["since"]), state["peak"]
+        if (costs := state["costs"]) is not None:
+            lists = {name: tuple(costs[name]) for name in costs if name != "step_s"}
+            self._costs = StepCosts(costs["step_s"], **lists)
+        self._looks = [Look(**{**one, "updates": tuple(one["updates"])}) for one in state["looks"]]
+
+    def _look(
+        self, step: int, learning_rate: float, peak: float, metrics: Mapping[str, float]
+    ) -> Look:
+        assert self._model is not None
+        updates = self._changes.relative()
+        context = FreezeContext(
+            step=step,
+            epoch=step // self._per_epoch,
+            max_steps=self._max_steps,
+            steps_per_epoch=self._per_epoch,
+            learning_rate=learning_rate,
+            peak_learning_rate=peak,
+            layers=tuple(
+                LayerStats(f"layer {i}", i, sum(p.numel() for p in own), None, update)
+                for i, (own, update) in enumerate(zip(self._parameters(), updates, strict=True))
+            ),
+            num_frozen=len(self._since),
+            frozen_since=self._since,
+            metrics=metrics,
+            predict=self._predicted_s,
+        )
+        decision = checked_decision(self._policy, context)
+        kept = self._since[: decision.num_frozen]
+        self._since = kept + (step,) * (decision.num_frozen - len(kept))
+        if self.acts and decision.num_frozen != context.num_frozen:
+            self._stop_timing()
+            apply(self._model, decision.num_frozen, layers=self._blocks)
+        self._changes = WeightChanges(self._parameters())
+        return Look(step, decision.num_frozen, updates, decision.reason)
+
+    def _predicted_s(self, num_frozen: int) -> float:
+        if self._costs is None:
+            raise ValueError("no step has been timed yet; look later, with a larger every_steps")
+        return self._costs.step_s * (1 - self._costs.saved_share(num_frozen, cached=False))
+
+    def _parameters(self) -> list[list[nn.Parameter]]:
+        return [list(block.parameters()) for block in self._blocks]
+
+    def _stop_timing(self) -> None:
+        if self._times is not None:
+            self._costs, self._times = self._times.close(), None

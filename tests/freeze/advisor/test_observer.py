@@ -1,0 +1,184 @@
+"""Prove that watching changes nothing, that acting freezes for good, and what is said of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from freeze import FreezeContext, PaperRule, QuietUpdates
+from freeze.advisor import Advice, Observer
+from freeze.advisor.advice import Look
+from freeze.advisor.step_times import StepCosts, StepTimes
+from freeze.weight_changes import WeightChanges
+from tests.freeze.test_in_place import Net, same, state
+from tests.freeze.test_rules import make_context
+
+
+def fit(
+    model: nn.Module,
+    observer: Observer | None,
+    *,
+    steps: int = 8,
+    first: int = 0,
+    rate: float = 0.1,
+) -> None:
+    """Train as a loop of one's own does, telling the observer."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    if observer is not None:
+        observer.begin(model, max_steps=8, steps_per_epoch=4)
+    for step in range(first, steps):
+        model.train()
+        optimizer.zero_grad()
+        model(torch.ones(6, 3)).square().mean().backward()
+        optimizer.step()
+        if observer is not None:
+            observer.end_update()
+            observer.end_step(step + 1, learning_rate=rate)
+
+
+def two_by_step_four(context: FreezeContext) -> int:
+    return 2 if context.step >= 4 else 0
+
+
+def test_watching_changes_nothing() -> None:
+    torch.manual_seed(1)
+    watched = Net()
+    alone = copy.deepcopy(watched)
+    observer = Observer(QuietUpdates(1e3, begin=0), every_steps=2)
+    fit(watched, observer)
+    fit(alone, None)
+    assert same(state(watched), state(alone))
+    assert not any(module._forward_pre_hooks for module in watched.modules())
+    advice = observer.end()
+    assert advice.num_frozen == 3 and advice.since == 2
+    assert str(advice).startswith("layers 0-2 of 4 quiet since step 2: freezing them would save")
+    assert [look.step for look in advice.looks] == [2, 4, 6, 8]
+
+
+def test_acting_freezes_in_place_and_a_resumed_run_freezes_again() -> None:
+    torch.manual_seed(1)
+    model = Net()
+    observer = Observer(two_by_step_four, every_steps=2, act=True)
+    fit(model, observer, steps=4)
+    frozen, above = state(model.blocks[1]), state(model.blocks[2])
+    saved = json.loads(json.dumps(observer.state_dict()))
+    resumed = copy.deepcopy(model)
+    for parameter in resumed.parameters():
+        parameter.requires_grad_(True)  # As a model that was built anew.
+    del resumed._frozen_in_place
+    fit(model, observer, steps=8, first=4)
+    assert same(frozen, state(model.blocks[1])) and not same(above, state(model.blocks[2]))
+    again = Observer(two_by_step_four, every_steps=2, act=True)
+    again.load_state_dict(saved)
+    fit(resumed, again, steps=8, first=4)
+    assert same(frozen, state(resumed.blocks[1]))
+    assert str(again.end()).startswith("layers 0-1 of 4 frozen since step 4: saves ")
+
+
+def test_costs_are_of_the_layers_that_have_them() -> None:
+    class Slow(nn.Module):
+        """Take long for a block that is asked to."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(40):
+                x = torch.tanh(self.linear(x))
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 64), nn.Sequential(*(Slow(64) for _ in range(4))))
+    blocks = list(model[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    times = StepTimes(model, blocks)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(64, 2)).sum().backward()
+        optimizer.step()
+        times.end_update()
+        times.end_step()
+    costs = times.close()
+    assert costs is not None and times.num_steps == 4
+    whole = costs.saved_share(4, cached=True)
+    assert 0.8 < whole <= 1
+    assert costs.saved_share(2, cached=False) == pytest.approx(
+        costs.saved_share(4, cached=False) / 2, rel=0.4
+    )
+    assert costs.saved_share(0, cached=True) == 0
+    assert times.close() is not None
+
+
+def test_weights_that_move_are_measured_over_their_norm() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    fixed = nn.Linear(2, 2).requires_grad_(False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    changes = WeightChanges([list(layer.parameters()), list(fixed.parameters())])
+    assert changes.relative() == (None, None)
+    with torch.no_grad():
+        layer.weight += torch.tensor([[0.3, 0.0], [0.0, 0.4]])
+    changes.count_step()
+    changes.count_step()
+    moved, none = changes.relative()
+    assert moved == pytest.approx(0.1 / 2) and none is None
+    changes.begin()
+    changes.count_step()
+    assert changes.relative()[0] == 0
+
+
+@pytest.mark.parametrize("bad", [None, 0.0, float("nan"), float("inf")])
+def test_what_is_not_measured_freezes_nothing(bad: float | None) -> None:
+    context = make_context(epoch=10)
+    updates = [1e-9, bad, 1e-9, 1e-9]
+    layers = tuple(
+        type(layer)(layer.name, layer.index, 1, None, update)
+        for layer, update in zip(context.layers, updates, strict=False)
+    )
+    seen = type(context)(**{**vars(context), "layers": layers})
+    decision = QuietUpdates().decide(seen)
+    assert decision is not None and decision.num_frozen == 1
+
+
+def test_a_low_learning_rate_does_not_look_like_convergence() -> None:
+    context = make_context(epoch=10)
+    layers = tuple(type(one)(one.name, one.index, 1, None, 5e-6) for one in context.layers)
+    changed = {**vars(context), "layers": layers}
+    high, low, zero = (type(context)(**{**changed, "learning_rate": r}) for r in (1e-3, 1e-4, 0.0))
+    policy = QuietUpdates(1e-5)
+    decided = [policy.decide(one) for one in (high, low, zero)]
+    assert [one and one.num_frozen for one in decided] == [11, 0, None]
+
+
+def test_the_advice_is_written_down_and_drawn(tmp_path: Path) -> None:
+    costs = StepCosts(1.0, (0.1,) * 3, (0.2,) * 3, (0.01,) * 3)
+    looks = (Look(100, 1, (1e-6, 2e-3, 1e-3), "r"), Look(200, 2, (None, 1e-6, 1e-3), "r"))
+    advice = Advice(3, False, looks, costs)
+    text = "layers 0-1 of 3 quiet since step 200: freezing them would save 42% of each step, 62%"
+    assert str(advice) == f"{text} with a cache"
+    advice.write(tmp_path)
+    assert json.loads((tmp_path / "freeze_advice.json").read_text())["text"] == str(advice)
+    assert (tmp_path / "freeze_advice.png").read_bytes().startswith(b"\x89PNG")
+    assert "no layer is quiet by step 100" in str(Advice(3, False, (Look(100, 0, (), "r"),), None))
+    assert str(Advice(0, False, (), None)) == "no advice yet: no interval is over"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Observer(every_steps=0), "every_steps is 0; give at least 1"),
+        (lambda: Observer(PaperRule(0.5)), "gradient_norm'\\], which are not measured here"),
+        (lambda: QuietUpdates(0), "threshold is 0"),
+        (lambda: QuietUpdates(begin=2), "begin is 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
