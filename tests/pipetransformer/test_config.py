@@ -31,6 +31,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "pipeline_length",
+            "max_replicas",
             "micro_batches",
             "micro_batch_size",
             "memory_limit_bytes",
