@@ -15,7 +15,6 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 
 from experiments.finetune.finished_run import FinishedRun, draw_learning
 from experiments.finetune.series import (
@@ -94,8 +93,7 @@ def read_rows(series: Series, names: Iterable[str]) -> list[Row]:
 
 def frozen_by_epoch(run: FinishedRun) -> list[int]:
     """Return how many layers were frozen when each epoch ended."""
-    steps = [record for record in run.records if record["kind"] == "step"]
-    return [list(own)[-1]["frozen"] for _, own in groupby(steps, lambda step: step["epoch"])]
+    return [step["frozen"] for step in run.epoch_ends]
 
 
 def table(rows: Sequence[Row]) -> str:

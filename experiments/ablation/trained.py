@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
 from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.series import Series
@@ -84,6 +82,4 @@ def row_of(series: Series, name: str, grown: str | None) -> Row:
 
 def pipelines_by_epoch(run: FinishedRun) -> list[str]:
     """Return K x R as each epoch ended."""
-    steps = [record for record in run.records if record["kind"] == "step"]
-    last = [list(own)[-1] for _, own in groupby(steps, lambda step: step["epoch"])]
-    return [f"{step['length']}x{step['replicas']}" for step in last]
+    return [f"{step['length']}x{step['replicas']}" for step in run.epoch_ends]

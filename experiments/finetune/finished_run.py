@@ -47,6 +47,12 @@ class FinishedRun:
         return read_lines(records_file(self.folder))
 
     @property
+    def epoch_ends(self) -> list[dict[str, Any]]:
+        """Return the record of each epoch's last step."""
+        steps = [record for record in self.records if record["kind"] == "step"]
+        return list({step["epoch"]: step for step in steps}.values())
+
+    @property
     def learning(self) -> Curve:
         """Return how the task's main metric rose."""
         return learning_of(self.records, self.summary["metric"])

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
-from torch import nn
 
-from freeze.advisor.advice import Advice
 from freeze.advisor.observer import Observer
-from freeze.policy import FreezePolicy, PolicyFunction
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class LightningFreezeAdvisor(Callback):
+class LightningFreezeAdvisor(Observer, Callback):
     """Say which bottom layers of a run are quiet, and what freezing them would save.
 
     As `FreezeAdvisor`; its state is part of Lightning's checkpoint, so that a resumed run freezes
@@ -29,32 +25,18 @@ class LightningFreezeAdvisor(Callback):
         ValueError: at the start: layers are to freeze in several processes.
     """
 
-    def __init__(
-        self,
-        policy: FreezePolicy | PolicyFunction | None = None,
-        *,
-        every_steps: int = 100,
-        act: bool = False,
-        layers: Sequence[nn.Module] | None = None,
-    ) -> None:
-        self._observer = Observer(policy, every_steps=every_steps, act=act, layers=layers)
-        self._seen = -1
-
-    @property
-    def advice(self) -> Advice:
-        """Return what was seen so far."""
-        return self._observer.advice
+    _seen = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
-        if self._observer.acts and trainer.world_size > 1:
+        if self.acts and trainer.world_size > 1:
             raise ValueError(
                 "LightningFreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has "
                 "wrapped; watch with act=False, and start anew with layers frozen by freeze.apply"
             )
         steps = max(1, int(trainer.estimated_stepping_batches))
         per_epoch = max(1, steps // max(1, trainer.max_epochs or 1))
-        self._observer.begin(pl_module, max_steps=steps, steps_per_epoch=per_epoch)
+        self.begin(pl_module, max_steps=steps, steps_per_epoch=per_epoch)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -63,30 +45,22 @@ class LightningFreezeAdvisor(Callback):
         if trainer.global_step == self._seen:
             return  # Gradients are still being accumulated.
         self._seen = trainer.global_step
-        self._observer.end_update()
+        self.end_update()
         groups = trainer.optimizers[0].param_groups
         peak = max(group.get("initial_lr", group["lr"]) for group in groups)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        look = self._observer.end_step(
+        look = self.end_step(
             self._seen,
             learning_rate=float(groups[0]["lr"]),
             peak_learning_rate=float(peak),
             metrics=metrics,
         )
         if look is not None and trainer.is_global_zero:
-            _LOGGER.info("step %d: %s", self._seen, self._observer.advice)
+            _LOGGER.info("step %d: %s", self._seen, self.advice)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log and write the advice."""
-        advice = self._observer.end()
+        advice = self.end()
         if trainer.is_global_zero:
             _LOGGER.warning("%s", advice)
             advice.write(Path(trainer.default_root_dir))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know; Lightning saves it."""
-        return self._observer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self._observer.load_state_dict(state_dict)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
-from freeze.advisor.advice import Advice
 from freeze.advisor.observer import Observer
-from freeze.policy import FreezePolicy, PolicyFunction
 
 _STATE_FILE = "freeze_advisor.json"
 _LOGGER = logging.getLogger(__name__)
 
 
-class FreezeAdvisor(TrainerCallback):
+class FreezeAdvisor(Observer, TrainerCallback):
     """Say which bottom layers of a run are quiet, and what freezing them would save.
 
     At the end the advice is logged, and written to the output folder as freeze_advice.json and
@@ -33,50 +30,36 @@ class FreezeAdvisor(TrainerCallback):
             wrapped by then.
     """
 
-    def __init__(
-        self,
-        policy: FreezePolicy | PolicyFunction | None = None,
-        *,
-        every_steps: int = 100,
-        act: bool = False,
-        layers: Sequence[nn.Module] | None = None,
-    ) -> None:
-        self._observer = Observer(policy, every_steps=every_steps, act=act, layers=layers)
-        self._metrics: dict[str, float] = {}
-
-    @property
-    def advice(self) -> Advice:
-        """Return what was seen so far."""
-        return self._observer.advice
+    _metrics: Mapping[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch; a resumed run goes on from its checkpoint's file."""
-        if self._observer.acts and args.world_size > 1:
+        if self.acts and args.world_size > 1:
             raise ValueError(
                 "FreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has wrapped; "
                 "watch with act=False, and start anew with layers frozen by freeze.apply"
             )
         saved = self._folder(args, state) / _STATE_FILE
         if state.global_step and saved.exists():
-            self._observer.load_state_dict(json.loads(saved.read_text()))
+            self.load_state_dict(json.loads(saved.read_text()))
         per_epoch = max(1, round(state.max_steps / max(1, state.num_train_epochs)))
-        self._observer.begin(kwargs["model"], max_steps=state.max_steps, steps_per_epoch=per_epoch)
+        self.begin(kwargs["model"], max_steps=state.max_steps, steps_per_epoch=per_epoch)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the end of the update."""
-        self._observer.end_update()
+        self.end_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the layers, where that is due."""
         rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
-        look = self._observer.end_step(
+        look = self.end_step(
             state.global_step,
             learning_rate=rate,
             peak_learning_rate=args.learning_rate,
             metrics=self._metrics,
         )
         if look is not None and state.is_world_process_zero:
-            _LOGGER.info("step %d: %s", state.global_step, self._observer.advice)
+            _LOGGER.info("step %d: %s", state.global_step, self.advice)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
@@ -88,11 +71,11 @@ class FreezeAdvisor(TrainerCallback):
         """Write the state beside the checkpoint that was just saved."""
         folder = self._folder(args, state)
         if state.is_world_process_zero and folder.exists():
-            (folder / _STATE_FILE).write_text(json.dumps(self._observer.state_dict()))
+            (folder / _STATE_FILE).write_text(json.dumps(self.state_dict()))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log and write the advice."""
-        advice = self._observer.end()
+        advice = self.end()
         if state.is_world_process_zero:
             _LOGGER.warning("%s", advice)
             advice.write(Path(args.output_dir))
