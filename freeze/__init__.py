@@ -2,16 +2,33 @@
 
 Only a contiguous prefix freezes: `num_frozen` = f freezes layers 0..f-1, 0 <= f <= L.
 
-    gradients --GradientSignals--> mean squares --layer_norms--> LayerStats
-                                                                     |
+    signals/: gradients, weights, activations --layer_values--> LayerStats
+                                                                    |
     FreezeDecision <--checked_decision-- FreezePolicy.decide <-- FreezeContext
+                                          policies/
 
 `apply` freezes a model's bottom layers in place, in anybody's training loop; `freeze.advisor`
 watches one, and says what could freeze.
 """
 
 from freeze.in_place import apply, find_layers
+from freeze.named_policy import POLICY_HELP, named_policy
+from freeze.policies import (
+    AlphaSchedule,
+    AutoFreeze,
+    FreezeOut,
+    FreezeSchedule,
+    Guarded,
+    Linear,
+    PaperRule,
+    Plasticity,
+    QuietUpdates,
+    Replay,
+    Shadow,
+)
 from freeze.policy import (
+    MEASURED_SIGNALS,
+    PROBE_SIGNALS,
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
@@ -20,14 +37,10 @@ from freeze.policy import (
     as_policy,
     checked_decision,
 )
-from freeze.quiet_updates import QuietUpdates
-from freeze.rules import AlphaSchedule, FreezeSchedule, Linear, PaperRule
-from freeze.signals import GradientSignals, layer_norms
-from freeze.wrappers import Guarded, Replay, Shadow
 
 __all__ = [
-    "AlphaSchedule", "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule",
-    "GradientSignals", "Guarded", "LayerStats", "Linear", "NeverFreeze", "PaperRule",
-    "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision", "find_layers",
-    "layer_norms",
+    "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",
+    "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
+    "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "QuietUpdates", "Replay",
+    "Shadow", "apply", "as_policy", "checked_decision", "find_layers", "named_policy",
 ]  # fmt: skip

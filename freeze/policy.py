@@ -8,28 +8,41 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
-MEASURED_SIGNALS = frozenset({"gradient_norm"})
-"""What the Trainer measures for a policy; the advisor also has "relative_update"."""
+PROBE_SIGNALS = frozenset({"probe_cka", "probe_change"})
+"""What needs a forward of the probe batch at each decision."""
+
+MEASURED_SIGNALS = PROBE_SIGNALS | frozenset(
+    {"gradient_norm", "gradient_l1", "accumulated_gradient", "relative_update"}
+)
+"""What the Trainer measures where a policy or the setting `signals` asks for it."""
 
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Describe one layer that can freeze.
+    """Describe one layer that can freeze, and what was measured of it since the last decision.
+
+    A signal is None if the layer is frozen, nobody asked for it, no step since had finite
+    gradients, or it is no number. Gradients are the whole batch's, unscaled and unclipped.
 
     Attributes:
         index: 0..L-1 from the bottom; the embedding is part of layer 0, the head is no layer.
-        gradient_norm: root of the mean, over the steps since the last decision, of the squared
-            norm of the layer's gradient; None if the layer is frozen, the policy did not ask for
-            it, or no step since the last decision had finite gradients.
-        relative_update: by how much the layer's weights moved since the last decision, over their
-            norm, per step; None as above.
+        gradient_norm: root of the mean over the steps of the squared norm of the gradient.
+        relative_update: norm of the weights' change over their norm, per step.
+        gradient_l1: mean over the steps of the gradient's sum of absolute values.
+        accumulated_gradient: sum of absolute values of what the steps' gradients add up to.
+        probe_cka, probe_change: linear CKA, and similarity-preserving loss, between the layer's
+            outputs for the probe batch now and at the start of the run.
     """
 
     name: str
     index: int
     num_parameters: int
-    gradient_norm: float | None
+    gradient_norm: float | None = None
     relative_update: float | None = None
+    gradient_l1: float | None = None
+    accumulated_gradient: float | None = None
+    probe_cka: float | None = None
+    probe_change: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +56,8 @@ class FreezeContext:
         layers, num_frozen: by index, of which layers 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
         metrics: results of the last evaluation by name; empty before the first.
+        loss, loss_slope: mean of the training losses since the last decision, and by how much
+            they grew a step; None where there are too few.
         predict: maps a number of frozen layers to the predicted seconds of one step; they come
             from measured times, so with it two equal trainings may freeze differently.
     """
@@ -58,6 +73,8 @@ class FreezeContext:
     frozen_since: tuple[int, ...]
     metrics: Mapping[str, float]
     predict: Callable[[int], float]
+    loss: float | None = None
+    loss_slope: float | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dict must not change under a policy, nor a policy change it.
@@ -97,8 +114,7 @@ class FreezePolicy(ABC):
     `state_dict`.
 
     Attributes:
-        signals: what must be measured for it, of {"gradient_norm", "relative_update"}; others
-            cost nothing.
+        signals: what must be measured for it, named as in `LayerStats`; others cost nothing.
     """
 
     signals: frozenset[str] = frozenset()
@@ -111,6 +127,14 @@ class FreezePolicy(ABC):
     @abstractmethod
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         """Return the decision at this step; None keeps what is frozen."""
+
+    def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
+        """Return a layer's learning rate at a share of the run, over the peak rate.
+
+        None, for whatever layer, leaves it to the run's own schedule. Every rank asks, so it must
+        not depend on what `decide` has seen. The head is layer `num_layers`.
+        """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers, serialisable as JSON; a stateless policy has {}."""
@@ -138,7 +162,7 @@ PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
 
 @final
 class _FunctionPolicy(FreezePolicy):
-    signals = MEASURED_SIGNALS
+    signals = frozenset({"gradient_norm"})
 
     def __init__(self, function: PolicyFunction) -> None:
         self._function = function

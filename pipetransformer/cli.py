@@ -11,7 +11,8 @@ from pathlib import Path
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
 from pipetransformer.forecast import add_plan_parser, run_plan
 from pipetransformer.model_files import add_export_parser, run_export
-from pipetransformer.report import draw_folder
+from pipetransformer.report import draw_folder, draw_freezing
+from pipetransformer.scoring import add_score_parser, run_score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "report", help="draw a run: loss and metrics, frozen layers, K and R, where the time went"
     )
     report.add_argument("folder", type=Path, help="the folder= of the run")
+    report.add_argument(
+        "--freeze", action="store_true", help="draw what the policy saw of each layer, and decided"
+    )
+    add_score_parser(
+        commands.add_parser(
+            "score", help="say what freeze policies would have frozen in a run, and saved"
+        )
+    )
     add_export_parser(
         commands.add_parser(
             "export", help="turn a checkpoint into a folder that other programs load"
@@ -39,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if run_plan(options, print) else 1
         if options.command == "export":
             run_export(options, print)
+        elif options.command == "score":
+            run_score(options, print)
         else:
-            print(draw_folder(options.folder))
+            print(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder))
     except (CorruptCheckpointError, ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1

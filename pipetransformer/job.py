@@ -25,6 +25,7 @@ class Task:
         optimizer: builds an optimizer over named parameters.
         config: the run's settings.
         trainable: names of the parameters that the user left trainable.
+        signals: what is measured of layers between decisions, named as in `LayerStats`.
     """
 
     model: LayeredModel
@@ -32,6 +33,7 @@ class Task:
     optimizer: OptimizerFactory
     config: TrainConfig
     trainable: frozenset[str]
+    signals: frozenset[str] = frozenset()
 
     @property
     def precision(self) -> Precision:

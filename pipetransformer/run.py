@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autodp import (
     shuffled_by_length,
 )
 from autopipe.trace import Span, Trace
-from freeze import NeverFreeze, as_policy
+from freeze import FreezePolicy, NeverFreeze, as_policy
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
@@ -43,6 +43,7 @@ from pipetransformer.optimizer import (
     OptimizerTraits,
     adamw,
     decay_by_layer,
+    split_by_layer,
     try_optimizer,
 )
 from pipetransformer.precision import Precision
@@ -82,8 +83,8 @@ class Run:
         freeze: Any,
         **settings: Any,
     ) -> None:
-        config, layered = make_config(settings), adapt(model)
-        self.task, traits = _describe(layered, loss_fn, optimizer, config)
+        config, layered, policy = make_config(settings), adapt(model), as_policy(freeze)
+        self.task, traits = _describe(layered, loss_fn, optimizer, config, policy)
         task = self.task
         # The loss that the model itself returns is not smoothed.
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
@@ -93,7 +94,6 @@ class Run:
         check_selection(config, has_eval_dataset=eval_dataset is not None)
         check_world(config, world_size(), slots_of_a_node())
         resumes(config)  # Refuses a folder before anything is started.
-        policy = as_policy(freeze)
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
         self._sampler = self._sampler_of(train_dataset, config)
 
@@ -101,7 +101,9 @@ class Run:
         world.max_replicas = config.max_replicas
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._to_come)
-        self.timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
+        self.timeline = Timeline(
+            config, len(train_dataset), traits.peak_learning_rate, _rates_of(policy, layered)
+        )
         self.deployment = Deployment(task, world, self.feed)
         self.evaluator = Evaluator(
             task,
@@ -117,7 +119,6 @@ class Run:
             policy=policy,
             deployment=self.deployment,
             timeline=self.timeline,
-            read=self.feed.read,
         )
         self.log, self.best = RunLog(world, config), BestModel(config)
         parts: dict[str, Part] = {
@@ -321,6 +322,7 @@ def _describe(
     loss_fn: LossFunction | None,
     optimizer: OptimizerFactory | None,
     config: TrainConfig,
+    policy: FreezePolicy,
 ) -> tuple[Task, OptimizerTraits]:
     """Return what is trained, and what its optimizer is like; refuse what cannot be."""
     refuse_model(layered, Precision.named(config.precision))
@@ -328,6 +330,8 @@ def _describe(
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:
         optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
+    if _rates_of(policy, layered)(0, 0.0) is not None:
+        optimizer = split_by_layer(optimizer, layered)
     loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
     task = Task(
         layered,
@@ -335,5 +339,16 @@ def _describe(
         optimizer,
         config,
         frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
+        policy.signals | set(config.signals),
     )
     return task, traits
+
+
+def _rates_of(
+    policy: FreezePolicy, model: LayeredModel
+) -> Callable[[int | None, float], float | None]:
+    """Return a policy's learning rates by layer, None for the head, and share of the run."""
+    top = model.num_layers
+    return lambda layer, done: policy.learning_rate_scale(
+        top if layer is None else layer, top, done
+    )

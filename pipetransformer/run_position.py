@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipetransformer.config import TrainConfig
@@ -41,12 +41,23 @@ class Timeline:
     """Advance a position through the epochs of a training set of so many samples.
 
     The peak learning rate is the first parameter group's, at a factor of 1.
+
+    Args:
+        scale_of: returns a layer's rate over the peak rate at a share of the run, None where the
+            run's schedule says it; the layer None is the head.
     """
 
-    def __init__(self, config: TrainConfig, num_samples: int, peak_learning_rate: float) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        num_samples: int,
+        peak_learning_rate: float,
+        scale_of: Callable[[int | None, float], float | None] = lambda layer, done: None,
+    ) -> None:
         self._config = config
         self.num_samples = num_samples
         self._peak_learning_rate = peak_learning_rate
+        self._scale_of = scale_of
         schedule = config.learning_rate_schedule
         if isinstance(schedule, str):
             schedule = named_schedule(
@@ -83,12 +94,14 @@ class Timeline:
         """
         if last_decision_step == self.position.step:
             return False
-        interval = self._config.freeze_interval_steps
-        return self.at_epoch_start if interval is None else self.position.step % interval == 0
+        interval, position = self._decision_interval, self.position
+        if interval is not None:
+            return position.step % interval == 0
+        return self.at_epoch_start and position.epoch % self._config.freeze_interval_epochs == 0
 
     def decision_follows(self) -> bool:
         """Tell whether a decision precedes the step after the coming one, in the same epoch."""
-        interval = self._config.freeze_interval_steps
+        interval = self._decision_interval
         return interval is not None and (self.position.step + 1) % interval == 0
 
     @property
@@ -126,14 +139,37 @@ class Timeline:
         whole = position.step + this_epoch + epochs_after * -(-self.num_samples // size)
         return min(whole, self._config.max_steps or whole)
 
-    def learning_rate_factor(self, replicas: int) -> float:
-        """Evaluate the schedule where an unscaled batch would stand, and scale with the batch."""
+    def learning_rate_factor(self, replicas: int, layer: int | None = None) -> float:
+        """Evaluate the schedule where an unscaled batch would stand, and scale with the batch.
+
+        Args:
+            replicas: how many pipelines train.
+            layer: whose; None is the head.
+        """
         size = self._config.global_batch_size
-        per_epoch = -(-self.num_samples // size)
-        step = self.position.epoch * per_epoch + self.position.sample / size
-        whole = per_epoch * self._config.epochs
-        factor = self._schedule(step, min(whole, self._config.max_steps or whole))
+        step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
+        factor = self._scale_of(layer, step / self._unscaled_steps)
+        if factor is None:
+            factor = self._schedule(step, self._unscaled_steps)
         return factor * self.global_batch(replicas) / size
+
+    @property
+    def _unscaled_per_epoch(self) -> int:
+        return -(-self.num_samples // self._config.global_batch_size)
+
+    @property
+    def _unscaled_steps(self) -> int:
+        """Return the steps of the whole run, if the batch did not grow with the replicas."""
+        whole = self._unscaled_per_epoch * self._config.epochs
+        return min(whole, self._config.max_steps or whole)
+
+    @property
+    def _decision_interval(self) -> int | None:
+        """Return the steps between decisions; None where they follow epochs."""
+        share = self._config.freeze_interval_share
+        if share is not None:
+            return max(1, round(share * self._unscaled_steps))
+        return self._config.freeze_interval_steps
 
     def clock(self, replicas: int) -> Clock:
         """Describe the coming step, at the present batch size."""

@@ -106,6 +106,7 @@ class Trainer:
         while not self.is_over:
             self.step()
         self._note_save(run.state.finish())
+        run.transitions.look_back()
         run.log.finish()
         run.deployment.gather_weights(run.deployment.roomy_device())
         run.take_best_weights()
@@ -283,7 +284,7 @@ class Trainer:
             run.feed.rows(clock.epoch, is_last=timeline.sees_samples_last),
             step=clock.step,
             next_ids=next_ids,
-            learning_rate_factor=timeline.learning_rate_factor(run.transitions.replicas),
+            learning_rate_factor=partial(timeline.learning_rate_factor, run.transitions.replicas),
             stops=self._events.wants_stop,
         )
         stage.recorder = None

@@ -32,7 +32,7 @@ import pipetransformer.transition.transitions
 from autocache.store import RowStore
 from autodp.groups import GroupPool
 from autodp.reduce import GradientReducer
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published

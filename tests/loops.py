@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
 

@@ -20,8 +20,8 @@ from autodp.sampler import EpochSampler, shuffled
 from autopipe.plan.lengths import fitting_lengths
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import predict
+from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
-from freeze.rules import FreezeSchedule
 from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.job import trained_parameters

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from fractions import Fraction
 from pathlib import Path
 
 from experiments.finetune.finished_run import read_lines, records_file
-from freeze import (
-    FreezePolicy,
-    FreezeSchedule,
-    NeverFreeze,
-    PaperRule,
-    Replay,
-    as_policy,
-)
+from freeze import FreezePolicy, Replay, named_policy
 
 
 def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
@@ -25,20 +16,10 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
     """
     if replay is not None:
         return Replay(read_decisions(Path(replay)))
-    kind, _, value = freeze.partition(":")
     try:
-        if kind == "none":
-            return NeverFreeze()
-        if kind == "paper":
-            return PaperRule(float(Fraction(value)))
-        if kind == "schedule":
-            return FreezeSchedule([int(one) for one in value.split(",")])
-        return as_policy(getattr(importlib.import_module(kind), value))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--freeze is {freeze!r} ({error}); give none, paper:1/3, schedule:0,0,4,8 or "
-            "module:policy"
-        ) from error
+        return named_policy(freeze)
+    except ValueError as error:
+        raise ValueError(f"--freeze: {error}") from error
 
 
 def read_decisions(folder: Path) -> dict[int, int]:

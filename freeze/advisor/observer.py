@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from freeze.advisor.advice import Advice, Look
 from freeze.advisor.step_times import StepCosts, StepTimes
 from freeze.in_place import apply, find_layers
+from freeze.policies import QuietUpdates
 from freeze.policy import (
     FreezeContext,
     FreezePolicy,
@@ -18,8 +20,7 @@ from freeze.policy import (
     as_policy,
     checked_decision,
 )
-from freeze.quiet_updates import QuietUpdates
-from freeze.weight_changes import WeightChanges
+from freeze.signals import WeightChanges
 
 _TIMED_STEPS = 6
 _SIGNALS = frozenset({"relative_update"})
@@ -72,11 +73,11 @@ class Observer:
             apply(model, len(self._since), layers=self._blocks)
         elif self._costs is None:
             self._times = StepTimes(model, self._blocks)
-        self._changes = WeightChanges(self._parameters())
+        self._begin_interval()
 
     def end_update(self) -> None:
         """Note that the optimizer has taken its step."""
-        self._changes.count_step()
+        self._num_updates += 1
         if self._times is not None:
             self._times.end_update()
 
@@ -141,7 +142,7 @@ class Observer:
         self, step: int, learning_rate: float, peak: float, metrics: Mapping[str, float]
     ) -> Look:
         assert self._model is not None
-        updates = self._changes.relative()
+        updates = self._updates()
         context = FreezeContext(
             step=step,
             epoch=step // self._per_epoch,
@@ -150,8 +151,13 @@ class Observer:
             learning_rate=learning_rate,
             peak_learning_rate=peak,
             layers=tuple(
-                LayerStats(f"layer {i}", i, sum(p.numel() for p in own), None, update)
-                for i, (own, update) in enumerate(zip(self._parameters(), updates, strict=True))
+                LayerStats(
+                    f"layer {index}",
+                    index,
+                    sum(p.numel() for p in block.parameters()),
+                    relative_update=update,
+                )
+                for index, (block, update) in enumerate(zip(self._blocks, updates, strict=True))
             ),
             num_frozen=len(self._since),
             frozen_since=self._since,
@@ -164,7 +170,7 @@ class Observer:
         if self.acts and decision.num_frozen != context.num_frozen:
             self._stop_timing()
             apply(self._model, decision.num_frozen, layers=self._blocks)
-        self._changes = WeightChanges(self._parameters())
+        self._begin_interval()
         return Look(step, decision.num_frozen, updates, decision.reason)
 
     def _predicted_s(self, num_frozen: int) -> float:
@@ -172,8 +178,20 @@ class Observer:
             raise ValueError("no step has been timed yet; look later, with a larger every_steps")
         return self._costs.step_s * (1 - self._costs.saved_share(num_frozen, cached=False))
 
-    def _parameters(self) -> list[list[nn.Parameter]]:
-        return [list(block.parameters()) for block in self._blocks]
+    def _begin_interval(self) -> None:
+        own = {str(i): dict(block.named_parameters()) for i, block in enumerate(self._blocks)}
+        self._changes, self._num_updates = WeightChanges(own), 0
+        self._changes.begin()
+
+    def _updates(self) -> tuple[float | None, ...]:
+        """Return each layer's relative change an update; None where nothing is known."""
+        squares = self._changes.squares() if self._num_updates else {}
+        found = []
+        for index in range(len(self._blocks)):
+            moved, size = squares.get(str(index), (0.0, 0.0))
+            share = math.sqrt(moved / size) / self._num_updates if size else math.nan
+            found.append(share if math.isfinite(share) else None)
+        return tuple(found)
 
     def _stop_timing(self) -> None:
         if self._times is not None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from autodp import broadcast_json, gather_json
+from freeze.signals import IntervalSignals
 from pipetransformer.checkpoint.folder_lock import lock_folder
 from pipetransformer.checkpoint.format import Checkpoint
 from pipetransformer.checkpoint.resume import (
@@ -138,7 +139,8 @@ class RunState:
         needed = self._deployment.needed_shards(decision)
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
         self._deployment.restore(decision, shards)
-        self._deployment.active_stage.signals.load(_joined(scalars["ranks"]))
+        signals = [one["signals"] for one in scalars["ranks"]]
+        self._deployment.active_stage.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:
             transitions.decider.planner.use(transitions.decider.planner.measurements)
 
@@ -223,13 +225,6 @@ class RunState:
                 "entries": list(self._optimizer.entries),
             },
         }
-
-
-def _joined(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the signals of all stages; replicas of a stage have equal ones."""
-    signals = [one["signals"] for one in ranks]
-    sums = {name: value for one in signals for name, value in one["squared_sums"].items()}
-    return {"num_steps": signals[0]["num_steps"], "squared_sums": sums}
 
 
 def _describe_hardware(device: torch.device) -> dict[str, Any]:

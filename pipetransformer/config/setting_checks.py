@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from freeze import MEASURED_SIGNALS
 from pipetransformer.optimizer import check_warmup, named_schedule
 from pipetransformer.planning import PLANS
 
@@ -22,7 +23,13 @@ ComputeMetrics = Callable[[Any], Mapping[str, float]]
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
 
-_COUNTS = ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor")
+_COUNTS = (
+    "epochs",
+    "global_batch_size",
+    "keep_checkpoints",
+    "prefetch_factor",
+    "freeze_interval_epochs",
+)
 _OPTIONAL_COUNTS = (
     "max_steps",
     "pipeline_length",
@@ -71,6 +78,7 @@ def check_settings(config: TrainConfig) -> None:
     _check_functions(config)
     _check_batches(config)
     _check_learning_rate(config)
+    _check_decisions(config)
     _check_saving(config)
 
 
@@ -203,6 +211,25 @@ def _check_learning_rate(config: TrainConfig) -> None:
             f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
             "itself how the rate begins; give one of them, or a schedule's name"
         )
+
+
+def _check_decisions(config: TrainConfig) -> None:
+    share = config.freeze_interval_share
+    allowed = share is None or (_is_positive(share) and share <= 1)
+    _require(config, "freeze_interval_share", allowed, "None or a number above 0, at most 1")
+    intervals = {
+        "freeze_interval_steps": config.freeze_interval_steps is not None,
+        "freeze_interval_epochs": config.freeze_interval_epochs != 1,
+        "freeze_interval_share": share is not None,
+    }
+    if sum(intervals.values()) > 1:
+        given = " and ".join(name for name, is_given in intervals.items() if is_given)
+        raise ValueError(f"{given} are given, which each say when to decide; give one of them")
+    listed = isinstance(config.signals, (list, tuple, set, frozenset))
+    known = f"a list of {', '.join(sorted(MEASURED_SIGNALS))}"
+    _require(config, "signals", listed and set(config.signals) <= MEASURED_SIGNALS, known)
+    # Two samples are told apart by one number; a similarity needs more.
+    _require(config, "probe_samples", _is_whole(config.probe_samples, 4), "4 or more")
 
 
 def _check_saving(config: TrainConfig) -> None:

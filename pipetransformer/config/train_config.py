@@ -59,8 +59,13 @@ class TrainConfig:
             most what is free on the GPUs before the first step; None is that, and on CPUs no
             limit. What waits in host memory on any device is not counted: optimizer state of
             frozen layers, the cache, a checkpoint that is being written.
-        freeze_interval_steps: steps between two decisions; None decides at the start of every
-            epoch.
+        freeze_interval_steps: steps between two decisions; None decides by epochs.
+        freeze_interval_epochs: decides at the start of every so many epochs.
+        freeze_interval_share: decides after every such share of the run, rounded to steps.
+        signals: what is measured and recorded beside what the policy asks for, named as in
+            `LayerStats`, so that other policies can be tried on the run later.
+        probe_samples: samples of the training set, spread evenly over it, on which probe signals
+            look at every layer's outputs.
         scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
             published system did; the learning rate is scaled with it.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
@@ -143,6 +148,10 @@ class TrainConfig:
     plan: str | Planner = "fastest"
     memory_limit_bytes: int | None = None
     freeze_interval_steps: int | None = None
+    freeze_interval_epochs: int = 1
+    freeze_interval_share: float | None = None
+    signals: Sequence[str] = ()
+    probe_samples: int = 64
     scale_batch: bool = False
     cache: bool = True
     cache_folder: str | Path = "/dev/shm"

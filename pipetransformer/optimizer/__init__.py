@@ -2,13 +2,13 @@
 
 named        state by parameter name, taken out and put in
 factories    optimizers by name, and `adamw`
-layer_decay  a learning rate that falls from layer to layer, around any factory
+layer_decay  learning rates of their own for layers, around any factory
 trial        tries a user's optimizer out before anything starts: is it the same in parts?
 schedules    how the learning rate follows the step
 """
 
 from pipetransformer.optimizer.factories import adamw, named_optimizer
-from pipetransformer.optimizer.layer_decay import decay_by_layer
+from pipetransformer.optimizer.layer_decay import LAYER, decay_by_layer, split_by_layer
 from pipetransformer.optimizer.named import (
     NamedParameters,
     OptimizerFactory,
@@ -26,7 +26,8 @@ from pipetransformer.optimizer.schedules import (
 from pipetransformer.optimizer.trial import OptimizerTraits, try_optimizer
 
 __all__ = [
-    "LearningRateSchedule", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "adamw",
-    "check_warmup", "constant", "cosine_with_warmup", "decay_by_layer", "named_optimizer",
-    "named_schedule", "polynomial_with_warmup", "put_state", "take_state", "try_optimizer",
+    "LAYER", "LearningRateSchedule", "NamedParameters", "OptimizerFactory", "OptimizerTraits",
+    "adamw", "check_warmup", "constant", "cosine_with_warmup", "decay_by_layer", "named_optimizer",
+    "named_schedule", "polynomial_with_warmup", "put_state", "split_by_layer", "take_state",
+    "try_optimizer",
 ]  # fmt: skip

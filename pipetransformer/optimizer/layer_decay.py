@@ -1,4 +1,4 @@
-"""Lower the learning rate from layer to layer, the deeper the lower.
+"""Give layers their own learning rates: lower the deeper they are, or as a policy says.
 
 Which layer a parameter is in follows from its name alone, so that it has the same rate in any
 stage of any pipeline.
@@ -6,13 +6,16 @@ stage of any pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.optimizer.named import NamedParameters, OptimizerFactory
+
+LAYER = "layer"
+"""The entry of a parameter group that says whose learning rate it has."""
 
 
 def decay_by_layer(
@@ -28,17 +31,32 @@ def decay_by_layer(
     """
     scales = learning_rate_scales(model, decay)
 
-    def build(named_parameters: NamedParameters) -> Optimizer:
-        # What no sublayer reads has no layer, and no gradient either.
-        scale_of = {parameter: scales.get(name, 1.0) for name, parameter in named_parameters}
-        optimizer = factory(named_parameters)
-        # In place, as an optimizer may hold this very list elsewhere, too.
-        optimizer.param_groups[:] = [
-            part for group in optimizer.param_groups for part in _split(group, scale_of)
-        ]
-        return optimizer
+    def lower(group: dict[str, Any], scale: float) -> None:
+        for key in ("lr", "initial_lr"):
+            if key in group:
+                group[key] *= scale
 
-    return build
+    # What no sublayer reads has no layer, and no gradient either.
+    return _split_groups(factory, lambda name: scales.get(name, 1.0), lower)
+
+
+def split_by_layer(factory: OptimizerFactory, model: LayeredModel) -> OptimizerFactory:
+    """Return a factory whose groups each hold parameters of one layer, and name it as LAYER.
+
+    The head's have no such entry.
+    """
+    head = model.num_layers
+    layer_of = {
+        name: sublayer.layer
+        for index, sublayer in enumerate(model.sublayers)
+        for name in model.tensors(index)
+    }
+
+    def mark(group: dict[str, Any], layer: int) -> None:
+        if layer != head:
+            group[LAYER] = layer
+
+    return _split_groups(factory, lambda name: layer_of.get(name, head), mark)
 
 
 def learning_rate_scales(model: LayeredModel, decay: float) -> dict[str, float]:
@@ -52,11 +70,24 @@ def learning_rate_scales(model: LayeredModel, decay: float) -> dict[str, float]:
     }
 
 
-def _split(group: Mapping[str, Any], scale_of: Mapping[Any, float]) -> list[dict[str, Any]]:
-    """Split a group by its parameters' scales, the highest first."""
-    parts = []
-    for scale in sorted({scale_of[p] for p in group["params"]}, reverse=True):
-        own = [p for p in group["params"] if scale_of[p] == scale]
-        rates = {key: group[key] * scale for key in ("lr", "initial_lr") if key in group}
-        parts.append({**group, **rates, "params": own})
-    return parts
+def _split_groups(
+    factory: OptimizerFactory,
+    key_of: Callable[[str], Any],
+    adjust: Callable[[dict[str, Any], Any], None],
+) -> OptimizerFactory:
+    """Return a factory that splits each group by a key of its parameters' names, highest first."""
+
+    def build(named_parameters: NamedParameters) -> Optimizer:
+        keys = {parameter: key_of(name) for name, parameter in named_parameters}
+        optimizer = factory(named_parameters)
+        parts = []
+        for group in optimizer.param_groups:
+            for key in sorted({keys[p] for p in group["params"]}, reverse=True):
+                part = {**group, "params": [p for p in group["params"] if keys[p] == key]}
+                adjust(part, key)
+                parts.append(part)
+        # In place, as an optimizer may hold this very list elsewhere, too.
+        optimizer.param_groups[:] = parts
+        return optimizer
+
+    return build

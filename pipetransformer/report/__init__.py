@@ -1,14 +1,17 @@
 """Record a run, show its progress, and draw it.
 
-run_log ─► records          fit_report      pictures
+run_log ─► decisions, records ─► pictures, freeze_pictures          fit_report
 """
 
+from pipetransformer.report.decisions import RecordedDecision, read_decisions
 from pipetransformer.report.fit_report import FitReport
+from pipetransformer.report.freeze_pictures import decision_table, draw_freezing
 from pipetransformer.report.pictures import breakdown_table, draw_folder, draw_report
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.report.run_log import RunLog
 
 __all__ = [
-    "FitReport", "RECORDS_FILE", "Record", "RunLog", "breakdown_table", "draw_folder",
-    "draw_report", "read_records",
+    "FitReport", "RECORDS_FILE", "Record", "RecordedDecision", "RunLog", "breakdown_table",
+    "decision_table", "draw_folder", "draw_freezing", "draw_report", "read_decisions",
+    "read_records",
 ]  # fmt: skip

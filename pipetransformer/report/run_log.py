@@ -19,6 +19,7 @@ from autopipe.trace import as_bytes
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes import World
+from pipetransformer.report.decisions import decision_fields
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.records import RecordListener, Records
 from pipetransformer.run_position import Clock
@@ -145,6 +146,11 @@ class RunLog:
     def change(self, change: Change) -> None:
         """Note what happened between two steps."""
         decision, before = change.decision, change.before
+        if change.context is not None and self._records is not None:
+            seen = decision_fields(
+                change.context, num_frozen=decision.num_frozen, reason=decision.reason
+            )
+            self._record("decision", decision.step, **seen, look_seconds=change.look_s)
         if not change.is_transition:
             self.report.add_change(change, None)
             return

@@ -7,13 +7,15 @@ which only such a step pays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 from torch import nn
 
-from autodp import gather_json
+from autodp import GradientReducer, gather_json
+from pipetransformer.job import Task, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,37 @@ def highest_nonfinite(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:
     gradients = ((index, p.grad) for index, own in parameters.items() for p in own)
     found = [index for index, one in gradients if one is not None and not one.isfinite().all()]
     return max(found, default=-1)
+
+
+def find_nonfinite(
+    task: Task,
+    indices: range,
+    *,
+    loss: float,
+    reducer: GradientReducer | None,
+    members: Sequence[int],
+    rank: int,
+) -> Finding:
+    """Look for it on one rank, in its loss and in the gradients of the sublayers that it trains.
+
+    Args:
+        task: what is trained.
+        indices: its sublayers that this rank trains.
+        loss: this rank's part of the loss.
+        reducer: has summed the gradients over the replicas of the stage.
+        members: ranks of these replicas.
+        rank: this one.
+    """
+    parameters = {
+        index: tuple(trained_parameters(task, range(index, index + 1)).values())
+        for index in indices
+    }
+    highest = highest_nonfinite(parameters)
+    ranks: tuple[int, ...] = (rank,)
+    if highest >= 0 and reducer is not None:
+        replicas = reducer.nonfinite_replicas(parameters[highest])
+        ranks = tuple(members[replica] for replica in replicas)
+    return Finding(not math.isfinite(loss), highest, ranks)
 
 
 def locate(

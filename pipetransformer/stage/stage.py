@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -15,21 +14,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
-from autopipe.engine import LinkError, StageReport, run_program
+from autopipe.engine import StageReport, run_program
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.trace import Recorder
-from freeze import GradientSignals
-from pipetransformer.errors import NonFiniteError, PeerError
+from freeze.signals import IntervalSignals
+from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
 from pipetransformer.loss import LossScale, SplitProbe, mean_of
+from pipetransformer.optimizer import LAYER
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import StageWatch
-from pipetransformer.stage.nonfinite import Finding, highest_nonfinite, locate
+from pipetransformer.stage.look import LookWork
+from pipetransformer.stage.nonfinite import find_nonfinite, locate
 from pipetransformer.stage.step_result import StepResult
-from pipetransformer.stage.wiring import StageWiring
+from pipetransformer.stage.wiring import StageWiring, naming_peers
 from pipetransformer.stage.work import (
     EvaluationWork,
     MicroBatches,
@@ -85,13 +86,12 @@ class Stage:
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = self._build_optimizer()
-        self.signals = GradientSignals(
+        self.signals = IntervalSignals(
             {
-                task.model.sublayers[i].name: list(
-                    trained_parameters(task, range(i, i + 1)).values()
-                )
+                task.model.sublayers[i].name: trained_parameters(task, range(i, i + 1))
                 for i in self._trained
-            }
+            },
+            task.signals,
         )
         prefix = range(plan.boundaries[0] if self._index == 0 else 0)
         self._modes = modes_of(task.model, self._trained, num_frozen=0)
@@ -118,7 +118,7 @@ class Stage:
             self._reducer = None
         for parameter in self.parameters.values():
             parameter.grad = None
-        self.parameters, self.optimizer, self.signals = {}, None, GradientSignals({})
+        self.parameters, self.optimizer, self.signals = {}, None, IntervalSignals({})
 
     def train_step(
         self,
@@ -126,7 +126,7 @@ class Stage:
         rows: Rows,
         *,
         step: int,
-        learning_rate_factor: float,
+        learning_rate_factor: Callable[[int | None], float],
         next_ids: Tensor | None = None,
         stops: bool = False,
     ) -> StepResult:
@@ -136,7 +136,8 @@ class Stage:
             ids: (B,) int64, the whole global batch; this replica takes its slice.
             rows: gives stage 0 its samples.
             step: position in the run.
-            learning_rate_factor: on every group's own learning rate.
+            learning_rate_factor: maps a layer, None for the head, to what its own learning rate
+                is multiplied by.
             next_ids: those of the coming step, where it is known that the same stages take it.
             stops: whether this rank asks to end the run.
         Raises:
@@ -154,7 +155,7 @@ class Stage:
         )
         coming = None if next_ids is None else self.own_part(next_ids)
         batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
-        with _naming_peers():
+        with naming_peers():
             work = TrainWork(
                 self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
             )
@@ -186,6 +187,7 @@ class Stage:
         for parameter in self.parameters.values():
             parameter.grad = None
         set_modes(self._modes)
+        self.signals.begin_step()
         return self._watch.begin()
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
@@ -200,7 +202,7 @@ class Stage:
                 differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
-                    with _naming_peers():
+                    with naming_peers():
                         differs = self._evaluate_round(layers, batches, results)
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
@@ -221,6 +223,23 @@ class Stage:
     def own_part(self, ids: Tensor) -> Tensor:
         """Return this replica's slice of a batch."""
         return self._own(ids)[0]
+
+    def look(self, ids: Tensor, rows: Rows) -> dict[int, Tensor]:
+        """Return this stage's active layers' Gram matrices, (n, n) each, over samples.
+
+        Every replica runs all of them, in one micro-batch and without dropout.
+        """
+        if self._is_spare:
+            return {}
+        model, layers = self._task.model, self._layers
+        set_training(model, layers.indices, num_frozen=model.num_layers + 1)
+        with torch.no_grad(), naming_peers():
+            work = LookWork(layers, MicroBatches(ids, (len(ids),), rows))
+            program = forward_only(self.topology.length, 1)[self._index]
+            run_program(program, work, self._links, (len(ids),))
+            work.finish_step()
+        set_training(model, layers.indices, num_frozen=self._first_active_layer())
+        return work.grams
 
     def _evaluate_round(
         self, layers: StageLayers, batches: MicroBatches, results: Results
@@ -271,6 +290,8 @@ class Stage:
             torch._foreach_mul_(gradients, correction)
         squared = self.signals.squared_norm(self._sum_over_pipeline)
         norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
+        if math.isfinite(norm):
+            self.signals.add_gradients()
         limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
@@ -294,17 +315,14 @@ class Stage:
 
     def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
-        parameters = {
-            index: tuple(trained_parameters(self._task, range(index, index + 1)).values())
-            for index in self._trained
-        }
-        highest = highest_nonfinite(parameters)
-        ranks: tuple[int, ...] = (self._world.rank,)
-        if highest >= 0 and self._reducer is not None:
-            members = self.topology.stage_ranks(self._index)
-            replicas = self._reducer.nonfinite_replicas(parameters[highest])
-            ranks = tuple(members[replica] for replica in replicas)
-        finding = Finding(not math.isfinite(loss_sums[0]), highest, ranks)
+        finding = find_nonfinite(
+            self._task,
+            self._trained,
+            loss=loss_sums[0],
+            reducer=self._reducer,
+            members=self.topology.stage_ranks(self._index),
+            rank=self._world.rank,
+        )
         names = [sublayer.name for sublayer in self._task.model.sublayers]
         where = locate(finding, names.__getitem__, group=self._world.group)
         if self._task.config.on_nonfinite == "raise":
@@ -315,12 +333,15 @@ class Stage:
         if self._world.is_main:
             _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
 
-    def _update(self, step: int, learning_rate_factor: float, skipped: bool) -> None:
+    def _update(
+        self, step: int, learning_rate_factor: Callable[[int | None], float], skipped: bool
+    ) -> None:
         if self.optimizer is None:
             return
         if not skipped:
             for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * learning_rate_factor
+                factor = learning_rate_factor(group.get(LAYER))
+                group["lr"] = group["initial_lr"] * factor
             # An optimizer that rounds by chance must do so alike on all replicas.
             seed = mix_seed(self._task.config.seed, step, self._index)
             torch.default_generator.manual_seed(seed)
@@ -373,12 +394,3 @@ class Stage:
 
     def _first_active_layer(self) -> int:
         return self._task.model.sublayers[self.plan.boundaries[0]].layer
-
-
-@contextmanager
-def _naming_peers() -> Iterator[None]:
-    """Turn a link's error into the one that users know of: a rank is gone or silent."""
-    try:
-        yield
-    except LinkError as error:
-        raise PeerError(str(error)) from error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from autodp import Groups, Topology
 from autopipe.engine import (
+    LinkError,
     Peer,
     ProcessLinkAbove,
     ProcessLinkBelow,
@@ -17,6 +20,7 @@ from autopipe.engine import (
     Watchdog,
 )
 from autopipe.plan import PipelinePlan
+from pipetransformer.errors import PeerError
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
@@ -128,3 +132,12 @@ class StageWiring:
         group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
         assert group is not None
         return Peer(rank, group, tag, name, self.timeout_s, watchdog)
+
+
+@contextmanager
+def naming_peers() -> Iterator[None]:
+    """Turn a link's error into the one that users know of: a rank is gone or silent."""
+    try:
+        yield
+    except LinkError as error:
+        raise PeerError(str(error)) from error

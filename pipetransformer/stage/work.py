@@ -148,6 +148,7 @@ class LayerWork(StageWork):
         for index in self.layers.indices:
             self.seed(micro_batch, index)
             value = self.layers.task.call(index, value, sides=entries)
+            self.see(index, value)
         assert isinstance(value, Tensor)
         size = self._batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
@@ -166,6 +167,9 @@ class LayerWork(StageWork):
 
     def seed(self, micro_batch: int, index: int) -> None:
         """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
+
+    def see(self, index: int, output: Tensor) -> None:
+        """Look at what a sublayer has made of a micro-batch."""
 
     def target(self, micro_batch: int) -> Any:
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""

@@ -10,17 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autodp import broadcast_json, gather_json
+from autodp import broadcast_json
 from autopipe.plan import PipelinePlan
-from freeze import (
-    FreezeContext,
-    FreezePolicy,
-    GradientSignals,
-    LayerStats,
-    checked_decision,
-    layer_norms,
-)
+from freeze import FreezeContext, FreezePolicy, checked_decision
 from pipetransformer.job import Task
+from pipetransformer.layer_signals import Observed
 from pipetransformer.processes import World
 from pipetransformer.run_position import Clock
 from pipetransformer.transition.costs import plan_name
@@ -73,6 +67,7 @@ class Decider:
         self._journal: Journal | None = None
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
+        self.context: FreezeContext | None = None
 
     def open_journal(self, *, from_step: int | None) -> None:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
@@ -80,16 +75,15 @@ class Decider:
         if folder is not None and self._world.is_main:
             self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
 
-    def decide(
-        self, clock: Clock, signals: GradientSignals | None, metrics: Mapping[str, float]
-    ) -> Decision:
+    def decide(self, clock: Clock, observed: Observed, metrics: Mapping[str, float]) -> Decision:
         """Return what holds from the coming step on. Collective.
+
+        On rank 0 `context` is then what the policy has seen.
 
         Raises:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
         """
-        norms = self._gather_norms(signals)
-        return self._publish(clock.step, lambda: self._decide(clock, norms, metrics))
+        return self._publish(clock.step, lambda: self._decide(clock, observed, metrics))
 
     def replan(self, clock: Clock) -> None:
         """Plan what is frozen now anew, for a world of another size. Collective.
@@ -166,26 +160,17 @@ class Decider:
         if self._journal is not None:
             self._journal.close()
 
-    def _gather_norms(self, signals: GradientSignals | None) -> dict[str, float]:
-        """Bring all sublayers' mean squared norms to every rank, and start a new interval."""
-        if signals is None or "gradient_norm" not in self.policy.signals:
-            return {}
-        gathered = gather_json(signals.collect(), group=self._world.group)
-        signals.reset()
-        # Replicas report equal values for a sublayer; any one will do.
-        return {name: value for one in gathered for name, value in one.items()}
-
-    def _decide(
-        self, clock: Clock, norms: Mapping[str, float], metrics: Mapping[str, float]
-    ) -> Decision:
+    def _decide(self, clock: Clock, observed: Observed, metrics: Mapping[str, float]) -> Decision:
         current, plan_for = self.current, self.planner.plan
         num_frozen = current.num_frozen if current else 0
-        context = FreezeContext(
+        self.context = context = FreezeContext(
             **asdict(clock),
-            layers=self._layers(norms, num_frozen),
+            layers=observed.layers(self._task, num_frozen),
             num_frozen=num_frozen,
             frozen_since=self.frozen_since,
             metrics=metrics,
+            loss=observed.loss,
+            loss_slope=observed.loss_slope,
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
@@ -227,26 +212,3 @@ class Decider:
             f"a step, instead of {back.training_s:.3g} s"
         )
         return replace(kept, plan=back, reason=reason)
-
-    def _layers(self, norms: Mapping[str, float], num_frozen: int) -> tuple[LayerStats, ...]:
-        model = self._task.model
-        layer_of = {sublayer.name: sublayer.layer for sublayer in model.sublayers}
-        values = (
-            layer_norms(norms, layer_of, model.num_layers) if norms else (None,) * model.num_layers
-        )
-        sizes = [0] * (model.num_layers + 1)
-        for index, sublayer in enumerate(model.sublayers):
-            sizes[sublayer.layer] += sum(
-                t.numel()
-                for name, t in model.tensors(index).items()
-                if name in self._task.trainable
-            )
-        return tuple(
-            LayerStats(
-                f"layer {index}",
-                index,
-                sizes[index],
-                values[index] if index >= num_frozen else None,
-            )
-            for index in range(model.num_layers)
-        )

@@ -12,11 +12,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autodp import ROUND_BYTES, GroupPool, Holders, Shard, broadcast_tensor, move_shards
+from autodp import (
+    ROUND_BYTES,
+    GroupPool,
+    Holders,
+    Shard,
+    broadcast_tensor,
+    gather_json,
+    move_shards,
+)
+from freeze.signals import IntervalSignals
 from pipetransformer.feed import SampleFeed
 from pipetransformer.job import Task, set_frozen, set_training
 from pipetransformer.loss import LossScale
@@ -35,7 +45,7 @@ class Deployment:
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._task = task
         self._world = world
-        self._feed = feed
+        self.feed = feed
         self._names = tuple(sublayer.name for sublayer in task.model.sublayers)
         self._held = HeldShards(task, world.rank, world.device)
         self._ownership: Ownership | None = None
@@ -66,11 +76,14 @@ class Deployment:
         # Rank 0's weights win at the start.
         at_first = dict.fromkeys(holders, frozenset([0]))
         before = self._ownership.shards() if self._ownership else at_first
+        signals = self._unfinished_signals(decision)
         self._leave_stage()
         self._held.release_others(before)
         self._held.park(after.parked_by(self._world.rank))
         num_bytes = self._move(before, holders)
         self._adopt(decision, after)
+        if signals is not None:
+            self.active_stage.signals.load(signals)
         return num_bytes
 
     def needed_shards(self, decision: Decision) -> tuple[str, ...]:
@@ -94,7 +107,7 @@ class Deployment:
 
     def held_bytes(self) -> int:
         """Return the bytes of weights, gradients and optimizer state on this rank's device."""
-        self._feed.prefix.come_back()
+        self.feed.prefix.come_back()
         if self.stage is None:
             return 0
         tensors = [t for shard in self.held_shards().values() for t in shard.values()]
@@ -115,7 +128,7 @@ class Deployment:
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
-        self._feed.prefix.come_back()
+        self.feed.prefix.come_back()
         self._held.weights_device = device
         try:
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
@@ -142,7 +155,7 @@ class Deployment:
 
         The others' argument is ignored.
         """
-        self._feed.prefix.come_back()
+        self.feed.prefix.come_back()
         main, group = self._world.is_main, self._world.group
         with torch.no_grad():
             for name, held in self._task.model.model.state_dict(keep_vars=True).items():
@@ -210,11 +223,18 @@ class Deployment:
 
         What comes needs their memory.
         """
-        self._feed.prefix.come_back()
+        self.feed.prefix.come_back()
         self._held.take_back()
         if self.stage is not None:
             self.stage.close()
             self.stage = None
+
+    def _unfinished_signals(self, decision: Decision) -> dict[str, Any] | None:
+        """Return what all stages measured in an interval that goes on; None for a new one."""
+        if self.stage is None or self.stage.plan.boundaries[0] != decision.plan.boundaries[0]:
+            return None
+        states = gather_json(self.stage.signals.state(), group=self._world.group)
+        return IntervalSignals.joined(states) if states[0]["num_steps"] else None
 
     def _adopt(self, decision: Decision, after: Ownership) -> None:
         """Become what a decision asks for; the shards are there."""
@@ -233,8 +253,8 @@ class Deployment:
             groups=self._groups.open(after.topology, timeout_s=limit_s),
             loss_scale=self.loss_scale,
         )
-        self._held.give_to(self.stage.optimizer, after.trained_by(rank))
-        self._feed.prefix.set_depth(
+        self._held.give_to(self.stage.optimizer, after.trained_by(rank), self.stage.signals)
+        self.feed.prefix.set_depth(
             decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
         )
-        self._feed.follow_prefix()
+        self.feed.follow_prefix()

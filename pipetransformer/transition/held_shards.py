@@ -1,4 +1,7 @@
-"""Keep what a rank holds: the weights in its model, and optimizer state that no optimizer has."""
+"""Keep what a rank holds: the weights in its model, and optimizer state that no optimizer has.
+
+The tensors of signals whose interval has not ended travel and are saved as optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autodp import Holders, Shard, ShardStore
+from freeze.signals import IntervalSignals, is_signal_tensor
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.optimizer import put_state, take_state
 from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
@@ -33,6 +37,7 @@ class HeldShards(ShardStore):
         self.weights_device = device
         self._parked: Collection[int] = ()
         self._optimizer: Optimizer | None = None
+        self._signals: IntervalSignals | None = None
         self._trained = range(0)
         self.states: dict[str, Shard] = {}
 
@@ -41,7 +46,7 @@ class HeldShards(ShardStore):
         index = self._index_of[sublayer]
         if kind == OPTIMIZER:
             if index in self._trained:
-                return take_state(self._optimizer, self._parameters(index))
+                return self._take(index)
             return dict(self.states.get(sublayer, {}))
         return {name: tensor.detach() for name, tensor in self._model.tensors(index).items()}
 
@@ -91,23 +96,37 @@ class HeldShards(ShardStore):
             if self._index_of[name] in indices:
                 self.states[name] = _in_host_memory(state)
 
-    def give_to(self, optimizer: Optimizer | None, indices: range) -> None:
-        """Hand the state of sublayers over to the optimizer that trains them from now on."""
+    def give_to(
+        self, optimizer: Optimizer | None, indices: range, signals: IntervalSignals
+    ) -> None:
+        """Hand the state of sublayers over to what trains and measures them from now on."""
         for index in indices:
-            state = self.states.pop(self._model.sublayers[index].name, {})
+            name = self._model.sublayers[index].name
+            state = self.states.pop(name, {})
+            signals.put_tensors(name, state)
             if optimizer is not None:
-                put_state(optimizer, self._parameters(index), state)
-        self._optimizer, self._trained = optimizer, indices
+                put_state(optimizer, self._parameters(index), _without_signals(state))
+        self._optimizer, self._trained, self._signals = optimizer, indices, signals
 
     def take_back(self) -> None:
         """Keep the optimizer's state; the optimizer itself may go."""
         for index in self._trained:
-            name = self._model.sublayers[index].name
-            self.states[name] = take_state(self._optimizer, self._parameters(index))
-        self._optimizer, self._trained = None, range(0)
+            self.states[self._model.sublayers[index].name] = self._take(index)
+        self._optimizer, self._trained, self._signals = None, range(0), None
+
+    def _take(self, index: int) -> Shard:
+        """Return a trained sublayer's optimizer state, and its signals' tensors."""
+        state = take_state(self._optimizer, self._parameters(index))
+        if self._signals is None:
+            return state
+        return {**state, **self._signals.tensors(self._model.sublayers[index].name)}
 
     def _parameters(self, index: int) -> dict[str, nn.Parameter]:
         return trained_parameters(self._task, range(index, index + 1))
+
+
+def _without_signals(tensors: Shard) -> Shard:
+    return {key: tensor for key, tensor in tensors.items() if not is_signal_tensor(key)}
 
 
 def _in_host_memory(tensors: Shard) -> Shard:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from autodp import gather_json
 from autopipe.plan import PipelinePlan
-from freeze import FreezePolicy
-from pipetransformer.data import Batch
+from freeze import FreezeContext, FreezePolicy
 from pipetransformer.job import Task
+from pipetransformer.layer_signals import Observing
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.processes import World, free_bytes, tightest
 from pipetransformer.run_position import Clock, Timeline
@@ -41,6 +39,8 @@ class Change:
         bytes_moved: what all ranks received.
         step_before_s: what steps took of late, without fetching samples; None where that is not
             known.
+        context: what the policy has seen, on rank 0; None where it was not asked.
+        look_s: seconds of a forward of the probe batch.
     """
 
     before: Decision | None
@@ -50,6 +50,8 @@ class Change:
     predicted_s: float
     bytes_moved: int
     step_before_s: float | None
+    context: FreezeContext | None = None
+    look_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,6 @@ class Transitions:
         policy: decides how many layers are frozen.
         deployment: what decisions are carried out on.
         timeline: where the run is.
-        read: reads samples of the training set to measure with; ids may exceed its length.
     """
 
     def __init__(
@@ -94,12 +95,11 @@ class Transitions:
         policy: FreezePolicy,
         deployment: Deployment,
         timeline: Timeline,
-        read: Callable[[Tensor], Batch],
     ) -> None:
         self._task, self._world = task, world
         self._policy = policy
         self.deployment, self.timeline = deployment, timeline
-        self._read = read
+        self._observing = Observing(task, world, deployment.feed)
         self._decider: Decider | None = None
         self._pace = Pace()
         self._review: Review | None = None
@@ -155,8 +155,6 @@ class Transitions:
         """Decide where a decision, or its review, precedes the coming step. Collective there."""
         current = self.decider.current
         if current is None or self.timeline.decision_due(current.step):
-            stage = self.deployment.stage
-            signals = stage.signals if stage else None
             if current is not None and (measured_s := self._pace.median_s) is not None:
                 self.decider.planner.calibrate(
                     self.clock(),
@@ -164,7 +162,7 @@ class Transitions:
                     measured_s=measured_s,
                     computed_s=self._pace.computed_s,
                 )
-            return self._carry_out(lambda: self.decider.decide(self.clock(), signals, metrics))
+            return self._decide(metrics)
         review = self._review
         if review is not None and review.step == self.timeline.position.step:
             measured_s = self._pace.median_s if review.was_measured else None
@@ -175,30 +173,53 @@ class Transitions:
             return change
         return None
 
+    def look_back(self) -> None:
+        """Look at what became of the layers, where looks are taken. Collective."""
+        if self._observing.probe is not None:
+            self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
+
     def note_step(self, result: StepResult) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
         took = result.breakdown
+        self._observing.note_loss(result.loss)
         known = self._pace.note(result.seconds - took["data"], took["compute"])
         return self._pace.median_s if known else None
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal, and let go of the probe's samples."""
         if self._decider is not None:
             self._decider.close()
+        if self._observing.probe is not None:
+            self._observing.probe.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
         review = self._review
         return {
             "decider": self.decider.state_dict(),
+            "observing": self._observing.state_dict(),
             "review": review and asdict(review),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self.decider.load_state_dict(state["decider"])
+        self._observing.load_state_dict(state["observing"])
+        if self._observing.probe is not None:
+            self._observing.probe.take_up(self.timeline.position.step)
         if (review := state.get("review")) is not None:
             self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
+
+    def _decide(self, metrics: Mapping[str, float]) -> Change:
+        """Decide on what was observed since the last decision. Collective."""
+        step, probe = self.timeline.position.step, self._observing.probe
+        observed = self._observing.collect(self.deployment.stage, step)
+        is_first = self.deployment.stage is None
+        change = self._carry_out(lambda: self.decider.decide(self.clock(), observed, metrics))
+        if probe is not None and is_first:
+            # What layers are to be compared with.
+            probe.look(self.deployment.active_stage, step)
+        return replace(change, context=self.decider.context, look_s=observed.looked.seconds)
 
     def _carry_out(self, decide: Callable[[], Decision]) -> Change:
         """Take a decision and carry it out. Collective."""
@@ -227,4 +248,5 @@ class Transitions:
 
     def _measure(self) -> Measurements:
         held_bytes = self.deployment.held_bytes()
-        return measure(self._task, self._world, self._read, held_bytes=held_bytes)
+        read = self.deployment.feed.read
+        return measure(self._task, self._world, read, held_bytes=held_bytes)

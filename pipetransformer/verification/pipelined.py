@@ -59,7 +59,10 @@ def compare_steps(
             deployment.change(Decision(number, 0, plan, False, "to verify"))
             stage = deployment.active_stage
             result = stage.train_step(
-                torch.arange(num_samples), feed.rows(0), step=number, learning_rate_factor=1.0
+                torch.arange(num_samples),
+                feed.rows(0),
+                step=number,
+                learning_rate_factor=lambda layer: 1.0,
             )
             step = _publish(reference.step() if reference else None, task.model, world)
             found = _compare(

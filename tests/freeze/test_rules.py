@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from freeze import AlphaSchedule, FreezeSchedule, PaperRule
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -19,7 +20,6 @@ from freeze.policy import (
     as_policy,
     checked_decision,
 )
-from freeze.rules import AlphaSchedule, FreezeSchedule, PaperRule
 
 # L = 12, T = 1, 2, ...: published with the paper's rule.
 GOLDEN = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from freeze.signals import GradientSignals, layer_norms
+from freeze.signals import GradientSignals, Measured, layer_values
 
 NAMES = ("embed", "attention", "mlp")
 Parameters = dict[str, list[nn.Parameter]]
@@ -23,6 +23,13 @@ def make_parameters(dtype: torch.dtype = torch.float64, device: str = "cpu") -> 
         name: [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in shapes]
         for name in NAMES
     }
+
+
+def means(signals: GradientSignals) -> dict[str, float]:
+    """Return each sublayer's mean square over the interval's steps."""
+    state = signals.state()
+    steps = state["num_steps"]
+    return {name: one / steps for name, one in state["squared_sums"].items()} if steps else {}
 
 
 def set_gradients(parameters: Parameters, seed: int) -> dict[str, float]:
@@ -46,7 +53,7 @@ def test_mean_squares_and_total_equal_norms_of_each_step() -> None:
         total = signals.squared_norm()
         assert total.shape == () and total.dtype == torch.float64
         assert total.item() == pytest.approx(sum(steps[-1].values()), rel=1e-12)
-    for name, mean in signals.collect().items():
+    for name, mean in means(signals).items():
         assert mean == pytest.approx(sum(step[name] for step in steps) / 3, rel=1e-12)
 
 
@@ -69,7 +76,7 @@ def test_missing_gradients_count_zero() -> None:
         parameter.grad = None
     total = signals.squared_norm().item()
     assert total == pytest.approx(expected["embed"] + expected["mlp"])
-    assert signals.collect()["attention"] == 0.0
+    assert means(signals)["attention"] == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -80,7 +87,7 @@ def test_step_that_is_not_finite_shows_in_the_total_and_leaves_the_mean_alone(ba
     signals.squared_norm()
     parameters["mlp"][1].grad = torch.tensor([1.0, bad, 1.0], dtype=torch.float64)
     assert not math.isfinite(signals.squared_norm().item())
-    assert signals.collect() == pytest.approx(expected)
+    assert means(signals) == pytest.approx(expected)
 
 
 def test_step_that_is_not_finite_on_another_stage_is_left_out_here() -> None:
@@ -90,16 +97,16 @@ def test_step_that_is_not_finite_on_another_stage_is_left_out_here() -> None:
     total = signals.squared_norm(lambda own: own + 5.0)
     assert total.item() == pytest.approx(sum(expected.values()) + 5.0)
     assert math.isnan(signals.squared_norm(lambda own: own + math.nan).item())
-    assert signals.collect() == pytest.approx(expected)
+    assert means(signals) == pytest.approx(expected)
 
 
 def test_interval_without_finite_steps_has_no_means() -> None:
     parameters = make_parameters()
     signals = GradientSignals(parameters)
-    assert signals.collect() == {}
+    assert means(signals) == {}
     set_gradients(parameters, 0)
     signals.squared_norm(lambda own: own * math.nan)
-    assert signals.collect() == {}
+    assert means(signals) == {}
 
 
 def test_reset_starts_a_new_interval() -> None:
@@ -108,10 +115,10 @@ def test_reset_starts_a_new_interval() -> None:
     set_gradients(parameters, 0)
     signals.squared_norm()
     signals.reset()
-    assert signals.collect() == {}
+    assert means(signals) == {}
     expected = set_gradients(parameters, 1)
     signals.squared_norm()
-    assert signals.collect() == pytest.approx(expected)
+    assert means(signals) == pytest.approx(expected)
 
 
 def test_resumed_interval_equals_uninterrupted_bitwise() -> None:
@@ -123,7 +130,7 @@ def test_resumed_interval_equals_uninterrupted_bitwise() -> None:
         (first if seed < 3 else second).squared_norm()
         if seed == 2:
             second.load(json.loads(json.dumps(first.state())))
-    assert second.collect() == whole.collect()
+    assert means(second) == means(whole)
 
 
 def test_interval_moves_to_stages_cut_elsewhere() -> None:
@@ -137,8 +144,8 @@ def test_interval_moves_to_stages_cut_elsewhere() -> None:
     merged["squared_sums"] |= high.state()["squared_sums"]
     whole = GradientSignals(parameters)
     whole.load(merged)
-    assert whole.collect() == low.collect() | high.collect()
-    with pytest.raises(ValueError, match=r"lack the sublayers \['attention', 'mlp'\]"):
+    assert means(whole) == means(low) | means(high)
+    with pytest.raises(ValueError, match=r"squared_sums of the sublayers \['attention', 'mlp'\]"):
         high.load(low.state())
 
 
@@ -147,7 +154,7 @@ def test_tied_parameter_counts_once_in_its_first_sublayer() -> None:
     tied.grad = torch.tensor([3.0, 4.0])
     signals = GradientSignals({"embed": [tied], "head": [tied]})
     assert signals.squared_norm().item() == 25.0
-    assert signals.collect() == {"embed": 25.0, "head": 0.0}
+    assert means(signals) == {"embed": 25.0, "head": 0.0}
 
 
 def test_large_float32_gradients_are_summed_accurately() -> None:
@@ -172,7 +179,7 @@ def test_16_bit_gradients_do_not_overflow() -> None:
 def test_stage_without_parameters_has_a_zero_total() -> None:
     signals = GradientSignals({"activation": []})
     assert signals.squared_norm().item() == 0.0
-    assert signals.collect() == {"activation": 0.0}
+    assert means(signals) == {"activation": 0.0}
     assert GradientSignals({}).squared_norm().item() == 0.0
 
 
@@ -190,18 +197,33 @@ def test_step_does_not_wait_for_the_gpu(dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode("default")
     # The norms are float32 on a GPU.
     assert total.item() == pytest.approx(sum(expected.values()), rel=1e-5)
-    assert signals.collect() == pytest.approx(expected, rel=1e-5)
+    assert means(signals) == pytest.approx(expected, rel=1e-5)
 
 
-def test_layer_norms_combine_sublayers_and_ignore_the_head() -> None:
+def test_layers_combine_sublayers_and_ignore_the_head() -> None:
     layer_of = {"embed": 0, "attention": 0, "mlp": 1, "last": 2, "head": 3}
-    per_sublayer = {"head": 100.0, "mlp": 4.0, "attention": 16.0, "embed": 9.0}
-    assert layer_norms(per_sublayer, layer_of, 3) == (5.0, 2.0, None)
+    squares = {"head": 100.0, "mlp": 4.0, "attention": 16.0, "embed": 9.0}
+    sums = {
+        "squared_sums": {name: 2 * value for name, value in squares.items()},
+        "absolute_sums": squares,
+        "sum": squares,
+        "moved": {"embed": 0.0, "attention": 4.0, "mlp": math.nan},
+        "size": {"embed": 9.0, "attention": 16.0, "mlp": 1.0},
+    }
+    values = layer_values(Measured(2, sums), layer_of, 3)
+    assert values["gradient_norm"] == (5.0, 2.0, None)
+    assert values["gradient_l1"] == (12.5, 2.0, None)
+    assert values["accumulated_gradient"] == (25.0, 4.0, None)
+    assert values["relative_update"] == (math.sqrt(4 / 25) / 2, None, None)
+    assert set(layer_values(Measured(), layer_of, 3).values()) == {(None, None, None)}
 
 
-def test_layer_norms_do_not_depend_on_the_order_of_the_stages() -> None:
+def test_layers_do_not_depend_on_the_order_of_the_stages() -> None:
     squares = {f"s{i}": 10.0 ** (i - 8) / 3 for i in range(16)}
     layer_of = dict.fromkeys(squares, 0)
-    assert layer_norms(squares, layer_of, 1) == layer_norms(
-        dict(reversed(squares.items())), layer_of, 1
+    turned = dict(reversed(squares.items()))
+    one, other = (
+        layer_values(Measured(1, {"squared_sums": sums}), layer_of, 1)
+        for sums in (squares, turned)
     )
+    assert one == other

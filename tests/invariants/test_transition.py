@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autodp.messages import gather_json
 from autopipe.schedule import draw, one_f_one_b
+from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezePolicy
-from freeze.rules import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.transition.deployment import Deployment
 from tests.measured import measuring, once

@@ -25,7 +25,13 @@ from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("epochs", "global_batch_size", "keep_checkpoints", "prefetch_factor"),
+        (
+            "epochs",
+            "global_batch_size",
+            "keep_checkpoints",
+            "prefetch_factor",
+            "freeze_interval_epochs",
+        ),
         (0, -1, 1.5, "3", None, True),
     ),
     **dict.fromkeys(
@@ -55,6 +61,9 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         ),
         (-1, 0.5, None),
     ),
+    "freeze_interval_share": (0, -0.1, 1.5, "5%"),
+    "signals": ("gradient_norm", ("gradient",), 3),
+    "probe_samples": (0, 3, 8.0, None),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
     **dict.fromkeys(
         (
@@ -132,6 +141,10 @@ def test_no_setting_but_the_label_goes_unchecked() -> None:
         (
             {"micro_batch_size": 9, "global_batch_size": 8},
             "micro_batch_size is 9 for a global_batch_size of 8",
+        ),
+        (
+            {"freeze_interval_steps": 4, "freeze_interval_share": 0.1},
+            "freeze_interval_steps and freeze_interval_share are given, .*; give one of them",
         ),
         ({"micro_batch_size": 4, "micro_batches": 2}, "follows from the other: give one of them"),
         ({"micro_batch_size": 4, "plan": "published"}, "plan='published' chooses the micro-bat"),

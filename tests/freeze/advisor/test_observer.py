@@ -15,7 +15,7 @@ from freeze import FreezeContext, PaperRule, QuietUpdates
 from freeze.advisor import Advice, Observer
 from freeze.advisor.advice import Look
 from freeze.advisor.step_times import StepCosts, StepTimes
-from freeze.weight_changes import WeightChanges
+from freeze.signals import WeightChanges
 from tests.freeze.test_in_place import Net, same, state
 from tests.freeze.test_rules import make_context
 
@@ -121,17 +121,16 @@ def test_weights_that_move_are_measured_over_their_norm() -> None:
     fixed = nn.Linear(2, 2).requires_grad_(False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-    changes = WeightChanges([list(layer.parameters()), list(fixed.parameters())])
-    assert changes.relative() == (None, None)
+    own = {"layer": dict(layer.named_parameters()), "fixed": dict(fixed.named_parameters())}
+    changes = WeightChanges(own)
+    changes.begin()
     with torch.no_grad():
         layer.weight += torch.tensor([[0.3, 0.0], [0.0, 0.4]])
-    changes.count_step()
-    changes.count_step()
-    moved, none = changes.relative()
-    assert moved == pytest.approx(0.1 / 2) and none is None
+    changes.begin()  # Goes on.
+    assert changes.squares() == {"layer": pytest.approx([0.25, 25.0])}
+    changes.reset()
     changes.begin()
-    changes.count_step()
-    assert changes.relative()[0] == 0
+    assert changes.squares()["layer"][0] == 0
 
 
 @pytest.mark.parametrize("bad", [None, 0.0, float("nan"), float("inf")])

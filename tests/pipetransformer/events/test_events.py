@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import (
     Callback,
     CallbackError,

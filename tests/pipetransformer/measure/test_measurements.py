@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.profile.profile import Profile
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.data.samples import Batch
 from pipetransformer.job import Task

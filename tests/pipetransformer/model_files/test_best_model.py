@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import CorruptCheckpointError, EvalPrediction, Trainer
 from pipetransformer.config import TrainConfig
 from pipetransformer.model_files.best_model import BestModel

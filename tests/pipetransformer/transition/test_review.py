@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from autopipe.plan.request import PipelinePlan
-from freeze.rules import FreezeSchedule
+from freeze import FreezeSchedule
 from pipetransformer import Trainer, planning
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from pipetransformer.transition.costs import REVIEW_STEPS, Pace

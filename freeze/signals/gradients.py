@@ -1,12 +1,11 @@
 """Measure gradient norms while training, without waiting for the device.
 
-Squares of disjoint parameters add, so a layer's norm follows from its sublayers', wherever those
-live.
+Squares and absolute values of disjoint parameters add, so a layer's norm follows from its
+sublayers', wherever those live.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
@@ -26,9 +25,12 @@ class GradientSignals:
         parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
             parameter counts in the first sublayer that lists it, so that the total is the norm of
             the whole gradient.
+        absolute: whether to add up absolute values, too.
     """
 
-    def __init__(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Sequence[nn.Parameter]], *, absolute: bool = False
+    ) -> None:
         self._names = tuple(parameters)
         distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
         self._parameters = [
@@ -45,9 +47,11 @@ class GradientSignals:
         self._members = self._members.to(device)
         self._zero = torch.zeros((), device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
-        # (sublayers + 1): the squared norms' sums, then the number of steps in them. One tensor,
-        # so that one copy to the host reads all of it.
-        self._sums = torch.zeros(len(self._names) + 1, dtype=torch.float64, device=device)
+        self._kinds = ("squared_sums", "absolute_sums")[: 1 + absolute]
+        # One row a kind of (sublayers + 1): the sums over steps, then the number of steps in them.
+        # One tensor, so that one copy to the host reads all of it.
+        shape = len(self._kinds), len(self._names) + 1
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -62,20 +66,14 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        parameters = chain.from_iterable(self._parameters)
-        squares = [self._zero if p.grad is None else _square(p.grad) for p in parameters]
-        joined = torch.stack(squares).double() if squares else self._one.new_empty(0)
-        total = joined.sum()
+        squares = self._by_tensor(_square)
+        total = squares.sum()
         if reduce is not None:
             total = reduce(total)
-        step = torch.cat([self._members @ joined, self._one[None]])
+        found = [squares, *(self._by_tensor(_absolute) for _ in self._kinds[1:])]
+        step = torch.stack([torch.cat([self._members @ one, self._one[None]]) for one in found])
         self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
         return total
-
-    def collect(self) -> dict[str, float]:
-        """Return each sublayer's mean since the last `reset`; {} if no step was finite."""
-        num_steps, sums = self.state().values()
-        return {name: total / num_steps for name, total in sums.items()} if num_steps else {}
 
     def reset(self) -> None:
         """Start a new interval."""
@@ -84,37 +82,36 @@ class GradientSignals:
     def state(self) -> dict[str, Any]:
         """Return the unfinished interval, serialisable as JSON; waits for the device, once.
 
-        The states of a pipeline's stages merge into one by joining their `squared_sums`.
+        The states of a pipeline's stages merge into one by joining their sums.
         """
-        *sums, num_steps = self._sums.tolist()
-        squared_sums = dict(zip(self._names, sums, strict=True))
-        return {"num_steps": int(num_steps), "squared_sums": squared_sums}
+        rows = self._sums.tolist()
+        return {
+            "num_steps": int(rows[0][-1]),
+            **{
+                kind: dict(zip(self._names, row[:-1], strict=True))
+                for kind, row in zip(self._kinds, rows, strict=True)
+            },
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue the interval of a `state`, which may hold other stages' sublayers as well."""
-        squared_sums = state["squared_sums"]
-        if missing := [name for name in self._names if name not in squared_sums]:
-            raise ValueError(
-                f"the saved gradient signals lack the sublayers {missing}; they have "
-                f"{sorted(squared_sums)}. Load the merged state of all stages, or call reset()"
-            )
-        values = [*(squared_sums[name] for name in self._names), state["num_steps"]]
-        self._sums.copy_(torch.tensor(values, dtype=torch.float64))
+        rows = []
+        for kind in self._kinds:
+            sums = state.get(kind, {})
+            if missing := [name for name in self._names if name not in sums]:
+                raise ValueError(
+                    f"the saved gradient signals lack {kind} of the sublayers {missing}; they "
+                    f"have {sorted(sums)}. Load the merged state of all stages of a run with the "
+                    "same signals, or call reset()"
+                )
+            rows.append([*(sums[name] for name in self._names), state["num_steps"]])
+        self._sums.copy_(torch.tensor(rows, dtype=torch.float64))
 
-
-def layer_norms(
-    per_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
-) -> tuple[float | None, ...]:
-    """Combine the mean squared norms of all stages' sublayers into the norm of each layer.
-
-    Layers are numbered from 0; `num_layers` is the head's number, which is ignored. None is for a
-    layer of which no sublayer is given.
-    """
-    squares: list[list[float]] = [[] for _ in range(num_layers + 1)]
-    for name, square in per_sublayer.items():
-        squares[layer_of[name]].append(square)
-    # fsum is exact whatever the order, which is that of the stages' answers.
-    return tuple(math.sqrt(math.fsum(own)) if own else None for own in squares[:-1])
+    def _by_tensor(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Measure every gradient: (tensors,) float64."""
+        parameters = chain.from_iterable(self._parameters)
+        values = [self._zero if p.grad is None else measure(p.grad) for p in parameters]
+        return torch.stack(values).double() if values else self._one.new_empty(0)
 
 
 def _square(gradient: Tensor) -> Tensor:
@@ -123,3 +120,8 @@ def _square(gradient: Tensor) -> Tensor:
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
     return torch.dot(flat, flat)
+
+
+def _absolute(gradient: Tensor) -> Tensor:
+    small = gradient.dtype in (torch.float16, torch.bfloat16)
+    return gradient.abs().sum(dtype=torch.float32 if small else None)

@@ -1,0 +1,79 @@
+"""Name a policy in one word, as options of commands do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from freeze.policies import (
+    AlphaSchedule,
+    AutoFreeze,
+    FreezeOut,
+    FreezeSchedule,
+    Linear,
+    PaperRule,
+    Plasticity,
+    QuietUpdates,
+    Replay,
+)
+from freeze.policy import FreezePolicy, NeverFreeze, as_policy
+
+POLICY_HELP = (
+    "none, paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
+    "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy"
+)
+"""What `named_policy` understands."""
+
+
+def named_policy(text: str) -> FreezePolicy:
+    """Return the policy that a text names; see POLICY_HELP.
+
+    "module:policy" imports a module and takes a policy or a function of it. That runs the module.
+
+    Raises:
+        ValueError: it names none.
+    """
+    kind, _, value = text.partition(":")
+    try:
+        if kind in _NAMED:
+            return _NAMED[kind](value)
+        return as_policy(getattr(importlib.import_module(kind), value))
+    except (ImportError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{text!r} names no freeze policy ({error}); give {POLICY_HELP}"
+        ) from error
+
+
+def _never(value: str) -> FreezePolicy:
+    if value:
+        raise ValueError("none takes no argument")
+    return NeverFreeze()
+
+
+def _linear(value: str) -> FreezePolicy:
+    if not value:
+        return Linear()
+    begin, end = (float(one) for one in value.split(","))
+    return Linear(begin=begin, end=end)
+
+
+def _optional(build: Callable[..., FreezePolicy], **fixed: Any) -> Callable[[str], FreezePolicy]:
+    """Return what builds a policy from a number, or from its default."""
+    return lambda value: build(*([float(Fraction(value))] if value else []), **fixed)
+
+
+_NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
+    "none": _never,
+    "paper": lambda value: PaperRule(float(Fraction(value))),
+    "alpha": lambda value: AlphaSchedule(float(Fraction(value))),
+    "schedule": lambda value: FreezeSchedule([int(one) for one in value.split(",")]),
+    "linear": _linear,
+    "auto": _optional(AutoFreeze),
+    "plasticity": _optional(Plasticity),
+    "cka": _optional(Plasticity, measure="cka"),
+    "quiet": _optional(QuietUpdates),
+    "freezeout": _optional(FreezeOut),
+    "replay": Replay.of_run,
+}

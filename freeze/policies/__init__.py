@@ -1,0 +1,22 @@
+"""The policies that come with the project.
+
+made beforehand:   FreezeSchedule, AlphaSchedule, Linear, FreezeOut, Replay
+from gradients:    PaperRule, AutoFreeze
+from weights:      QuietUpdates
+from activations:  Plasticity
+around another:    Guarded, Shadow
+"""
+
+from freeze.policies.auto_freeze import AutoFreeze
+from freeze.policies.freeze_out import FreezeOut
+from freeze.policies.paper_rule import PaperRule
+from freeze.policies.plasticity import Plasticity
+from freeze.policies.quiet_updates import QuietUpdates
+from freeze.policies.replay import Replay
+from freeze.policies.schedules import AlphaSchedule, FreezeSchedule, Linear
+from freeze.policies.wrappers import Guarded, Shadow
+
+__all__ = [
+    "AlphaSchedule", "AutoFreeze", "FreezeOut", "FreezeSchedule", "Guarded", "Linear",
+    "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow",
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""Check what policies are given, and round what they compute."""
+
+from __future__ import annotations
+
+import math
+
+
+def rounded_up(level: float) -> int:
+    """Round a number of layers up."""
+    # A sum of products that is 6 on paper may come out as 6.0000000001: no seventh layer for that.
+    return math.ceil(level - 1e-6)
+
+
+def checked_alpha(alpha: float) -> float:
+    """Return an alpha that lies between 0 and 1."""
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha is {alpha}; give a number between 0 and 1, e.g. 1 / 3")
+    return alpha
+
+
+def checked_limit(max_frozen: int | None) -> float:
+    """Return the largest number of frozen layers; infinity for None."""
+    return math.inf if max_frozen is None else checked_count("max_frozen", max_frozen)
+
+
+def checked_count(what: str, value: int) -> int:
+    """Return a number that is an int and not negative."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); give an int")
+    if value < 0:
+        raise ValueError(f"{what} is {value}; give 0 or more")
+    return value

@@ -1,0 +1,125 @@
+"""Freeze layers whose outputs have stopped moving away from what they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from freeze.policies.arguments import checked_count
+from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
+
+
+@final
+class Plasticity(FreezePolicy):
+    """Freeze the bottom layers whose plasticity has become flat; thaw all where the rate drops.
+
+    A layer's plasticity is how far its outputs for a fixed probe batch are from those at the start
+    of the run: the similarity-preserving loss, or 1 less linear CKA. It is flat where the slope of
+    the line through its last `window` values is below `tolerance` times the steepest one that the
+    layer has had. A value that is missing or not finite starts a layer's window anew.
+
+    Args:
+        tolerance: share of the steepest slope, above 0.
+        measure: "similarity" or "cka".
+        window: decisions that a slope is fitted to, at least 2.
+        min_active: layers that never freeze.
+        thaw_drop: everything thaws, and is judged anew, where the learning rate has fallen by this
+            factor since the first layer froze; None never thaws.
+    Raises:
+        ValueError: an argument is out of its range.
+    Source: Egeria (EuroSys 2023), whose reference is a quantised copy of the model, renewed while
+        training, and whose probe is the step's own batch; ours are the start and a fixed batch,
+        so that plasticity grows from 0 and levels off.
+    """
+
+    def __init__(
+        self,
+        tolerance: float = 0.2,
+        *,
+        measure: str = "similarity",
+        window: int = 5,
+        min_active: int = 1,
+        thaw_drop: float | None = 10.0,
+    ) -> None:
+        measures = {"similarity": "probe_change", "cka": "probe_cka"}
+        for name, value, allowed in (
+            ("tolerance", tolerance, tolerance > 0),
+            ("measure", measure, measure in measures),
+            ("window", window, window >= 2),
+            ("thaw_drop", thaw_drop, thaw_drop is None or thaw_drop > 1),
+        ):
+            if not allowed:
+                raise ValueError(f"{name} is {value!r}; see the docstring for what is allowed")
+        self._signal = measures[measure]
+        self.signals = frozenset({self._signal})
+        self._tolerance, self._window, self._thaw_drop = tolerance, window, thaw_drop
+        self._min_active = checked_count("min_active", min_active)
+        self._values: list[list[float]] = []
+        self._steepest: list[float] = []
+        self._frozen_rate: float | None = None
+
+    def decide(self, context: FreezeContext) -> FreezeDecision | None:
+        if not self._values:
+            self._begin(context.num_layers)
+        rate, drop = context.learning_rate, self._thaw_drop
+        if self._frozen_rate is not None and drop is not None and rate * drop <= self._frozen_rate:
+            self._begin(context.num_layers)
+            return FreezeDecision(0, f"the learning rate fell to {rate:.2g}")
+        slopes = [self._slope(layer, context) for layer in range(context.num_layers)]
+        num_frozen = context.num_frozen
+        while num_frozen < context.num_layers - self._min_active and self._flat(
+            num_frozen, slopes[num_frozen]
+        ):
+            num_frozen += 1
+        if num_frozen and self._frozen_rate is None:
+            self._frozen_rate = rate
+        where = min(num_frozen, context.num_layers - 1)
+        slope, steepest = slopes[where], self._steepest[where]
+        said = "not known yet" if slope is None else f"{slope:.2g} of at most {steepest:.2g}"
+        return FreezeDecision(num_frozen, f"plasticity's slope at layer {where}: {said}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "values": [list(own) for own in self._values],
+            "steepest": list(self._steepest),
+            "frozen_rate": self._frozen_rate,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"values", "steepest", "frozen_rate"}:
+            raise ValueError(
+                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
+                "policy that wrote the checkpoint"
+            )
+        self._values = [list(own) for own in state["values"]]
+        self._steepest, self._frozen_rate = list(state["steepest"]), state["frozen_rate"]
+
+    def _begin(self, num_layers: int) -> None:
+        self._values = [[] for _ in range(num_layers)]
+        self._steepest = [0.0] * num_layers
+        self._frozen_rate = None
+
+    def _slope(self, layer: int, context: FreezeContext) -> float | None:
+        """Take up a layer's value; return its slope a decision, once there are enough."""
+        value = getattr(context.layers[layer], self._signal)
+        if value is None or not math.isfinite(value):
+            self._values[layer].clear()
+            return None
+        own = self._values[layer] = [*self._values[layer], value][-self._window :]
+        if len(own) < 2:
+            return None
+        slope = abs(_slope(own))
+        self._steepest[layer] = max(self._steepest[layer], slope)
+        return slope if len(own) == self._window else None
+
+    def _flat(self, layer: int, slope: float | None) -> bool:
+        """Tell whether a slope is small beside a steepest one that was above zero."""
+        return slope is not None and slope < self._tolerance * self._steepest[layer]
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Return the slope of the line that fits values at 0, 1, ... best."""
+    middle = (len(values) - 1) / 2
+    spread = sum((i - middle) ** 2 for i in range(len(values)))
+    return sum((i - middle) * value for i, value in enumerate(values)) / spread

@@ -1,0 +1,122 @@
+"""Freeze by a plan made beforehand: by epoch, by a closed form, or evenly.
+
+Legend: L layers can freeze; T = 1, 2, ... counts decisions; L_f(T) is the real-valued number of
+frozen layers after decision T, and is rounded up only when it is applied.
+
+    closed form, L = 12    T   1  2  3  4  5  6  7
+    alpha = 1/2                6  9 11 12 12 12 12
+    alpha = 1/3                4  7  9 10 11 11 12
+
+Source: PipeTransformer (ICML 2021), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from freeze.policies.arguments import checked_alpha, checked_count, checked_limit, rounded_up
+from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
+
+
+@final
+class FreezeSchedule(FreezePolicy):
+    """Freeze an explicit number of layers per epoch; a smaller number later thaws.
+
+    Args:
+        frozen_at: a sequence indexed by epoch, whose last entry holds on, or a mapping from the
+            epochs at which the number changes (before the first one nothing is frozen).
+    Raises:
+        TypeError: an epoch or a number is not an int.
+        ValueError: the schedule is empty, or an epoch or a number is negative.
+    """
+
+    def __init__(self, frozen_at: Mapping[int, int] | Sequence[int]) -> None:
+        pairs = frozen_at.items() if isinstance(frozen_at, Mapping) else enumerate(frozen_at)
+        changes = {
+            checked_count("an epoch of the freeze schedule", epoch): checked_count(
+                "a number of frozen layers in the freeze schedule", num_frozen
+            )
+            for epoch, num_frozen in pairs
+        }
+        if not changes:
+            raise ValueError(
+                f"the freeze schedule is {frozen_at!r}, which is empty; give the number of frozen "
+                "layers per epoch, e.g. [0, 4, 6], or freeze=None to freeze nothing"
+            )
+        self._num_frozen_at = {0: 0} | changes
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        # Said at the first call, not in the middle of the training.
+        largest = max(self._num_frozen_at.values())
+        if largest > context.num_layers:
+            raise ValueError(
+                f"the freeze schedule freezes up to {largest} layers, but {context.num_layers} "
+                f"layers can freeze; give numbers in 0..{context.num_layers}"
+            )
+        return FreezeDecision(self.at(context.epoch), f"schedule of epoch {context.epoch}")
+
+    def at(self, epoch: int) -> int:
+        """Return the frozen layers of an epoch."""
+        return self._num_frozen_at[max(begin for begin in self._num_frozen_at if begin <= epoch)]
+
+
+@final
+class AlphaSchedule(FreezePolicy):
+    """Freeze by epoch as the paper's rule does when the gradients never hold it back.
+
+    L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1. A function of the epoch
+    alone.
+
+    Args:
+        alpha: share of the active layers that freezes per epoch, between 0 and 1, exclusive.
+        start_epoch: the first epoch with frozen layers.
+        max_frozen: largest number of frozen layers; None allows all of them.
+    Raises:
+        TypeError: `start_epoch` or `max_frozen` is not an int.
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self, alpha: float, *, start_epoch: int = 1, max_frozen: int | None = None
+    ) -> None:
+        self._alpha = checked_alpha(alpha)
+        self._start_epoch = checked_count("start_epoch", start_epoch)
+        self._max_frozen = checked_limit(max_frozen)
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        num_decisions = max(0, context.epoch - self._start_epoch + 1)
+        level = context.num_layers * (1 - (1 - self._alpha) ** num_decisions)
+        num_frozen = rounded_up(min(level, self._max_frozen))
+        return FreezeDecision(num_frozen, f"closed form: L_f({num_decisions}) = {level:.3f}")
+
+
+@final
+class Linear(FreezePolicy):
+    """Freeze layers one after the other, at equal distances over a part of the run.
+
+    Args:
+        begin, end: shares of the run, 0 <= begin < end <= 1: when the first layer freezes, and by
+            when `max_frozen` are frozen.
+        max_frozen: layers frozen at the end; None leaves the last layer active.
+    Raises:
+        TypeError: `max_frozen` is not an int.
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self, *, begin: float = 0.1, end: float = 0.8, max_frozen: int | None = None
+    ) -> None:
+        if not 0 <= begin < end <= 1:
+            raise ValueError(f"begin is {begin} and end {end}; give shares, 0 <= begin < end <= 1")
+        self._begin, self._end = begin, end
+        self._max_frozen = None if max_frozen is None else checked_limit(max_frozen)
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        most = context.num_layers - 1 if self._max_frozen is None else self._max_frozen
+        most = min(most, context.num_layers)
+        done = context.step / context.max_steps
+        share = (done - self._begin) / (self._end - self._begin)
+        # The first layer freezes at `begin`, the last one at `end`.
+        level = 1 + share * (most - 1) if share >= 0 and most else 0
+        return FreezeDecision(int(min(level + 1e-6, most)), f"linear, at {done:.0%} of the run")

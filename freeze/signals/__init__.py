@@ -1,0 +1,26 @@
+"""Measure what policies decide from, sublayer by sublayer, without waiting for the device.
+
+gradients ──► GradientSignals ─┐
+weights ────► WeightChanges ───┼─► IntervalSignals ─► Measured ─► layer_values
+gradients ──► GradientSums ────┘     of one stage      of all stages
+losses ─────► LossTrend
+activations of a fixed batch ──► gram ─► linear_cka, similarity_change, svcca
+"""
+
+from freeze.signals.gradients import GradientSignals
+from freeze.signals.interval import (
+    PER_PARAMETER,
+    IntervalSignals,
+    Measured,
+    is_signal_tensor,
+    layer_values,
+)
+from freeze.signals.loss_trend import LossTrend
+from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
+from freeze.signals.weight_changes import WeightChanges
+
+__all__ = [
+    "PER_PARAMETER", "GradientSignals", "IntervalSignals", "LossTrend", "Measured",
+    "WeightChanges", "gram", "is_signal_tensor", "layer_values", "linear_cka", "similarity_change",
+    "svcca",
+]  # fmt: skip

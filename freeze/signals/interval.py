@@ -1,0 +1,185 @@
+"""Measure all that was asked for between two decisions, and put it together layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from freeze.signals.gradients import GradientSignals
+from freeze.signals.weight_changes import GradientSums, KeptTensors, Parameters, WeightChanges
+
+_BEFORE, _SUM = "signal:before", "signal:sum"
+"""How the tensors are named that a stage keeps beside a parameter."""
+
+PER_PARAMETER = {"relative_update": 1, "accumulated_gradient": 1}
+"""How many tensors of a parameter's size a signal keeps on its device."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold what one stage, or all of them, measured in an interval.
+
+    Attributes:
+        num_steps: those with finite gradients.
+        sums: by quantity and sublayer; they add up over sublayers. Of gradients "squared_sums"
+            and "absolute_sums" are over steps, and "sum" is the L1 norm of what they add up to;
+            "moved" and "size" are squared norms of the weights' change and of what they were.
+    """
+
+    num_steps: int = 0
+    sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def joined(parts: Iterable[Measured]) -> Measured:
+        """Return what all stages measured; replicas of a stage have measured the same."""
+        sums: dict[str, dict[str, float]] = {}
+        num_steps = 0
+        for part in parts:
+            num_steps = max(num_steps, part.num_steps)
+            for quantity, by_sublayer in part.sums.items():
+                sums.setdefault(quantity, {}).update(by_sublayer)
+        return Measured(num_steps, sums)
+
+
+@final
+class IntervalSignals:
+    """Measure a stage's sublayers from decision to decision.
+
+    Args:
+        parameters: by name, by the sublayer's name; all on one device.
+        wanted: signals, named as in `LayerStats`. Gradients' squares are always measured, as
+            every step needs their sum.
+    """
+
+    def __init__(self, parameters: Parameters, wanted: frozenset[str] = frozenset()) -> None:
+        lists = {name: list(own.values()) for name, own in parameters.items()}
+        self._wanted = wanted
+        self._gradients = GradientSignals(lists, absolute="gradient_l1" in wanted)
+        self._changes = WeightChanges(parameters) if "relative_update" in wanted else None
+        self._sums = GradientSums(parameters) if "accumulated_gradient" in wanted else None
+
+    def begin_step(self) -> None:
+        """Keep the weights, where an interval begins."""
+        if self._changes is not None:
+            self._changes.begin()
+
+    def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the step's squared gradient norm; see `GradientSignals.squared_norm`."""
+        return self._gradients.squared_norm(reduce)
+
+    def add_gradients(self) -> None:
+        """Take note of gradients that are finite, reduced, unscaled and unclipped."""
+        if self._sums is not None:
+            self._sums.add()
+
+    def measured(self) -> Measured:
+        """Return what the interval has shown so far; waits for the device."""
+        state = self._gradients.state()
+        num_steps = state.pop("num_steps")
+        if not num_steps:
+            return Measured()
+        sums: dict[str, dict[str, float]] = dict(state)
+        if self._changes is not None:
+            for name, (moved, size) in self._changes.squares().items():
+                sums.setdefault("moved", {})[name] = moved
+                sums.setdefault("size", {})[name] = size
+        if self._sums is not None:
+            sums["sum"] = self._sums.absolute()
+        return Measured(num_steps, sums)
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self._gradients.reset()
+        for kept in self._kept.values():
+            kept.reset()
+
+    def state(self) -> dict[str, Any]:
+        """Return the unfinished interval's numbers; see `GradientSignals.state`."""
+        return {**self._gradients.state(), "wanted": sorted(self._wanted)}
+
+    @staticmethod
+    def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of all stages; replicas of a stage have equal ones."""
+        whole = dict(states[0])
+        for quantity in ("squared_sums", "absolute_sums"):
+            if quantity in whole:
+                whole[quantity] = {k: v for one in states for k, v in one[quantity].items()}
+        return whole
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue the interval of `state`; begin a new one where it lacks what is wanted now."""
+        if self._wanted <= set(state["wanted"]):
+            self._gradients.load(state)
+        else:
+            self.reset()
+
+    def tensors(self, sublayer: str) -> dict[str, Tensor]:
+        """Return a sublayer's tensors of the unfinished interval, by "parameter/entry"."""
+        return {
+            f"{name}/{entry}": tensor
+            for entry, kept in self._kept.items()
+            for name, tensor in kept.tensors.get(sublayer, {}).items()
+        }
+
+    def put_tensors(self, sublayer: str, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with what `tensors` returned, and with more that is ignored."""
+        for entry, kept in self._kept.items():
+            end = f"/{entry}"
+            own = {key.removesuffix(end): t for key, t in tensors.items() if key.endswith(end)}
+            kept.put(sublayer, own)
+
+    @property
+    def _kept(self) -> dict[str, KeptTensors]:
+        kept = {_BEFORE: self._changes, _SUM: self._sums}
+        return {entry: one for entry, one in kept.items() if one is not None}
+
+
+def is_signal_tensor(key: str) -> bool:
+    """Tell whether a "parameter/entry" names a signal's tensor."""
+    return key.endswith((f"/{_BEFORE}", f"/{_SUM}"))
+
+
+def layer_values(
+    measured: Measured, layer_of: Mapping[str, int], num_layers: int
+) -> dict[str, tuple[float | None, ...]]:
+    """Put the sublayers of all stages together: each signal's values by layer.
+
+    Layers are numbered from 0; `num_layers` is the head's number, which is ignored. None is for
+    what was not measured, or is no number.
+    """
+    sums = {
+        quantity: _by_layer(by_sublayer, layer_of, num_layers)
+        for quantity, by_sublayer in measured.sums.items()
+    }
+    steps = measured.num_steps
+    nothing = (None,) * num_layers
+    squares, absolute = sums.get("squared_sums", nothing), sums.get("absolute_sums", nothing)
+    moved, size = sums.get("moved", nothing), sums.get("size", nothing)
+    values = {
+        "gradient_norm": [None if one is None else math.sqrt(one / steps) for one in squares],
+        "gradient_l1": [None if one is None else one / steps for one in absolute],
+        "accumulated_gradient": list(sums.get("sum", nothing)),
+        "relative_update": [
+            math.sqrt(change / before) / steps if change is not None and before else None
+            for change, before in zip(moved, size, strict=True)
+        ],
+    }
+    return {
+        name: tuple(one if one is not None and math.isfinite(one) else None for one in own)
+        for name, own in values.items()
+    }
+
+
+def _by_layer(
+    by_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
+) -> tuple[float | None, ...]:
+    """Add sublayers' values up; None is for a layer of which no sublayer is given."""
+    own: list[list[float]] = [[] for _ in range(num_layers + 1)]
+    for name, value in by_sublayer.items():
+        own[layer_of[name]].append(value)
+    # fsum is exact whatever the order, which is that of the stages' answers.
+    return tuple(math.fsum(values) if values else None for values in own[:-1])

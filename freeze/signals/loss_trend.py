@@ -1,0 +1,53 @@
+"""Follow the training loss between two decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+
+@final
+class LossTrend:
+    """Hold the mean of an interval's losses, and the slope of the line that fits them best."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self._count, self._times, self._squares = 0, 0.0, 0.0
+        self._losses, self._products = 0.0, 0.0
+
+    def add(self, loss: float) -> None:
+        """Note a step's loss; one that is not finite, of a step that is skipped, is left out."""
+        if not math.isfinite(loss):
+            return
+        time = float(self._count)
+        self._count += 1
+        self._times += time
+        self._squares += time * time
+        self._losses += loss
+        self._products += time * loss
+
+    @property
+    def mean(self) -> float | None:
+        """Return the mean loss; None without a step."""
+        return self._losses / self._count if self._count else None
+
+    @property
+    def slope(self) -> float | None:
+        """Return by how much the loss grows a step; None with less than two steps."""
+        if self._count < 2:
+            return None
+        spread = self._count * self._squares - self._times**2
+        return (self._count * self._products - self._times * self._losses) / spread
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the unfinished interval, serialisable as JSON."""
+        return {name.lstrip("_"): value for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`."""
+        for name, value in state.items():
+            setattr(self, f"_{name}", value)

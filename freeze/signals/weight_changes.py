@@ -1,0 +1,102 @@
+"""Measure how far weights move, and where gradients add up to, between two decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+Parameters = Mapping[str, Mapping[str, nn.Parameter]]
+"""Parameters by name, by the name of what they belong to: a sublayer, or a layer."""
+
+
+class KeptTensors:
+    """Keep a tensor beside each parameter that trains, for an interval.
+
+    Args:
+        parameters: a tied one counts where it is listed first.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        first: dict[nn.Parameter, str] = {}
+        for owner, own in parameters.items():
+            for parameter in own.values():
+                first.setdefault(parameter, owner)
+        self._parameters = {
+            owner: {n: p for n, p in own.items() if p.requires_grad and first[p] == owner}
+            for owner, own in parameters.items()
+        }
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+
+    def reset(self) -> None:
+        """Let go of the tensors."""
+        self.tensors = {}
+
+    def put(self, owner: str, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with an owner's tensors."""
+        own = self._parameters[owner]
+        if tensors:
+            self.tensors[owner] = {n: t.to(own[n].device) for n, t in tensors.items() if n in own}
+
+    def _add_up(self, kinds: Mapping[str, Mapping[str, list[Tensor]]]) -> dict[str, list[float]]:
+        """Add up each owner's numbers, by kind; waits for the device, once."""
+        sums = [
+            torch.stack([one.double() for one in numbers]).sum()
+            for by_kind in kinds.values()
+            for numbers in by_kind.values()
+        ]
+        values = iter(torch.stack(sums).tolist() if sums else [])
+        return {owner: [next(values) for _ in by_kind] for owner, by_kind in kinds.items()}
+
+
+@final
+class WeightChanges(KeptTensors):
+    """Compare weights with what they were when the interval began."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin an interval, where none is under way."""
+        for owner, own in self._parameters.items():
+            if owner not in self.tensors and own:
+                self.tensors[owner] = {n: p.detach().clone() for n, p in own.items()}
+
+    @torch.no_grad()
+    def squares(self) -> dict[str, list[float]]:
+        """Return each owner's squared change, and the squared norm of what it was."""
+        kinds: dict[str, dict[str, list[Tensor]]] = {}
+        for owner, before in self.tensors.items():
+            own = self._parameters[owner]
+            kinds[owner] = {
+                "moved": [(own[n] - t).float().square().sum() for n, t in before.items()],
+                "size": [t.float().square().sum() for t in before.values()],
+            }
+        return self._add_up(kinds)
+
+
+@final
+class GradientSums(KeptTensors):
+    """Add up the gradients of an interval's steps, as tensors."""
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add a step's gradients, which are finite."""
+        for owner, own in self._parameters.items():
+            if not own:
+                continue
+            if owner not in self.tensors:
+                self.tensors[owner] = {n: torch.zeros_like(p) for n, p in own.items()}
+            pairs = [(self.tensors[owner][n], p.grad) for n, p in own.items()]
+            sums = [total for total, gradient in pairs if gradient is not None]
+            gradients = [gradient for _, gradient in pairs if gradient is not None]
+            if sums:
+                torch._foreach_add_(sums, gradients)
+
+    def absolute(self) -> dict[str, float]:
+        """Return the L1 norm of each owner's sum."""
+        kinds = {
+            owner: {"sum": [t.abs().sum() for t in own.values()]}
+            for owner, own in self.tensors.items()
+        }
+        return {owner: total for owner, (total,) in self._add_up(kinds).items()}

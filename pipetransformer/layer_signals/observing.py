@@ -1,0 +1,103 @@
+"""Gather, at a decision, what was measured since the last one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from autodp import gather_json
+from freeze import PROBE_SIGNALS, LayerStats
+from freeze.signals import LossTrend, Measured, layer_values
+from pipetransformer.feed import SampleFeed
+from pipetransformer.job import Task
+from pipetransformer.layer_signals.probe import Looked, Probe
+from pipetransformer.processes import World
+from pipetransformer.stage import Stage
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold what is known of an interval.
+
+    Args:
+        measured: on gradients and weights, of all stages.
+        looked: on the probe batch.
+        loss, loss_slope: of training; see `FreezeContext`.
+    """
+
+    measured: Measured = field(default_factory=Measured)
+    looked: Looked = field(default_factory=Looked)
+    loss: float | None = None
+    loss_slope: float | None = None
+
+    def layers(self, task: Task, num_frozen: int) -> tuple[LayerStats, ...]:
+        """Return it layer by layer; of frozen layers there is nothing to say."""
+        model = task.model
+        layer_of = {sublayer.name: sublayer.layer for sublayer in model.sublayers}
+        values = layer_values(self.measured, layer_of, model.num_layers)
+        sizes = [0] * (model.num_layers + 1)
+        for index, sublayer in enumerate(model.sublayers):
+            sizes[sublayer.layer] += sum(
+                t.numel() for n, t in model.tensors(index).items() if n in task.trainable
+            )
+        probed = {index: _finite(one) for index, one in self.looked.values.items()}
+        return tuple(
+            LayerStats(
+                f"layer {index}",
+                index,
+                sizes[index],
+                **{
+                    name: own[index] if index >= num_frozen and name in task.signals else None
+                    for name, own in values.items()
+                },
+                **(probed.get(index, {}) if index >= num_frozen else {}),
+            )
+            for index in range(model.num_layers)
+        )
+
+
+@final
+class Observing:
+    """Observe a run from decision to decision.
+
+    Args:
+        task, world: what is trained, and where.
+        feed: of the training set.
+    """
+
+    def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
+        self._world = world
+        self._losses = LossTrend()
+        self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
+
+    def note_loss(self, loss: float) -> None:
+        """Take note of a step's."""
+        self._losses.add(loss)
+
+    def collect(self, stage: Stage | None, step: int) -> Observed:
+        """Return what was seen since the last call, on rank 0, and begin anew. Collective."""
+        if stage is None:
+            return Observed()
+        own = asdict(stage.signals.measured())
+        measured = Measured.joined(
+            Measured(**one) for one in gather_json(own, group=self._world.group)
+        )
+        stage.signals.reset()
+        looked = Looked() if self.probe is None else self.probe.look(stage, step)
+        observed = Observed(measured, looked, self._losses.mean, self._losses.slope)
+        self._losses.reset()
+        return observed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know beside the stages' signals, as plain values."""
+        return {"losses": self._losses.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._losses.load_state_dict(state["losses"])
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,114 @@
+"""Draw what a policy saw and decided, and how layers came to be what they are in the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from freeze.signals import svcca
+from pipetransformer.layer_signals import PROBE_FOLDER, read_looks
+from pipetransformer.report.decisions import RecordedDecision, read_decisions
+from pipetransformer.tables import text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TITLES = {
+    "gradient_norm": "Gradient norm",
+    "gradient_l1": "Gradient, L1",
+    "accumulated_gradient": "Accumulated gradient, L1",
+    "relative_update": "Relative update a step",
+    "probe_cka": "CKA with the start",
+    "probe_change": "Similarity-preserving loss",
+}
+
+
+def decision_table(decisions: Sequence[RecordedDecision]) -> str:
+    """Write one line for every decision that changed what is frozen, and for the last."""
+    rows = [["step", "epoch", "frozen", "loss", "reason"]]
+    for one in decisions:
+        seen = one.context
+        if one.num_frozen != seen.num_frozen or one is decisions[-1]:
+            loss = "" if seen.loss is None else f"{seen.loss:.4g}"
+            frozen = f"{seen.num_frozen} -> {one.num_frozen}"
+            rows.append([str(seen.step), str(seen.epoch), frozen, loss, one.reason])
+    return text_table(rows)
+
+
+def draw_freezing(folder: Path) -> str:
+    """Draw a run's signals and decisions as `freezing.png` into its folder; return a table.
+
+    Where the run took looks at its layers' outputs, also each layer's SVCCA with what it is after
+    the last one.
+
+    Raises:
+        ValueError: the folder holds no decisions.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    decisions = read_decisions(folder)
+    signals = [name for name in _TITLES if any(name in one.signals for one in decisions)]
+    looks = read_looks(folder / PROBE_FOLDER)
+    num_panels = 1 + len(signals) + (len(looks) > 1)
+    num_rows = math.ceil(num_panels / 2)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(12, 3.2 * num_rows), dpi=110, layout=layout)
+    panels = [figure.add_subplot(num_rows, 2, 1 + index) for index in range(num_panels)]
+    _draw_frozen(panels[0], decisions)
+    for axes, name in zip(panels[1:], signals, strict=False):
+        values = {
+            one.context.step: [getattr(layer, name) for layer in one.context.layers]
+            for one in decisions
+        }
+        _draw_layers(axes, values, _TITLES[name])
+        if name != "probe_cka":
+            axes.set_yscale("log")
+    if len(looks) > 1:
+        _draw_layers(panels[-1], _similarities(looks), "SVCCA with the end")
+    for axes in panels:
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    path = folder / "freezing.png"
+    figure.savefig(path)
+    return f"{decision_table(decisions)}\n\n{path}"
+
+
+def _draw_frozen(axes: Axes, decisions: Sequence[RecordedDecision]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steps = [one.context.step for one in decisions] + [decisions[-1].context.max_steps]
+    frozen = [one.num_frozen for one in decisions] + [decisions[-1].num_frozen]
+    axes.plot(steps, frozen, drawstyle="steps-post", linewidth=2.0)
+    axes.set_ylim(-0.3, decisions[0].context.num_layers + 0.3)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title("Frozen layers", loc="left", fontweight="bold")
+
+
+def _draw_layers(axes: Axes, values: dict[int, list[float | None]], title: str) -> None:
+    """Draw a line for each layer over the steps; what is not known is a gap."""
+    from matplotlib import colormaps
+
+    num_layers = max(len(own) for own in values.values())
+    colors = colormaps["viridis"]
+    for layer in range(num_layers):
+        found = [own[layer] for own in values.values()]
+        line = [math.nan if value is None else value for value in found]
+        label = f"layer {layer}" if layer in (0, num_layers - 1) else None
+        color = colors(layer / max(1, num_layers - 1))
+        axes.plot(list(values), line, color=color, marker=".", markersize=3, label=label)
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _similarities(looks: dict[int, dict[int, Tensor]]) -> dict[int, list[float | None]]:
+    """Return each layer's SVCCA between every look and the last one."""
+    *_, last = looks.values()
+    return {
+        step: [svcca(grams[layer], last[layer]) if layer in grams else None for layer in last]
+        for step, grams in looks.items()
+    }

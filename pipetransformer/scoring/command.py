@@ -1,0 +1,80 @@
+"""Offer `pipetransformer score`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from freeze import POLICY_HELP, named_policy
+from pipetransformer.report import read_decisions
+from pipetransformer.scoring.score import Score, recorded_score, score
+from pipetransformer.tables import text_table
+
+
+def add_score_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("folder", type=Path, help="the folder= of a run")
+    parser.add_argument("--policy", nargs="+", default=[], metavar="POLICY", help=POLICY_HELP)
+    parser.add_argument(
+        "--picture", type=Path, help="draw frozen layers over steps into this file"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    """Score policies on a run's records.
+
+    Raises:
+        ValueError: there are no decisions, or a policy is not known or lacks a signal.
+    """
+    decisions = read_decisions(options.folder)
+    scores = {"the run": recorded_score(decisions)}
+    for name in ["none", *options.policy]:
+        scores[name] = score(decisions, named_policy(name))
+    if options.picture is not None:
+        _draw(scores, options.picture, decisions[-1].context.max_steps)
+    if options.json:
+        say(
+            json.dumps({name: {**asdict(one), "share": one.share} for name, one in scores.items()})
+        )
+        return
+    say(_table(scores))
+    for name, one in scores.items():
+        if one.unseen:
+            say(f"{name}: not asked {one.unseen} times, when the run had more layers frozen")
+
+
+def _table(scores: dict[str, Score]) -> str:
+    rows = [["policy", "frozen from step on", "predicted s", "of nothing frozen"]]
+    for name, one in scores.items():
+        rows.append([name, _changes(one.frozen), f"{one.train_s:.4g}", f"{one.share:.2f}"])
+    return text_table(rows)
+
+
+def _changes(frozen: dict[int, int]) -> str:
+    """Write where the number of frozen layers changes."""
+    before, parts = 0, []
+    for step, num in frozen.items():
+        if num != before:
+            parts.append(f"{num} @ {step}")
+        before = num
+    return ", ".join(parts) or "-"
+
+
+def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    for name, one in scores.items():
+        steps: Sequence[int] = [*one.frozen, max_steps]
+        values = [*one.frozen.values(), list(one.frozen.values())[-1]]
+        label = f"{name}: {one.share:.0%} of the time"
+        axes.plot(steps, values, drawstyle="steps-post", label=label)
+    axes.set(xlabel="step", ylabel="frozen layers", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)

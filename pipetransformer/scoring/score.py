@@ -1,0 +1,101 @@
+"""Ask a policy at every decision of a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from freeze import FreezeDecision, FreezePolicy, LayerStats, checked_decision
+from pipetransformer.report import RecordedDecision
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold what would have been frozen.
+
+    Attributes:
+        name: of the policy.
+        frozen: layers frozen from each recorded decision on, by step.
+        reasons: why, by step.
+        train_s: predicted seconds of the whole run's steps.
+        unfrozen_s: the same if nothing froze.
+        unseen: decisions at which a policy that needs signals was not asked, as the run itself had
+            layers frozen, thus without signals, that the policy still trained.
+    """
+
+    name: str
+    frozen: dict[int, int]
+    reasons: dict[int, str]
+    train_s: float
+    unfrozen_s: float
+    unseen: int
+
+    @property
+    def share(self) -> float:
+        """Return the seconds over those of training everything."""
+        return self.train_s / self.unfrozen_s
+
+
+def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
+    """Ask a policy what it would have frozen, on the run's own signals.
+
+    Signals are those of a run that froze what it froze: where it froze more than the policy, those
+    of some layers are missing, and a policy that needs signals is not asked and keeps what is
+    frozen; where it froze less, layers above would have had others.
+
+    Raises:
+        ValueError: the policy needs a signal that the run has not recorded, or fails.
+    """
+    have = frozenset[str]().union(*(one.signals for one in decisions))
+    if missing := policy.signals - have:
+        raise ValueError(
+            f"{policy.name} needs {sorted(missing)}, which the run has not recorded; train with "
+            f"signals={sorted(missing)}"
+        )
+    since: tuple[int, ...] = ()
+    frozen, reasons, unseen = {}, {}, 0
+    for one in decisions:
+        seen = one.context
+        context = replace(
+            seen,
+            num_frozen=len(since),
+            frozen_since=since,
+            layers=tuple(
+                LayerStats(layer.name, layer.index, layer.num_parameters)
+                if layer.index < len(since)
+                else layer
+                for layer in seen.layers
+            ),
+        )
+        if policy.signals and len(since) < seen.num_frozen:
+            unseen += 1
+            decision = FreezeDecision(len(since), "not asked: the run had more layers frozen")
+        else:
+            decision = checked_decision(policy, context)
+        kept = since[: decision.num_frozen]
+        since = kept + (seen.step,) * (decision.num_frozen - len(kept))
+        frozen[seen.step], reasons[seen.step] = decision.num_frozen, decision.reason
+    return _scored(policy.name, decisions, frozen, reasons, unseen)
+
+
+def recorded_score(decisions: Sequence[RecordedDecision]) -> Score:
+    """Return what the run itself froze, by the same predicted times."""
+    frozen = {one.context.step: one.num_frozen for one in decisions}
+    reasons = {one.context.step: one.reason for one in decisions}
+    return _scored("the run", decisions, frozen, reasons, 0)
+
+
+def _scored(
+    name: str,
+    decisions: Sequence[RecordedDecision],
+    frozen: dict[int, int],
+    reasons: dict[int, str],
+    unseen: int,
+) -> Score:
+    last = decisions[-1].context
+    steps = [*frozen, last.max_steps]
+    predict = decisions[0].context.predict
+    spans = {begin: end - begin for begin, end in pairwise(steps)}
+    train_s = sum(span * predict(frozen[begin]) for begin, span in spans.items())
+    return Score(name, frozen, reasons, train_s, last.max_steps * predict(0), unseen)
