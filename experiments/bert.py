@@ -35,6 +35,9 @@ class TextOptions:
     doc_stride: int = option(64, "for squad: tokens that two windows of a text share")
     max_train_samples: int | None = option(None, "sentences, or questions; all by default")
     max_eval_samples: int | None = option(None, "of each evaluation set")
+    held_out_samples: int = option(
+        0, "of GLUE's training file, behind those that train, that are judged at the end, too"
+    )
 
 
 def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
@@ -63,6 +66,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
         options.max_train_samples,
         options.max_eval_samples,
         run_options.seed,
+        options.held_out_samples,
     )
     if options.task == "squad":
         stride = min(options.doc_stride, 16) if run_options.smoke else options.doc_stride

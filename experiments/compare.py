@@ -70,9 +70,9 @@ class Row:
     frozen: list[int]
 
 
-def read_rows(series: Series, names: Iterable[str]) -> list[Row]:
-    """Return the rows whose runs are complete for all seeds."""
-    goals = [run.metric - POINTS for run in series.runs_of(DDP)]
+def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row]:
+    """Return the rows whose runs are complete for all seeds; `base` names the unfrozen one."""
+    goals = [run.metric - POINTS for run in series.runs_of(base)]
     rows = []
     for name in names:
         if runs := series.runs_of(name):
@@ -96,10 +96,16 @@ def frozen_by_epoch(run: FinishedRun) -> list[int]:
     return [step["frozen"] for step in run.epoch_ends]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return a markdown table: means and standard deviations over the seeds."""
-    base = next((statistics.mean(row.train_s) for row in rows if row.name == DDP), None)
-    head = ["row", "metric", "train s", "before s", "of ddp", "s to ddp's metric less 0.5"]
+def table(rows: Sequence[Row], name: str = DDP) -> str:
+    """Return a markdown table: means and standard deviations over the seeds.
+
+    Args:
+        rows: in order.
+        name: of the unfrozen one.
+    """
+    base = next((statistics.mean(row.train_s) for row in rows if row.name == name), None)
+    head = ["row", "metric", "train s", "before s", f"of {name}"]
+    head.append(f"s to {name}'s metric less {POINTS}")
     lines = [[*head, "frozen", "cache MB"]]
     for row in rows:
         reached = [one for one in row.reached_s if one is not None]

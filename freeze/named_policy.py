@@ -75,5 +75,5 @@ _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "cka": _optional(Plasticity, measure="cka"),
     "quiet": _optional(QuietUpdates),
     "freezeout": _optional(FreezeOut),
-    "replay": Replay.of_run,
+    "replay": Replay,
 }

@@ -114,7 +114,8 @@ class FreezePolicy(ABC):
     `state_dict`.
 
     Attributes:
-        signals: what must be measured for it, named as in `LayerStats`; others cost nothing.
+        signals: what must be measured for it, named as in `LayerStats`; others cost nothing, and
+            may be None.
     """
 
     signals: frozenset[str] = frozenset()

@@ -339,7 +339,8 @@ def _describe(
         optimizer,
         config,
         frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad),
-        policy.signals | set(config.signals),
+        # Every step needs the gradient's norm anyway.
+        policy.signals | set(config.signals) | {"gradient_norm"},
     )
     return task, traits
 

@@ -11,6 +11,7 @@ from autopipe.profile.chain import (
     unshared,
 )
 from autopipe.profile.fit import fitted, uncertainty
+from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
 from autopipe.profile.network import AllReduceCost, LinkCost
 from autopipe.profile.profile import (
     MeasuredChain,
@@ -24,8 +25,9 @@ from autopipe.profile.profile import (
 )
 
 __all__ = [
-    "AllReduceCost", "LinkCost", "MeasuredChain", "Profile", "ProfiledSublayer",
-    "SublayerCost", "chain_bytes", "chain_seconds", "fitted", "join_chains", "join_sizes",
-    "left_as_found", "merge", "now_s", "profile_sublayers", "saved_storages", "storages",
-    "time_rounds", "uncertainty", "unshared",
+    "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
+    "ProfiledSublayer", "SublayerCost", "chain_bytes", "chain_seconds", "fitted",
+    "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
+    "profile_sublayers", "read_graph", "saved_storages", "storages", "time_rounds",
+    "uncertainty", "unshared",
 ]  # fmt: skip

@@ -40,6 +40,9 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "folder": None if options.plan_only else Path(options.output_dir, "run"),
         "checkpoint_every_epochs": options.checkpoint_every_epochs,
         "resume": "auto" if options.checkpoint_every_epochs else False,
+        "freeze_interval_steps": options.freeze_interval_steps,
+        "freeze_interval_share": options.freeze_interval_share,
+        "signals": options.signals,
         "evaluate_every_epochs": options.evaluate_every_epochs or options.num_train_epochs,
         "label": workload.name,
     }
@@ -95,11 +98,11 @@ def train(options: RunOptions, workload: Workload) -> None:
         start = time.perf_counter()
         report = trainer.fit()
         seconds = time.perf_counter() - start
-        found = trainer.predict(workload.eval_dataset)
-        metrics = dict(found.metrics)
+        found = {"": trainer.predict(workload.eval_dataset)}
+        metrics = dict(found[""].metrics)
         for name, dataset in workload.further.items():
-            other = trainer.predict(dataset)
-            metrics |= {f"{name}_{key}": value for key, value in other.metrics.items()}
+            found[name] = trainer.predict(dataset)
+            metrics |= {f"{name}_{key}": value for key, value in found[name].metrics.items()}
         trainer.save_pretrained(folder / "model", workload.processing_class)
         if trainer.is_main_process:
             outcome = Outcome(

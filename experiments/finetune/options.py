@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
+from freeze import POLICY_HELP
 from pipetransformer.processes import world_size
 
 if sys.version_info >= (3, 11):
@@ -56,7 +57,12 @@ class RunOptions:
     label_smoothing: float = option(0.0, "share of a target spread over all classes")
     seed: int = option(0, "of the new head, the order of samples and dropout")
     precision: Literal["float32", "bf16", "fp16"] = option("float32", "what layers compute in")
-    freeze: str = option("none", "none, paper:1/3, schedule:0,0,4,8 or module:policy")
+    freeze: str = option("none", POLICY_HELP)
+    freeze_interval_steps: int | None = option(None, "between decisions; else one each epoch")
+    freeze_interval_share: float | None = option(None, "of the run, between decisions")
+    signals: list[str] = field(
+        default_factory=list, metadata={"help": "measured beside what the policy asks for"}
+    )
     replay: str | None = option(None, "a run's folder, whose freeze decisions are repeated")
     cache: bool = option(True, "keep the frozen layers' activations")
     processes: int = option(1, "to start on this machine; torchrun starts them itself")

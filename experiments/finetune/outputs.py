@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -46,12 +47,19 @@ class Outcome:
 
 
 def write_outcome(
-    options: RunOptions, workload: Workload, outcome: Outcome, predictions: Any
+    options: RunOptions, workload: Workload, outcome: Outcome, predictions: Mapping[str, Any]
 ) -> None:
-    """Write the files; `summary.json` last, as it says that the run is complete."""
+    """Write the files; `summary.json` last, as it says that the run is complete.
+
+    Args:
+        options, workload: what was trained how.
+        outcome: what it came to.
+        predictions: for the evaluation set, by the name "", and for the further ones by theirs.
+    """
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    workload.write_predictions(predictions, folder / "predictions")
+    for name, found in predictions.items():
+        workload.write_predictions(found, folder / ("predictions" + f"_{name}" * bool(name)))
     _draw(folder, workload.metric, options.baseline)
     summary = {
         "task": workload.name,

@@ -8,6 +8,7 @@ any. Seeds are the outer loop, so that variants which are compared ran close to 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 import subprocess
@@ -69,7 +70,7 @@ class Series:
         return (self._folder_of(variant, seed) / "summary.json").exists()
 
     def _folder_of(self, variant: str, seed: int) -> Path:
-        return self.folder / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+        return self.folder / f"{re.sub('[^A-Za-z0-9.+_]+', '-', variant)}-seed{seed}"
 
     def _arguments(self, seed: int, extra: Sequence[str]) -> list[str]:
         return ["--recipe", self.recipe, "--seed", str(seed), *self.further, *extra]

@@ -91,7 +91,7 @@ class PlainLoop:
         self.log: list[dict[str, Any]] = []
         self.train_s = 0.0
 
-    def run(self) -> tuple[Outcome, PredictionOutput]:
+    def run(self) -> tuple[Outcome, dict[str, PredictionOutput]]:
         """Train to the end; return what came of it."""
         options, workload = self.options, self.workload
         if options.baseline == "short":
@@ -113,12 +113,13 @@ class PlainLoop:
             if every and (epoch + 1) % every == 0 and step < self.max_steps:
                 metrics = self.evaluate(workload.eval_dataset).metrics
                 self.log.append({"kind": "evaluation", "step": step, **metrics})
-        found = self.evaluate(workload.eval_dataset)
-        self.log.append({"kind": "evaluation", "step": step, **found.metrics})
-        total_s, metrics = time.perf_counter() - start, dict(found.metrics)
+        found = {"": self.evaluate(workload.eval_dataset)}
+        metrics = dict(found[""].metrics)
+        self.log.append({"kind": "evaluation", "step": step, **metrics})
+        total_s = time.perf_counter() - start
         for name, dataset in workload.further.items():
-            other = self.evaluate(dataset).metrics
-            metrics |= {f"{name}_{key}": value for key, value in other.items()}
+            found[name] = self.evaluate(dataset)
+            metrics |= {f"{name}_{key}": value for key, value in found[name].metrics.items()}
         details = {"kept_bytes": self.frozen.kept_bytes, "processes": self.world.size}
         return Outcome(metrics, self.train_s, total_s, step, details), found
 

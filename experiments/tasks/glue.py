@@ -129,6 +129,7 @@ class TextSource:
         max_length: tokens; what is beyond is cut.
         most_train, most_eval: samples; None takes all.
         seed: of the new head.
+        held_out: samples of the training file, behind those that train, that are judged, too.
     """
 
     model: str
@@ -137,14 +138,20 @@ class TextSource:
     most_train: int | None
     most_eval: int | None
     seed: int
+    held_out: int = 0
 
 
 def glue_workload(name: str, source: TextSource) -> Workload:
     """Read a task of GLUE."""
     task, tokenizer = TASKS[name], AutoTokenizer.from_pretrained(source.model)
 
-    def split(which: str, most: int | None) -> list[dict[str, Any]]:
-        rows = _rows(task, name, source.data, which)[:most]
+    def split(which: str, most: int | None, *, first: int = 0) -> list[dict[str, Any]]:
+        rows = _rows(task, name, source.data, which)[first:][:most]
+        if first and len(rows) < (most or 1):
+            raise ValueError(
+                f"{first} samples train and {most} are to be held out, but the training file has "
+                f"{first + len(rows)}; give fewer"
+            )
         texts = ([row[column] for row in rows] for column in range(len(task.sentences)))
         encoded = tokenizer(*texts, truncation=True, max_length=source.max_length)
         return [
@@ -153,7 +160,11 @@ def glue_workload(name: str, source: TextSource) -> Workload:
         ]
 
     sets = {which: split(which, source.most_eval) for which in task.dev}
-    main, *others = sets
+    main = next(iter(sets))
+    if source.held_out:
+        if source.most_train is None:
+            raise ValueError("--held_out_samples needs --max_train_samples, behind which they are")
+        sets["held_out"] = split("train", source.held_out, first=source.most_train)
 
     def judge(prediction: EvalPrediction) -> Metrics:
         given: Any = prediction.predictions
@@ -181,7 +192,7 @@ def glue_workload(name: str, source: TextSource) -> Workload:
         judge,
         task.metric,
         write,
-        {which: sets[which] for which in others},
+        {which: own for which, own in sets.items() if which != main},
         collate_fn=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,32 +16,21 @@ class Replay(FreezePolicy):
     """Freeze what another run froze, from the very steps on.
 
     Args:
-        frozen_from: numbers of frozen layers by the steps from which they hold.
+        run: a run's folder, or its journal, whose decisions are read; or numbers of frozen layers
+            by the steps from which they hold.
     Raises:
-        ValueError: there are none, or one is negative; or, later, a decision falls between two
-            steps at which this run is asked, so that it would come late.
+        ValueError: there is no journal, or a line of it is damaged; there are no decisions, or one
+            is negative; or, later, a decision falls between two steps at which this run is asked,
+            so that it would come late.
     """
 
-    def __init__(self, frozen_from: Mapping[int, int]) -> None:
+    def __init__(self, run: str | Path | Mapping[int, int]) -> None:
+        frozen_from = run if isinstance(run, Mapping) else _read_journal(Path(run))
         if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
             raise ValueError(
                 f"the decisions to repeat are {dict(frozen_from)}; give numbers of layers by step"
             )
         self._frozen_from = dict(sorted(frozen_from.items()))
-
-    @staticmethod
-    def of_run(folder: str | Path) -> Replay:
-        """Repeat the decisions in the journal of a run's folder.
-
-        Raises:
-            ValueError: there is no journal, or a line of it is damaged.
-        """
-        path = Path(folder) / "journal.jsonl"
-        try:
-            entries = [json.loads(line) for line in path.read_text().splitlines()]
-            return Replay({one["step"]: one["decision"]["num_frozen"] for one in entries})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no journal of a run ({error})") from error
 
     def at(self, step: int) -> int:
         """Return what was frozen at a step."""
@@ -56,3 +46,21 @@ class Replay(FreezePolicy):
                 "same freeze_interval_steps and global batch)"
             )
         return FreezeDecision(num_frozen, "as the run that is repeated")
+
+
+def _read_journal(path: Path) -> dict[int, int]:
+    """Return what each decision froze; a torn last line was never carried out."""
+    path = path / "journal.jsonl" if path.is_dir() else path
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+        return dict(_read_line(line) for line in lines)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no journal of a run ({error})") from error
+
+
+def _read_line(line: bytes) -> tuple[int, int]:
+    entry = json.loads(line)
+    check = entry.pop("check")
+    if not hashlib.sha256(json.dumps(entry).encode()).hexdigest().startswith(check):
+        raise ValueError(f"the decision of step {entry['step']} does not fit its check value")
+    return entry["step"], entry["decision"]["num_frozen"]

@@ -62,8 +62,8 @@ class TrainConfig:
         freeze_interval_steps: steps between two decisions; None decides by epochs.
         freeze_interval_epochs: decides at the start of every so many epochs.
         freeze_interval_share: decides after every such share of the run, rounded to steps.
-        signals: what is measured and recorded beside what the policy asks for, named as in
-            `LayerStats`, so that other policies can be tried on the run later.
+        signals: what is measured and recorded beside gradient norms and what the policy asks for,
+            named as in `LayerStats`, so that other policies can be tried on the run later.
         probe_samples: samples of the training set, spread evenly over it, on which probe signals
             look at every layer's outputs.
         scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the

@@ -19,6 +19,7 @@ from autopipe.plan import (
 )
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
+from pipetransformer.forecast.replicated import Replicated, replicate
 from pipetransformer.forecast.target import Place
 
 
@@ -45,6 +46,7 @@ class Answer:
         others: runners-up, fastest first.
         refusals: why there is no plan of some lengths.
         paper: the plan by the published rules.
+        pipedream: the choice of PipeDream's optimizer, whose stages have their own replicas.
     """
 
     place: Place
@@ -53,10 +55,14 @@ class Answer:
     others: tuple[ExplainedPlan, ...]
     refusals: tuple[Refusal, ...]
     paper: ExplainedPlan | Refusal
+    pipedream: Replicated | Refusal
 
 
 def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
-    """Ask both planners, and compare; `plan` names the one whose plan is chosen."""
+    """Ask all planners, and compare; `plan` names the one whose plan is chosen.
+
+    PipeDream's stands beside the fastest.
+    """
     profile = place.profile
     paper = _ask(profile, request, paper_plan)
     fastest = _ask(profile, request, plan_pipeline)
@@ -70,7 +76,15 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
         tuple(explain(profile, request, other) for other in others),
         tuple(_refusals(profile, request, {one.length for one in fitting})),
         paper,
+        _ask_pipedream(place, request),
     )
+
+
+def _ask_pipedream(place: Place, request: PlanRequest) -> Replicated | Refusal:
+    try:
+        return replicate(place, request)
+    except ValueError as error:
+        return Refusal(None, str(error))
 
 
 def _ask(

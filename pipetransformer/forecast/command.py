@@ -13,6 +13,7 @@ from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.machine import default_slots, place_at_hand
 from pipetransformer.forecast.named_model import BERTS, DTYPES, ModelChoice
+from pipetransformer.forecast.replicated import PIPEDREAM, add_profile_options, run_profile
 from pipetransformer.forecast.table import (
     answer_json,
     answer_text,
@@ -20,6 +21,7 @@ from pipetransformer.forecast.table import (
     frozen_text,
     parts_text,
     place_text,
+    replicated_text,
     title,
 )
 from pipetransformer.forecast.target import Place, described_place, make_request
@@ -32,7 +34,9 @@ BATCH_A_SLOT = 32
 def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pipetransformer plan`."""
     parser.add_argument(
-        "model", help=f"a timm VisionTransformer, {' or '.join(BERTS)}, or module:function"
+        "model",
+        nargs="?",
+        help=f"a timm VisionTransformer, {' or '.join(BERTS)}, or module:function",
     )
     parser.add_argument(
         "--cluster", help="TOML that describes a cluster; else the machine at hand"
@@ -46,8 +50,11 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-limit", help="of a slot, such as 16GiB")
     parser.add_argument(
-        "--plan", choices=tuple(PLANS), default="fastest", help="whose choice to take"
+        "--plan",
+        choices=(*PLANS, PIPEDREAM),
+        help="whose choice to take: fastest by default, pipedream for a --profile",
     )
+    add_profile_options(parser)
     parser.add_argument(
         "--samples", type=int, help="of the training set, to say what a cache of all of it takes"
     )
@@ -71,7 +78,12 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         ValueError: the question cannot be read or answered; the message says why.
         WorkerFailedError: measuring the machine at hand failed.
     """
-    frozen = _read_frozen(options.frozen)
+    if options.profile is not None:
+        run_profile(options, say)
+        return True
+    if options.model is None:
+        raise ValueError("there is nothing to plan; name a model, or give a --profile")
+    frozen, plan = _read_frozen(options.frozen), options.plan or "fastest"
     choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     _refuse(options)
@@ -86,13 +98,16 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         )
         for num_frozen in frozen
     ]
-    answers = [find_plan(place, request, plan=options.plan) for request in requests]
-    tables = _published_tables(answers[0]) if options.plan == "published" else {}
+    answers = [find_plan(place, request, plan=plan) for request in requests]
+    tables = _published_tables(answers[0]) if plan == "published" else {}
     model = f"{choice.name} in {choice.dtype}"
     if options.json:
         say(_as_json(model, answers, tables))
     else:
-        say(_as_text(model, answers, tables, options.samples))
+        text = _as_text(model, answers, tables, options.samples)
+        if plan == PIPEDREAM:
+            text = "\n\n".join([*map(replicated_text, answers), text])
+        say(text)
     drawn = [] if options.picture is None else _draw(answers, tables, Path(options.picture))
     if drawn and not options.json:
         say("\n" + "\n".join(map(str, drawn)))

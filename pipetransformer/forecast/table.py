@@ -77,7 +77,7 @@ def frozen_text(answers: Sequence[Answer]) -> str:
     """Write the choice at each number of frozen layers, beside that of the published rules."""
     rows = [
         ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
-        + ["paper's K", *_PLAN_COLUMNS[1:], "takes"]
+        + ["paper's K", *_PLAN_COLUMNS[1:], "takes", "PipeDream's", "samples/s"]
     ]
     for answer in answers:
         chosen, paper = answer.chosen, answer.paper
@@ -91,7 +91,7 @@ def frozen_text(answers: Sequence[Answer]) -> str:
             takes = f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"
         frozen = str(answer.request.num_frozen)
         plans = _plan_cells(chosen, answer), _plan_cells(paper, answer)
-        rows.append([frozen, *plans[0], *largest, *plans[1], takes])
+        rows.append([frozen, *plans[0], *largest, *plans[1], takes, *_pipedream_cells(answer)])
     return text_table(rows)
 
 
@@ -120,6 +120,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "others": [other.to_json() for other in answer.others],
         "refusals": [refusal.to_json() for refusal in answer.refusals],
         "published": answer.paper.to_json(),
+        "pipedream": answer.pipedream.to_json(),
     }
 
 
@@ -163,7 +164,34 @@ def _other_rows(answer: Answer) -> list[list[str]]:
     for found in (*answer.others, *answer.refusals, answer.paper):
         name = "published rules" if found is answer.paper else ""
         rows.append([name, *_plan_cells(found, answer), _why_not(found, answer)])
+    if not isinstance(answer.pipedream, Refusal):
+        name, rate = _pipedream_cells(answer)
+        step_s = answer.request.global_batch / answer.pipedream.samples_per_s
+        stages = str(len(answer.pipedream.plan.leaves))
+        reason = "stages of unequal replicas, never flushed: gradients of older weights"
+        rows.append(["PipeDream", stages, name, "", "no flush", _ms(step_s), rate, reason])
     return rows
+
+
+def _pipedream_cells(answer: Answer) -> list[str]:
+    """Name PipeDream's choice, and state its rate."""
+    if isinstance(answer.pipedream, Refusal):
+        return ["none", ""]
+    return [answer.pipedream.plan.name, _number(answer.pipedream.samples_per_s)]
+
+
+def replicated_text(answer: Answer) -> str:
+    """Write PipeDream's choice with its stages."""
+    found = answer.pipedream
+    head = f"PipeDream's choice behind {answer.request.num_frozen} frozen layers: "
+    if isinstance(found, Refusal):
+        return f"{head}none, {found.reason}"
+    return (
+        f"{head}{found.plan.name}, {found.minibatch:.0f} samples every "
+        f"{_ms(found.plan.seconds)} ms, {_number(found.samples_per_s)} samples/s, "
+        f"{found.plan.data_parallel_s / found.plan.seconds:.2f} x data parallelism\n\n"
+        f"{indent(found.table(), '  ')}"
+    )
 
 
 def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:

@@ -21,6 +21,7 @@ from freeze import (
     Shadow,
     checked_decision,
 )
+from pipetransformer.transition.journal import Journal
 from tests.freeze.test_rules import FALLING, make_context
 
 
@@ -121,20 +122,28 @@ def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
 
 
 def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
-    entries = [{"step": step, "decision": {"num_frozen": num}} for step, num in ((0, 0), (2, 5))]
-    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-    (tmp_path / "journal.jsonl").write_text(lines)
-    assert run(Replay.of_run(tmp_path), 4) == [0, 0, 5, 5]
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for step, num in ((0, 0), (2, 5)):
+        journal.append({"step": step, "decision": {"num_frozen": num}})
+    journal.close()
+    whole = path.read_bytes()
+    # A decision that was being written was never carried out.
+    path.write_bytes(whole + b'{"step": 3')
+    assert run(Replay(tmp_path), 4) == run(Replay(path), 4) == [0, 0, 5, 5]
     with pytest.raises(ValueError, match="froze 5 layers at step 2, but this one is asked at"):
-        Replay.of_run(tmp_path).decide(context_of(3, 0))
+        Replay(tmp_path).decide(context_of(3, 0))
+    path.write_bytes(whole.replace(b'"num_frozen": 5', b'"num_frozen": 4'))
+    with pytest.raises(ValueError, match="of step 2 does not fit its check value"):
+        Replay(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"step": 1}\n'])
+@pytest.mark.parametrize("text", [None, "{\n", '{"step": 1}\n'])
 def test_what_is_no_journal_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "journal.jsonl").write_text(text)
     with pytest.raises(ValueError, match="is no journal of a run"):
-        Replay.of_run(tmp_path)
+        Replay(tmp_path)
 
 
 @pytest.mark.parametrize("frozen_from", [{}, {0: -1}, {-1: 2}])

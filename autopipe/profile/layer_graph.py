@@ -1,0 +1,217 @@
+"""State what the layers of a model cost, as a graph, and read and write PipeDream's text of it.
+
+    node3 -- Conv2d(64, 64) -- forward_compute_time=1.9, backward_compute_time=4.1, \\
+        activation_size=1024.0, parameter_size=36928.0
+    node4 -- ReLU -- ...
+    \tnode3 -- node4
+
+Times are ms and sizes bytes, of a whole minibatch; a tuple's sizes are [8.0; 4.0]. Once nodes are
+given to stages, " -- stage_id=1" follows. Edges stand behind a tab.
+
+Source: PipeDream (SOSP 2019), whose profiler writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from autopipe.profile.profile import Profile
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_STAGE = re.compile(r"stage_id=(\d+)")
+
+
+@dataclass(frozen=True)
+class LayerNode:
+    """State what a layer costs for a minibatch.
+
+    Args:
+        name: unique in its graph.
+        description: what the layer is; "Input..." for what is fed in.
+        forward_s, backward_s: seconds.
+        activation_bytes: of its outputs, one entry for each of them.
+        parameter_bytes: of its parameters.
+        stage: which trains it, where that is decided.
+    Raises:
+        ValueError: a cost is negative, or no number.
+    """
+
+    name: str
+    description: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: tuple[float, ...]
+    parameter_bytes: float
+    stage: int | None = None
+
+    def __post_init__(self) -> None:
+        for value in (
+            self.forward_s,
+            self.backward_s,
+            self.parameter_bytes,
+            *self.activation_bytes,
+        ):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"node {self.name!r} costs {value}; give numbers of 0 or more")
+
+    @property
+    def compute_s(self) -> float:
+        """Return the seconds of forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def output_bytes(self) -> float:
+        """Return the bytes of all outputs."""
+        return sum(self.activation_bytes)
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Hold nodes, and which output goes where.
+
+    Args:
+        nodes: in the order in which they are written.
+        edges: pairs of names.
+    Raises:
+        ValueError: there are no nodes, a name comes twice or is not known, or edges form a cycle.
+    """
+
+    nodes: tuple[LayerNode, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names:
+            raise ValueError("the graph has no nodes")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"the graph has several nodes called {twice[0]!r}")
+        known = set(names)
+        for edge in self.edges:
+            if missing := [name for name in edge if name not in known]:
+                raise ValueError(f"an edge leads to {missing[0]!r}, which is no node of the graph")
+        if len(self.in_order) < len(names):
+            raise ValueError("the graph's edges form a cycle, so that no layer can be the first")
+
+    @cached_property
+    def children(self) -> Mapping[str, tuple[str, ...]]:
+        """Return which nodes take each node's output, in the order of the edges."""
+        found: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for begin, end in self.edges:
+            found[begin].append(end)
+        return {name: tuple(own) for name, own in found.items()}
+
+    @cached_property
+    def in_order(self) -> tuple[str, ...]:
+        """Return the names so that each comes behind all that it needs; cycles are left out."""
+        waits = {node.name: 0 for node in self.nodes}
+        for _, end in self.edges:
+            waits[end] += 1
+        ready, found = [name for name, count in waits.items() if not count], list[str]()
+        while ready:
+            name = ready.pop(0)
+            found.append(name)
+            for child in self.children[name]:
+                waits[child] -= 1
+                if not waits[child]:
+                    ready.append(child)
+        return tuple(found)
+
+    def without(self, names: set[str]) -> LayerGraph:
+        """Return the graph less some nodes and their edges."""
+        return LayerGraph(
+            tuple(node for node in self.nodes if node.name not in names),
+            tuple(edge for edge in self.edges if not names & set(edge)),
+        )
+
+    def to_text(self) -> str:
+        """Write PipeDream's text."""
+        lines = [_node_text(node) for node in self.nodes]
+        return "\n".join([*lines, *(f"\t{begin} -- {end}" for begin, end in self.edges)]) + "\n"
+
+
+def read_graph(text: str) -> LayerGraph:
+    """Read PipeDream's text.
+
+    Raises:
+        ValueError: a line is neither a node nor an edge, or the graph cannot be.
+    """
+    nodes, edges = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        parts = line.strip().split(" -- ")
+        try:
+            if line.startswith("\t"):
+                begin, end = parts
+                edges.append((begin, end))
+            else:
+                nodes.append(_read_node(parts))
+        except ValueError as error:
+            raise ValueError(
+                f"line {number}, {line.strip()[:60]!r}, is neither a node nor an edge of a "
+                f"profile ({error})"
+            ) from error
+    return LayerGraph(tuple(nodes), tuple(edges))
+
+
+def graph_of(profile: Profile, batch: int) -> LayerGraph:
+    """Return a profile's sublayers as a chain, for a minibatch of so many samples."""
+    nodes = tuple(
+        LayerNode(
+            cost.name,
+            f"layer {cost.layer}",
+            profile.forward_s(index, batch),
+            profile.backward_s(index, batch),
+            (batch * cost.output_bytes,),
+            float(cost.parameter_bytes),
+        )
+        for index, cost in enumerate(profile.sublayers)
+    )
+    return LayerGraph(nodes, tuple((one.name, other.name) for one, other in pairwise(nodes)))
+
+
+def _read_node(parts: Sequence[str]) -> LayerNode:
+    name, description, costs, *stages = parts
+    values = dict(one.split("=", 1) for one in costs.split(", "))
+    if tuple(values) != _FIELDS or len(stages) > 1:
+        raise ValueError(f"a node has {', '.join(_FIELDS)}, and maybe stage_id")
+    forward, backward, activations, parameters = (values[name] for name in _FIELDS)
+    return LayerNode(
+        name,
+        description,
+        float(forward) / 1000,
+        float(backward) / 1000,
+        tuple(float(one) for one in activations.strip("[]").split(";")),
+        float(parameters),
+        _read_stage(stages[0]) if stages else None,
+    )
+
+
+def _read_stage(text: str) -> int:
+    found = _STAGE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no stage_id=N")
+    return int(found[1])
+
+
+def _node_text(node: LayerNode) -> str:
+    sizes = "; ".join(f"{one:.3f}" for one in node.activation_bytes)
+    values = (
+        f"{1000 * node.forward_s:.3f}",
+        f"{1000 * node.backward_s:.3f}",
+        sizes if len(node.activation_bytes) == 1 else f"[{sizes}]",
+        f"{node.parameter_bytes:.3f}",
+    )
+    costs = ", ".join(f"{name}={value}" for name, value in zip(_FIELDS, values, strict=True))
+    return " -- ".join(_parts(node, costs))
+
+
+def _parts(node: LayerNode, costs: str) -> Iterator[str]:
+    yield from (node.name, node.description.replace("\n", " "), costs)
+    if node.stage is not None:
+        yield f"stage_id={node.stage}"

@@ -1,0 +1,158 @@
+"""Prove the optimizer against hand-computed pipelines, and against trying all of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from autopipe.pipedream import CutState, Machines, cut_states, data_parallel_s, optimize
+from autopipe.profile import LayerGraph, LayerNode
+
+
+def chain(costs: Sequence[tuple[float, float, float]]) -> tuple[CutState, ...]:
+    """Build the cuts of a chain of (seconds, output bytes, parameter bytes)."""
+    nodes = [
+        LayerNode(f"n{i}", "layer", seconds, 0.0, (out,), weights)
+        for i, (seconds, out, weights) in enumerate(costs)
+    ]
+    pairs = itertools.pairwise(node.name for node in nodes)
+    return cut_states(LayerGraph(tuple(nodes), tuple(pairs)))
+
+
+def test_two_equal_layers_are_a_straight_pipeline() -> None:
+    plan = optimize(chain([(1, 0, 1e9), (1, 0, 1e9)]), [Machines(2, 1e9)])
+    assert plan.name == "straight" and plan.seconds == 1.0
+    assert [stage.to_json() for stage in plan.stages] == [[0, 1, 1], [1, 2, 1]]
+    # (2 + 4 x 2e9 / (1e9 x 2)) / 2
+    assert plan.data_parallel_s == 3.0 and plan.single_machine_s == 2.0
+
+
+def test_a_stage_of_twice_the_work_has_two_replicas() -> None:
+    # Figure: 2-1 on three machines where weights are small below and large above.
+    states = chain([(2, 0, 0), (1, 0, 1e9)])
+    plan = optimize(states, [Machines(3, 1e9)])
+    assert plan.name == "2-1" and plan.seconds == 1.0
+    straight = optimize(states, [Machines(2, 1e9)], straight=True)
+    assert straight.seconds == 2.0
+    with pytest.raises(ValueError, match="cannot be cut into 3 stages"):
+        optimize(states, [Machines(3, 1e9)], straight=True)
+
+
+def test_small_weights_make_data_parallelism_best() -> None:
+    plan = optimize(chain([(3, 1e9, 1), (1, 1e9, 1)]), [Machines(4, 1e9)], activations=True)
+    assert plan.name == "data parallel"
+    assert plan.seconds == plan.data_parallel_s == pytest.approx(1.0)
+
+
+def test_transfers_count_where_they_are_asked_for() -> None:
+    states = chain([(1, 3e9, 1e9), (1, 0, 1e9)])
+    assert optimize(states, [Machines(2, 1e9)]).seconds == 1.0
+    # 2 x 3 s between the stages; all in one stage costs (2 + 4) / 2.
+    found = optimize(states, [Machines(2, 1e9)], activations=True)
+    assert (found.name, found.seconds) == ("data parallel", 3.0)
+
+
+def test_memory_excludes_stages_whose_versions_do_not_fit() -> None:
+    states = chain([(1, 0, 100), (1, 0, 100)])
+    assert optimize(states, [Machines(2, 1e9)], memory_bytes=100).name == "straight"
+    # The last stage keeps no second version, the first one 1 of 100 bytes.
+    assert optimize(states, [Machines(2, 1e9)], memory_bytes=99).name == "data parallel"
+
+
+def test_levels_multiply_replicas() -> None:
+    # Each server is best as 2 replicas of one stage; between servers weights are too slow.
+    states = chain([(2, 0, 1e6), (2, 0, 1e6)])
+    plan = optimize(states, [Machines(2, 1e12), Machines(2, 1e3)])
+    assert [stage.to_json() for stage in plan.stages] == [[0, 1, 1], [1, 2, 1]]
+    assert plan.name == "2-2" and plan.seconds == pytest.approx(1.0, rel=1e-4)
+    assert [leaf.to_json() for leaf in plan.leaves] == [[0, 1, 2], [1, 2, 2]]
+
+
+def all_pipelines(num: int, machines: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield every way to cut num states into stages with replicas, using all machines."""
+    for length in range(1, min(num, machines) + 1):
+        for cuts in itertools.combinations(range(1, num), length - 1):
+            bounds = list(itertools.pairwise((0, *cuts, num)))
+            for splits in itertools.combinations(range(1, machines), length - 1):
+                counts = [b - a for a, b in itertools.pairwise((0, *splits, machines))]
+                yield [(a, b, r) for (a, b), r in zip(bounds, counts, strict=True)]
+
+
+def slowest(
+    costs: Sequence[tuple[float, float, float]],
+    stages: Sequence[tuple[int, int, int]],
+    rate: float,
+    activations: bool,
+) -> float:
+    """Return a pipeline's seconds, written down stage by stage."""
+    worst = 0.0
+    for begin, end, replicas in stages:
+        compute = sum(one[0] for one in costs[begin:end])
+        weights = sum(one[2] for one in costs[begin:end])
+        worst = max(worst, (compute + 4 * (replicas - 1) * weights / (rate * replicas)) / replicas)
+        # A transfer is shared among the machines of the stage that takes it, and of the one that
+        # sends it where that is not the first.
+        if activations and begin:
+            worst = max(worst, 2 * costs[begin - 1][1] / (rate * replicas))
+        if activations and begin and end < len(costs):
+            worst = max(worst, 2 * costs[end - 1][1] / (rate * replicas))
+    return worst
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("activations", [False, True])
+def test_no_pipeline_of_all_is_faster(seed: int, activations: bool) -> None:
+    random_ = random.Random(seed)
+    costs = [
+        (random_.uniform(0.1, 2), random_.uniform(0, 1e9), random_.uniform(0, 1e9))
+        for _ in range(random_.randint(2, 6))
+    ]
+    machines, rate = random_.randint(1, 6), 10 ** random_.uniform(8, 10.5)
+    states = chain(costs)
+    plan = optimize(states, [Machines(machines, rate)], activations=activations)
+    expected = min(
+        slowest(costs, stages, rate, activations) for stages in all_pipelines(len(costs), machines)
+    )
+    assert plan.seconds == pytest.approx(expected, rel=1e-12)
+    own = [(stage.begin, stage.end, stage.replicas) for stage in plan.stages]
+    assert slowest(costs, own, rate, activations) == pytest.approx(expected, rel=1e-12)
+    assert own[0][0] == 0 and own[-1][1] == len(costs) and sum(r for *_, r in own) == machines
+
+
+def test_a_branching_graph_is_cut_as_its_line_of_cuts() -> None:
+    costs = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 2.0}
+    nodes = [LayerNode(name, name, s, 0.0, (0.0,), 0.0) for name, s in costs.items()]
+    edges = (("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"))
+    states = cut_states(LayerGraph(tuple(nodes), edges))
+    plan = optimize(states, [Machines(2, 1e9)], straight=True)
+    assert plan.seconds == 3.0
+    first = plan.stages[0]
+    assert set(states[first.end - 1].nodes) == {"a", "b"}
+
+
+def test_data_parallelism_over_levels_sums_level_by_level() -> None:
+    states = chain([(8, 0, 1e9)])
+    found = data_parallel_s(states, [Machines(2, 1e9), Machines(4, 1e8)])
+    inner = (8 + 4 * 1e9 / (1e9 * 2)) / 2
+    assert found == pytest.approx((inner + 4 * 3 * 1e9 / (1e8 * 4) / 2) / 4)
+    plan = optimize(states, [Machines(2, 1e9), Machines(4, 1e8)])
+    assert plan.name == "data parallel" and plan.seconds == pytest.approx(found)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_levels_that_cannot_be_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="give at least one"):
+        Machines(count, 1e9)
+    with pytest.raises(ValueError, match="a rate above 0"):
+        Machines(2, math.nan)
+    with pytest.raises(ValueError, match="there are no machines"):
+        optimize(chain([(1, 0, 0)]), [])
+
+
+def test_nothing_that_fits_is_said() -> None:
+    with pytest.raises(ValueError, match="no pipeline fits 1 bytes"):
+        optimize(chain([(1, 0, 100)] * 3), [Machines(2, 1e9)], memory_bytes=1, straight=True)

@@ -1,0 +1,91 @@
+"""Prove `pipetransformer plan --plan pipedream`, for profiles and for our own models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopipe.profile import LayerGraph, LayerNode
+from pipetransformer.cli import main
+from tests.pipetransformer.forecast.test_command import CLUSTER, HERE
+
+ASKED = ["--machines", "3", "--bandwidth", "1e9", "--plan", "pipedream"]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Write a profile of which the first of two layers takes twice as long."""
+    nodes = [
+        LayerNode("in", "Input0", 0, 0, (0,), 0),
+        LayerNode("low", "Conv2d", 0.5, 1.5, (0,), 0),
+        LayerNode("high", "Linear", 0.25, 0.75, (0,), 1e9),
+    ]
+    path = tmp_path / "graph.txt"
+    path.write_text(LayerGraph(tuple(nodes), (("in", "low"), ("low", "high"))).to_text())
+    return path
+
+
+def test_a_profile_gets_its_stages(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", str(profile), *ASKED]) == 0
+    text = capsys.readouterr().out
+    assert "choice: 2-1, a minibatch every 1000 ms" in text
+    assert "straight" in text and "data parallel" in text
+
+
+def test_json_has_what_scripts_ask_for(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # What to plan by follows from the profile.
+    assert main(["plan", "--profile", str(profile), *ASKED[:4], "--activations", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == 1.0 and found["stages"] == [[0, 1, 2], [1, 2, 1]]
+    assert found["over_data_parallel"] == pytest.approx((3 + 4 * 2 * 1e9 / 3e9) / 3)
+    assert found["stage_nodes"] == [["low"], ["high"]] and found["activations"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machines", "4"], "--profile needs --bandwidth"),
+        (["--machines", "4,4", "--bandwidth", "1e9"], "2 levels and --bandwidth 1"),
+        (["--machines", "four", "--bandwidth", "1e9"], "are lists of numbers"),
+        (["--machines", "0", "--bandwidth", "1e9"], "give at least one"),
+        (["--machines", "200", "--bandwidth", "1e9"], "at most 128 are planned"),
+        ([*ASKED[:4], "--plan", "published"], "plans no --profile; give --plan pipedream"),
+        (["bert-base", *ASKED], "leave the model and --cluster out"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(
+    profile: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", "--profile", str(profile), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_profile_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("missing.txt", "wrong.txt"):
+        (tmp_path / "wrong.txt").write_text("hello\n")
+        assert main(["plan", "--profile", str(tmp_path / name), *ASKED]) == 1
+        assert "cannot be read as a profile" in capsys.readouterr().err
+    assert main(["plan"]) == 1
+    assert "name a model, or give a --profile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("frozen", ["0", "2"])
+def test_our_own_models_get_one_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], frozen: str
+) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    asked = ["plan", f"{HERE}:shapes_only", "--cluster", str(cluster), "--frozen", frozen]
+    assert main([*asked, "--plan", "pipedream"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"PipeDream's choice behind {frozen} frozen layers: ")
+    # Beside ours and the published rules.
+    assert {"PipeDream", "published"} <= set(text.split())
+    assert main([*asked, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    names = [name for stage in answer["pipedream"]["stage_nodes"] for name in stage]
+    assert len(names) == 5 - int(frozen)
