@@ -55,6 +55,7 @@ class FreezeContext:
         learning_rate, peak_learning_rate: at the next step, and the largest of the training.
         layers, num_frozen: by index, of which layers 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
+        resting: layers above them whose weights do not train now.
         metrics: results of the last evaluation by name; empty before the first.
         loss, loss_slope: mean of the training losses since the last decision, and by how much
             they grew a step; None where there are too few.
@@ -75,6 +76,7 @@ class FreezeContext:
     predict: Callable[[int], float]
     loss: float | None = None
     loss_slope: float | None = None
+    resting: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # A copy: the caller's dict must not change under a policy, nor a policy change it.
@@ -90,12 +92,20 @@ class FreezeContext:
 class FreezeDecision:
     """Say how many bottom layers are frozen from now on, and why, in one line for the records.
 
+    Args:
+        num_frozen: layers at the bottom.
+        reason: in one line.
+        resting: layers above them whose weights do not train until the next decision. Their
+            gradients are not computed, and they are not updated; all else stays as it is: they
+            run as in training, and nothing is moved or cached. The lowest layer that is not
+            frozen cannot rest: freeze it instead.
     Raises:
         TypeError: `num_frozen` is not an int.
     """
 
     num_frozen: int
     reason: str
+    resting: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_frozen, int) or isinstance(self.num_frozen, bool):
@@ -212,12 +222,12 @@ def as_policy(
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:
     """Ask the policy and return a decision that can be executed.
 
-    None, or the number of layers that are frozen already, becomes a decision that keeps it, with
-    a reason that starts with "keep". Raises TypeError or ValueError for what cannot be executed.
+    None, or what is frozen and rests already, becomes a decision that keeps it, with a reason that
+    starts with "keep". Raises TypeError or ValueError for what cannot be executed.
     """
     decision = policy.decide(context)
     if decision is None:
-        return FreezeDecision(context.num_frozen, "keep")
+        return FreezeDecision(context.num_frozen, "keep", context.resting)
     if not isinstance(decision, FreezeDecision):
         raise TypeError(
             f"{policy.name}.decide returned {decision!r} ({type(decision).__name__}); "
@@ -229,6 +239,13 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
             f"{context.step}, but {context.num_layers} layers can freeze; "
             f"return 0..{context.num_layers}"
         )
-    if decision.num_frozen == context.num_frozen:
-        return FreezeDecision(decision.num_frozen, f"keep: {decision.reason}")
-    return decision
+    resting = tuple(sorted(set(decision.resting)))
+    if wrong := [i for i in resting if not decision.num_frozen < i < context.num_layers]:
+        raise ValueError(
+            f"{policy.name} decided that layers {wrong} rest at step {context.step}, with "
+            f"{decision.num_frozen} of {context.num_layers} frozen; only layers above the lowest "
+            "one that is not frozen can rest"
+        )
+    keeps = (decision.num_frozen, resting) == (context.num_frozen, context.resting)
+    reason = f"keep: {decision.reason}" if keeps else decision.reason
+    return FreezeDecision(decision.num_frozen, reason, resting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -112,10 +112,13 @@ def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, 
     return tuple(module for index in indices for module in model.sublayers[index].module.modules())
 
 
-def set_frozen(task: Task, num_frozen: int) -> None:
-    """Take the gradients from frozen layers' parameters; others are as the user left them."""
+def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> None:
+    """Take the gradients from parameters of layers that are frozen, or rest; others are as the
+    user left them.
+    """
     for index, sublayer in enumerate(task.model.sublayers):
         for name, tensor in task.model.tensors(index).items():
             if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(name in task.trainable and sublayer.layer >= num_frozen)
+                trains = sublayer.layer >= num_frozen and sublayer.layer not in resting
+                tensor.requires_grad_(name in task.trainable and trains)
                 tensor.grad = None

@@ -17,7 +17,7 @@ class Replay(FreezePolicy):
 
     Args:
         run: a run's folder, or its journal, whose decisions are read; or numbers of frozen layers
-            by the steps from which they hold.
+            by the steps from which they hold, without layers that rest.
     Raises:
         ValueError: there is no journal, or a line of it is damaged; there are no decisions, or one
             is negative; or, later, a decision falls between two steps at which this run is asked,
@@ -25,12 +25,19 @@ class Replay(FreezePolicy):
     """
 
     def __init__(self, run: str | Path | Mapping[int, int]) -> None:
-        frozen_from = run if isinstance(run, Mapping) else _read_journal(Path(run))
+        resting: dict[int, tuple[int, ...]] = {}
+        if isinstance(run, Mapping):
+            frozen_from = dict(run)
+        else:
+            entries = _read_journal(Path(run))
+            frozen_from = {step: num for step, num, _ in entries}
+            resting = {step: own for step, _, own in entries}
         if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
             raise ValueError(
                 f"the decisions to repeat are {dict(frozen_from)}; give numbers of layers by step"
             )
         self._frozen_from = dict(sorted(frozen_from.items()))
+        self._resting = resting
 
     def at(self, step: int) -> int:
         """Return what was frozen at a step."""
@@ -45,22 +52,28 @@ class Replay(FreezePolicy):
                 f"this one is asked at step {context.step}; decide at the same steps (with the "
                 "same freeze_interval_steps and global batch)"
             )
-        return FreezeDecision(num_frozen, "as the run that is repeated")
+        resting = self._resting.get(begun[-1], ()) if begun else ()
+        return FreezeDecision(num_frozen, "as the run that is repeated", resting)
 
 
-def _read_journal(path: Path) -> dict[int, int]:
-    """Return what each decision froze; a torn last line was never carried out."""
+_Entry = tuple[int, int, tuple[int, ...]]
+"""A step, how many layers are frozen from it on, and which rest."""
+
+
+def _read_journal(path: Path) -> list[_Entry]:
+    """Return the decisions; a torn last line was never carried out."""
     path = path / "journal.jsonl" if path.is_dir() else path
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
-        return dict(_read_line(line) for line in lines)
+        return [_read_line(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error
 
 
-def _read_line(line: bytes) -> tuple[int, int]:
+def _read_line(line: bytes) -> _Entry:
     entry = json.loads(line)
     check = entry.pop("check")
     if not hashlib.sha256(json.dumps(entry).encode()).hexdigest().startswith(check):
         raise ValueError(f"the decision of step {entry['step']} does not fit its check value")
-    return entry["step"], entry["decision"]["num_frozen"]
+    decision = entry["decision"]
+    return entry["step"], decision["num_frozen"], tuple(decision.get("resting", ()))

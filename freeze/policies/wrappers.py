@@ -80,14 +80,16 @@ class Guarded(FreezePolicy):
         num_frozen = min(wanted.num_frozen, most)
         if num_frozen <= context.num_frozen:
             self._wanted.clear()
-            return FreezeDecision(num_frozen, wanted.reason)
+            resting = tuple(i for i in wanted.resting if i > num_frozen)
+            return FreezeDecision(num_frozen, wanted.reason, resting)
         self._wanted.append(num_frozen)
         if len(self._wanted) < self._patience:
             text = f"waiting, {len(self._wanted)} of {self._patience}: {wanted.reason}"
-            return FreezeDecision(context.num_frozen, text)
+            return FreezeDecision(context.num_frozen, text, context.resting)
         num_frozen = min(self._wanted)
         self._wanted.clear()
-        return FreezeDecision(num_frozen, wanted.reason)
+        resting = tuple(i for i in wanted.resting if i > num_frozen)
+        return FreezeDecision(num_frozen, wanted.reason, resting)
 
     def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
         return self._policy.learning_rate_scale(layer, num_layers, done)

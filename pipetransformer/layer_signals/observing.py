@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
@@ -32,8 +32,10 @@ class Observed:
     loss: float | None = None
     loss_slope: float | None = None
 
-    def layers(self, task: Task, num_frozen: int) -> tuple[LayerStats, ...]:
-        """Return it layer by layer; of frozen layers there is nothing to say."""
+    def layers(
+        self, task: Task, num_frozen: int, resting: Collection[int]
+    ) -> tuple[LayerStats, ...]:
+        """Return it layer by layer; of those that are frozen, or rest, there is nothing to say."""
         model = task.model
         layer_of = {sublayer.name: sublayer.layer for sublayer in model.sublayers}
         values = layer_values(self.measured, layer_of, model.num_layers)
@@ -43,16 +45,20 @@ class Observed:
                 t.numel() for n, t in model.tensors(index).items() if n in task.trainable
             )
         probed = {index: _finite(one) for index, one in self.looked.values.items()}
+
+        def trains(index: int) -> bool:
+            return index >= num_frozen and index not in resting
+
         return tuple(
             LayerStats(
                 f"layer {index}",
                 index,
                 sizes[index],
                 **{
-                    name: own[index] if index >= num_frozen and name in task.signals else None
+                    name: own[index] if trains(index) and name in task.signals else None
                     for name, own in values.items()
                 },
-                **(probed.get(index, {}) if index >= num_frozen else {}),
+                **(probed.get(index, {}) if trains(index) else {}),
             )
             for index in range(model.num_layers)
         )

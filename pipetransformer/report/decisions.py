@@ -58,6 +58,7 @@ def decision_fields(context: FreezeContext, *, num_frozen: int, reason: str) -> 
         "frozen_before": context.num_frozen,
         "frozen_since": list(context.frozen_since),
         "frozen": num_frozen,
+        "resting_before": list(context.resting),
         "reason": reason,
         "parameters": [layer.num_parameters for layer in context.layers],
         "signals": values,
@@ -102,6 +103,7 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
         layers=layers,
         num_frozen=record["frozen_before"],
         frozen_since=tuple(record["frozen_since"]),
+        resting=tuple(record["resting_before"]),
         predict=predict,
     )
     return RecordedDecision(context, record["frozen"], record["reason"])

@@ -8,11 +8,12 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category)
     evaluation   epoch, loss, accuracy, seconds
     transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
-                 predicted_seconds, bytes_moved, reason; a step's predicted_step_s,
+                 predicted_seconds, bytes_moved, resting, reason; a step's predicted_step_s,
                  predicted_step_before_s, measured_step_before_s
     decision     what the policy saw (see `FreezeContext`): epoch, frozen_before, frozen_since,
-                 loss, loss_slope, metrics, ..., signals (lists by layer); frozen, reason;
-                 look_seconds (of the probe), at step 0 predicted_step_s (by frozen layers)
+                 resting_before, loss, loss_slope, metrics, ..., signals (lists by layer);
+                 frozen, reason; look_seconds (of the probe), at step 0 predicted_step_s (by
+                 frozen layers)
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 

@@ -172,6 +172,7 @@ class RunLog:
             predicted_step_s=plan.predicted_step_s,
             predicted_step_before_s=before.plan.training_s if before else None,
             measured_step_before_s=change.step_before_s,
+            resting=list(decision.resting),
             reason=decision.reason,
         )
         if self._bar is not None:

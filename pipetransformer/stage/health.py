@@ -42,7 +42,7 @@ class StageWatch:
             _Watched(
                 task.model.sublayers[index].name,
                 name,
-                index in trained and name in task.trainable,
+                tensor.requires_grad,
                 tensor,
                 tensor._version,
                 None if isinstance(tensor, nn.Parameter) else tensor.clone(),

@@ -101,7 +101,7 @@ class Stage:
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(
-                list(self.parameters.values()),
+                [p for p in self.parameters.values() if p.requires_grad],
                 self._groups.stage,
                 on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -190,3 +190,18 @@ class TransitionCost:
 def plan_name(plan: PipelinePlan) -> str:
     """Name what steps are compared by: pipelines of one name differ by their frozen layers."""
     return f"K = {plan.length}, M = {plan.num_micro_batches}"
+
+
+def rested(profile: Profile, resting: Collection[int]) -> Profile:
+    """Return the costs where the weights of some layers do not train."""
+    if not resting:
+        return profile
+    return replace(
+        profile,
+        sublayers=tuple(
+            replace(cost, weight_backward_s=(0.0,) * len(profile.batch_sizes))
+            if cost.layer in resting
+            else cost
+            for cost in profile.sublayers
+        ),
+    )

@@ -98,7 +98,9 @@ class Decider:
         assert current is not None
 
         def plan() -> Decision:
-            pipeline, use_cache = self.planner.plan(clock, current.num_frozen, current)
+            pipeline, use_cache = self.planner.plan(
+                clock, current.num_frozen, current, current.resting
+            )
             return replace(current, plan=pipeline, use_cache=use_cache)
 
         self.current = self._publish(None, plan)
@@ -162,11 +164,12 @@ class Decider:
 
     def _decide(self, clock: Clock, observed: Observed, metrics: Mapping[str, float]) -> Decision:
         current, plan_for = self.current, self.planner.plan
-        num_frozen = current.num_frozen if current else 0
+        num_frozen, resting = (current.num_frozen, current.resting) if current else (0, ())
         self.context = context = FreezeContext(
             **asdict(clock),
-            layers=observed.layers(self._task, num_frozen),
+            layers=observed.layers(self._task, num_frozen, resting),
             num_frozen=num_frozen,
+            resting=resting,
             frozen_since=self.frozen_since,
             metrics=metrics,
             loss=observed.loss,
@@ -174,15 +177,16 @@ class Decider:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
-        num_frozen, reason = freeze.num_frozen, freeze.reason
+        num_frozen, resting, reason = freeze.num_frozen, freeze.resting, freeze.reason
         recorded, fits = self._recorded(clock.step)
         if recorded is not None:
             if fits:
                 return recorded
             # Another world needs another pipeline, but what was frozen must stay what it was.
-            num_frozen, reason = recorded.num_frozen, recorded.reason
-        plan, use_cache = plan_for(clock, num_frozen, current)
-        return Decision(clock.step, num_frozen, plan, use_cache, reason)
+            num_frozen, resting = recorded.num_frozen, recorded.resting
+            reason = recorded.reason
+        plan, use_cache = plan_for(clock, num_frozen, current, resting)
+        return Decision(clock.step, num_frozen, plan, use_cache, reason, resting)
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
         """Return what the journal to repeat has for a step, and whether it fits this world."""

@@ -19,6 +19,7 @@ class Decision:
         plan: the pipeline over the others.
         use_cache: whether the prefix's activations are cached.
         reason: in one line.
+        resting: layers above them whose weights do not train.
     """
 
     step: int
@@ -26,6 +27,7 @@ class Decision:
     plan: PipelinePlan
     use_cache: bool
     reason: str
+    resting: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -34,7 +36,8 @@ class Decision:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Decision:
         """Rebuild a decision from `to_json`."""
-        return Decision(**{**values, "plan": PipelinePlan.from_json(values["plan"])})
+        plan, resting = PipelinePlan.from_json(values["plan"]), tuple(values["resting"])
+        return Decision(**{**values, "plan": plan, "resting": resting})
 
     def changes(self, current: Decision | None) -> bool:
         """Tell whether anything has to be done to go from the current decision to this one."""
@@ -44,6 +47,7 @@ class Decision:
         plan = self.plan
         return (
             self.num_frozen,
+            self.resting,
             self.use_cache,
             plan.boundaries,
             plan.num_micro_batches,

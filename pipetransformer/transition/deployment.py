@@ -241,7 +241,7 @@ class Deployment:
         model, rank = self._task.model, self._world.rank
         held = after.held_by(rank)
         self._held.settle(held)
-        set_frozen(self._task, decision.num_frozen)
+        set_frozen(self._task, decision.num_frozen, decision.resting)
         set_training(model, held, num_frozen=decision.num_frozen)
         self._ownership = after
         limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)

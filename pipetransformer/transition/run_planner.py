@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autodp import gather_json
@@ -20,7 +20,7 @@ from pipetransformer.planning import (
 from pipetransformer.processes import World
 from pipetransformer.run_position import Clock
 from pipetransformer.stage import BatchCut
-from pipetransformer.transition.costs import Calibration, TransitionCost
+from pipetransformer.transition.costs import Calibration, TransitionCost, rested
 from pipetransformer.transition.decision import Decision
 
 
@@ -48,7 +48,11 @@ class RunPlanner:
         self._transition_cost = TransitionCost(world)
 
     def plan(
-        self, clock: Clock, num_frozen: int, current: Decision | None
+        self,
+        clock: Clock,
+        num_frozen: int,
+        current: Decision | None,
+        resting: Collection[int] = (),
     ) -> tuple[PipelinePlan, bool]:
         """Return the pipeline for a number of frozen layers, and whether the prefix is cached.
 
@@ -56,10 +60,12 @@ class RunPlanner:
             clock: of the coming step.
             num_frozen: frozen layers.
             current: what holds so far.
+            resting: layers above them whose weights do not train.
         Raises:
             ValueError: no pipeline is possible, or a user's planner returns one that is not.
         """
-        situation = self._situation(clock, num_frozen, current, current.plan if current else None)
+        before = current.plan if current else None
+        situation = self._situation(clock, num_frozen, current, before, resting)
         plan = planner_of(self._task.config.plan)(situation)
         self._check(plan, situation)
         return plan, situation.request.prefix_cached_s is not None
@@ -68,7 +74,8 @@ class RunPlanner:
         self, clock: Clock, current: Decision, plan: PipelinePlan
     ) -> PipelinePlan | None:
         """Predict a plan's stages with the layers that are frozen now; None if they do not fit."""
-        return same_stages(self._situation(clock, current.num_frozen, current, plan), plan)
+        situation = self._situation(clock, current.num_frozen, current, plan, current.resting)
+        return same_stages(situation, plan)
 
     def calibrate(
         self, clock: Clock, current: Decision, *, measured_s: float, computed_s: float
@@ -123,13 +130,14 @@ class RunPlanner:
         num_frozen: int,
         current: Decision | None,
         plan: PipelinePlan | None,
+        resting: Collection[int],
     ) -> PlanSituation:
         """Describe to a planner what holds, and the plan that it may stay with."""
         before = current.plan if current else None
         return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
-            self._calibration.applied_to(self.measurements.profile),
+            rested(self._calibration.applied_to(self.measurements.profile), resting),
             self._request(clock, num_frozen, current),
             plan,
             lambda after: self.predict_transition_s(before, after),
@@ -140,7 +148,7 @@ class RunPlanner:
     def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
         """Return what each rank is expected to compute in a step; 0 for one that waits."""
         plan, config = current.plan, self._task.config
-        situation = self._situation(clock, current.num_frozen, current, plan)
+        situation = self._situation(clock, current.num_frozen, current, plan, current.resting)
         stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
         topology = self._world.topology(plan.length)
         cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)

@@ -231,7 +231,7 @@ def test_function_may_return_number_decision_or_none() -> None:
     kept = checked_decision(policy, make_context(num_frozen=6))
     assert kept == FreezeDecision(6, "keep: half_of_them returned 6")
     decision = FreezeDecision(2, "why")
-    assert checked_decision(as_policy(lambda context: decision), make_context()) is decision
+    assert checked_decision(as_policy(lambda context: decision), make_context()) == decision
     assert as_policy(lambda context: None).decide(make_context()) is None
 
 
