@@ -12,7 +12,6 @@ watches one, and says what could freeze.
 """
 
 from freeze.in_place import apply, find_layers
-from freeze.named_policy import POLICY_HELP, named_policy
 from freeze.policies import (
     AlphaSchedule,
     AutoFreeze,
@@ -37,6 +36,7 @@ from freeze.policy import (
     as_policy,
     checked_decision,
 )
+from freeze.policy_names import POLICY_HELP, named_policy
 
 __all__ = [
     "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",

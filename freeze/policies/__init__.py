@@ -9,11 +9,11 @@ around another:    Guarded, Shadow
 
 from freeze.policies.auto_freeze import AutoFreeze
 from freeze.policies.freeze_out import FreezeOut
+from freeze.policies.freeze_schedules import AlphaSchedule, FreezeSchedule, Linear
 from freeze.policies.paper_rule import PaperRule
 from freeze.policies.plasticity import Plasticity
 from freeze.policies.quiet_updates import QuietUpdates
 from freeze.policies.replay import Replay
-from freeze.policies.schedules import AlphaSchedule, FreezeSchedule, Linear
 from freeze.policies.wrappers import Guarded, Shadow
 
 __all__ = [

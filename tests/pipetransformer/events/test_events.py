@@ -99,8 +99,8 @@ def test_events_come_in_the_same_order_on_every_rank(two_ranks: Pool) -> None:
     assert no_kinds == []
     steps = ["step"] * 3
     assert [kind for kind in kinds if kind != "outcome"] == [
-        *("transition", *steps, "epoch", "evaluation"),
-        *("transition", *steps, "epoch", "evaluation"),
+        *("decision", "transition", *steps, "epoch", "evaluation"),
+        *("decision", "transition", *steps, "epoch", "evaluation"),
     ]
 
 

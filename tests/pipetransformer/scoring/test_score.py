@@ -122,7 +122,7 @@ def test_the_commands_print_and_draw(
     assert picture.stat().st_size > 10_000
     assert main(["score", run, *policies, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["none"]["share"] == 1.0 and found["the run"]["frozen"]["48"] == 0
+    assert found["none"]["share"] == pytest.approx(1.0) and found["the run"]["frozen"]["48"] == 0
     assert main(["report", run, "--freeze"]) == 0
     assert "freezing.png" in capsys.readouterr().out
     assert (tmp_path / "run" / "freezing.png").stat().st_size > 10_000

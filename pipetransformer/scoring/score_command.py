@@ -10,7 +10,7 @@ from pathlib import Path
 
 from freeze import POLICY_HELP, named_policy
 from pipetransformer.report import read_decisions
-from pipetransformer.scoring.score import Score, recorded_score, score
+from pipetransformer.scoring.hindsight import Score, recorded_score, score
 from pipetransformer.tables import text_table
 
 
