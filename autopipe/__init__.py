@@ -3,7 +3,8 @@
 gpipe/     the drop-in module          engine/   one stage's program     trace/   what ran when
 balance/   layers over partitions      plan/     predict and choose      profile/ what layers cost
 skip/      skip connections            cluster/  a described machine     threads/ stages as threads
-schedule   who runs what when          partition split a chain
+stashing/ weights that go on            schedule  who runs what when
+partition split a chain                 pipedream/ plans of replicated stages
 """
 
 from autopipe import balance, skip
@@ -11,6 +12,7 @@ from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import (
     DeferredBatchNorm,
     GPipe,
+    StashedPipeline,
     convert_deferred_batch_norm,
     flatten_sequential,
     restore_batch_norm,
@@ -22,6 +24,7 @@ __all__ = [
     "GPipe",
     "Recorder",
     "Span",
+    "StashedPipeline",
     "Summary",
     "Trace",
     "balance",

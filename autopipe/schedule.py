@@ -24,13 +24,28 @@ precedes the wait for one and fills what would be idle time.
     stage 1  .. F0 F1 F2 .. .. B2 R1 B1 R0 B0 ..
     stage 2  .. .. F0 F1 F2 B2 R1 B1 R0 B0 .. ..
 
-Source: GPipe (Huang et al. 2019); PipeDream-flush (Narayanan et al. 2021); torchgpipe section 2.
+1F1B on replicated stages, the first of two workers, which take micro-batches in turn: it may take
+twice as long for each without holding the other stage up.
+
+    stage 0.0  F0 F2 .. B0 .. .. .. B2 ..
+    stage 0.1  F1 F3 .. .. .. B1 .. .. .. B3
+    stage 1    .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+
+1F1B without a flush (PipeDream) runs the micro-batches of all batches as one stream, with an
+update behind each batch's last backward; nothing is drawn for it, and nobody waits.
+
+    stage 0  F0 F1 .. B0 F2 B1 F3 B2 .. B3
+    stage 1  .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+
+Source: GPipe (Huang et al. 2019); PipeDream (Narayanan et al. 2019) and PipeDream-flush (2021);
+torchgpipe section 2.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -44,11 +59,12 @@ class Op(Enum):
     RECV_GRADIENT = "recv_gradient"
     BACKWARD = "backward"
     SEND_GRADIENT = "send_gradient"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Do one operation on one micro-batch."""
+    """Do one operation on one micro-batch; an update is of the batch that ends with it."""
 
     op: Op
     micro_batch: int
@@ -56,6 +72,46 @@ class Instruction:
 
 StageProgram = tuple[Instruction, ...]
 Schedule = tuple[StageProgram, ...]
+"""A program a stage; where stages are replicated a program a worker, stage by stage."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Number the workers of replicated stages, stage by stage; they take micro-batches in turn.
+
+    Args:
+        replicas: workers of each stage.
+    Raises:
+        ValueError: there is no stage, or one without a worker.
+    """
+
+    replicas: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.replicas, default=0) < 1:
+            raise ValueError(f"stages have {self.replicas} workers; each needs one at least")
+
+    def of(self, stage: int, micro_batch: int) -> int:
+        """Return the worker of a stage that takes a micro-batch."""
+        return sum(self.replicas[:stage]) + micro_batch % self.replicas[stage]
+
+    def place(self, worker: int) -> tuple[int, int]:
+        """Return a worker's stage, and which of its workers it is."""
+        stage = bisect_right(list(accumulate(self.replicas)), worker)
+        return stage, worker - sum(self.replicas[:stage])
+
+    def warm_up(self, stage: int) -> int:
+        """Return how many forwards a worker of a stage runs ahead of its first backward."""
+        ahead = sum(self.replicas) - 1 - sum(self.replicas[:stage])
+        return ahead // self.replicas[stage]
+
+    def names(self) -> list[str]:
+        """Name each worker by its stage, and its place among several."""
+        return [
+            f"stage {stage}" + f".{number}" * (count > 1)
+            for stage, count in enumerate(self.replicas)
+            for number in range(count)
+        ]
 
 
 def gpipe(
@@ -71,15 +127,53 @@ def one_f_one_b(
     num_stages: int, num_micro_batches: int, *, recomputed: Collection[int] = ()
 ) -> Schedule:
     """Alternate forward and backward after a warm-up of K - j - 1 forwards on stage j."""
+    return replicated_one_f_one_b((1,) * num_stages, num_micro_batches, recomputed=recomputed)
+
+
+def replicated_one_f_one_b(
+    replicas: Sequence[int],
+    num_micro_batches: int,
+    *,
+    recomputed: Collection[int] = (),
+    update_every: int | None = None,
+) -> Schedule:
+    """Alternate forward and backward on stages of several workers each.
+
+    Args:
+        replicas: workers of each stage.
+        num_micro_batches: of one batch, or of all.
+        recomputed: micro-batches of which only the inputs are kept.
+        update_every: micro-batches of a batch, behind each of which the stages update their
+            weights and go on; None where nobody updates before the end.
+    Raises:
+        ValueError: a worker would get no micro-batch of a batch, or batches are not whole.
+    """
+    workers, num_stages = Workers(tuple(replicas)), len(replicas)
+    batch = num_micro_batches if update_every is None else update_every
+    if batch < max(replicas) or num_micro_batches % batch:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches in batches of {batch} do not give each of "
+            f"{max(replicas)} workers of a stage one of every batch"
+        )
     programs = []
-    for stage in range(num_stages):
-        warm_up = min(num_stages - stage - 1, num_micro_batches)
-        tasks = _each(Op.FORWARD, range(warm_up))
-        for i in range(num_micro_batches - warm_up):
-            tasks += [Instruction(Op.FORWARD, warm_up + i), Instruction(Op.BACKWARD, i)]
-        tasks += _each(Op.BACKWARD, range(num_micro_batches - warm_up, num_micro_batches))
-        programs.append(_with_links(tasks, stage, num_stages, recomputed))
+    for stage, count in enumerate(replicas):
+        for number in range(count):
+            own = range(number, num_micro_batches, count)
+            warm_up = min(workers.warm_up(stage), len(own))
+            tasks = _each(Op.FORWARD, own[:warm_up])
+            for n, i in enumerate(own):
+                tasks += _each(Op.FORWARD, own[warm_up + n : warm_up + n + 1])
+                tasks.append(Instruction(Op.BACKWARD, i))
+                ends = i // batch < (i + count) // batch
+                tasks += _each(Op.UPDATE, [i] * (ends and update_every is not None))
+            programs.append(_with_links(tasks, stage, num_stages, recomputed))
     return tuple(programs)
+
+
+def unflushed(num_stages: int, num_batches: int, num_micro_batches: int = 1) -> Schedule:
+    """Run 1F1B over the micro-batches of many batches, each with an update behind it."""
+    total = num_batches * num_micro_batches
+    return replicated_one_f_one_b((1,) * num_stages, total, update_every=num_micro_batches)
 
 
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -126,6 +220,9 @@ def _with_links(
         if task.op is Op.FORWARD:
             program += _each(Op.RECV_ACTIVATION, [i] * has_below)
             program += [task, *_each(Op.SEND_ACTIVATION, [i] * has_above)]
+        elif task.op is Op.UPDATE:
+            # The neighbour does not wait for it.
+            program.append(task)
         else:
             program += _each(Op.RECOMPUTE, [i] * (i in recomputed))
             program += _each(Op.RECV_GRADIENT, [i] * has_above)
@@ -133,40 +230,51 @@ def _with_links(
     return tuple(program)
 
 
-LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B"}
-"""How the operations that compute are drawn."""
+LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.UPDATE: "U"}
+"""How the operations that compute are named; a grid of ticks has none for an update."""
 
 
-def draw(*schedules: Schedule) -> str:
-    """Draw a schedule as the grid of the module's docstring; several one after the other."""
-    grids = [_place(schedule) for schedule in schedules]
+def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
+    """Draw a schedule as the grid of the module's docstring; several one after the other.
+
+    Where stages are replicated, `replicas` are the workers of each.
+    """
+    workers = Workers(tuple(replicas or (1,) * len(schedules[0])))
+    grids = [_place(schedule, workers) for schedule in schedules]
     width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)
-    return named_rows(
-        {
-            stage: " | ".join(" ".join(cell.ljust(width) for cell in row) for row in rows)
-            for stage, rows in enumerate(zip(*grids, strict=True))
-        }
-    )
+    rows = [
+        " | ".join(" ".join(cell.ljust(width) for cell in row) for row in rows)
+        for rows in zip(*grids, strict=True)
+    ]
+    return named_rows(dict(zip(workers.names(), rows, strict=True)))
 
 
-def named_rows(rows: Mapping[int, str]) -> str:
-    width = max((len(f"stage {stage}") for stage in rows), default=0)
-    return "\n".join(f"{f'stage {j}'.ljust(width)}  {row}".rstrip() for j, row in rows.items())
+def named_rows(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"{name.ljust(width)}  {row}".rstrip() for name, row in rows.items())
 
 
-def _place(schedule: Schedule) -> list[list[str]]:
-    """Give each stage's tasks their ticks, one long and as early as their input is there."""
+def _place(schedule: Schedule, workers: Workers) -> list[list[str]]:
+    """Give each worker's tasks their ticks, one long and as early as their input is there."""
     sources = {Op.FORWARD: -1, Op.BACKWARD: 1}  # Of an operation's input, from its stage.
-    waiting = [deque(ins for ins in program if ins.op in LETTERS) for program in schedule]
-    total = Counter((j, task) for j, tasks in enumerate(waiting) for task in tasks)
-    done: Counter[tuple[int, Instruction]] = Counter()
+
+    def source_of(worker: int, task: Instruction) -> int | None:
+        stage = workers.place(worker)[0] + sources.get(task.op, len(workers.replicas))
+        return workers.of(stage, task.micro_batch) if 0 <= stage < len(workers.replicas) else None
+
+    ticking = set(LETTERS) - {Op.UPDATE}
+    waiting = [deque(ins for ins in program if ins.op in ticking) for program in schedule]
+    total: Counter[tuple[int | None, Instruction]] = Counter(
+        (j, task) for j, tasks in enumerate(waiting) for task in tasks
+    )
+    done: Counter[tuple[int | None, Instruction]] = Counter()
     rows: list[list[str]] = [[] for _ in schedule]
     while any(waiting):
         finished = []
         for j, (row, tasks) in enumerate(zip(rows, waiting, strict=True)):
             cell = ".."
             # What no neighbour does at all, as at the ends, is not waited for.
-            source = (j + sources.get(tasks[0].op, len(rows)), tasks[0]) if tasks else None
+            source = (source_of(j, tasks[0]), tasks[0]) if tasks else None
             if source and done[source] >= min(total[source], done[j, tasks[0]] + 1):
                 cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}"
                 finished.append((j, tasks.popleft()))

@@ -51,8 +51,13 @@ class StageWork(ABC):
         """Return the gradients of the last stage's outputs, where `finish` gave no loss."""
         raise NotImplementedError(f"{type(self).__name__} back-propagates losses only")
 
+    def update(self, micro_batch: int) -> None:
+        """Update the stage's weights, where the schedule has a batch end with a micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} leaves its weights to its caller")
+
     def backward(
         self,
+        micro_batch: int,
         starts: Starts,
         gradients: Sequence[Tensor] | None,
         anchors: Gradients,
@@ -84,7 +89,7 @@ class StageReport:
     """Report what a stage did."""
 
     compute_s: float
-    """In forwards, recomputations and backwards; on a GPU, of launching them."""
+    """In forwards, recomputations, backwards and updates; on a GPU, of launching them."""
     wait_s: float
     """Until a neighbour had sent, or had taken."""
     peak_in_flight: int
@@ -190,6 +195,8 @@ class StageRun:
             self._timed("compute", self._backward, i)
         elif op is Op.RECV_ACTIVATION:
             self._inputs[i] = self._timed("wait", _present(self._links.below).receive, i)
+        elif op is Op.UPDATE:
+            self._timed("compute", self._work.update, i)
         elif op is Op.SEND_ACTIVATION:
             _present(self._links.above).send(i, self._outputs.pop(i))
         elif op is Op.RECV_GRADIENT:
@@ -278,7 +285,9 @@ class StageRun:
             found = {n: gradient for n in roots if (gradient := gradients[n]) is not None}
             starts, values = [roots[n] for n in found], list(found.values())
         if starts:
-            self._input_gradients[i] = self._work.backward(starts, values, anchors, retain=again)
+            self._input_gradients[i] = self._work.backward(
+                i, starts, values, anchors, retain=again
+            )
 
 
 def _present(link: Link | None) -> Link:

@@ -1,7 +1,8 @@
 """Wrap a sequential module as a pipeline in one process: torchgpipe's documented interface.
 
 module ─► batch_run ─► partition_work ─► engine/
-             └─ micro_batch: cut, join     └─ batch_norm, skip/
+   │         └─ micro_batch: cut, join     └─ batch_norm, skip/
+   └─► stashed_pipeline: batches as one stream, without flushes ─► stashing/
 """
 
 from autopipe.gpipe.batch_norm import (
@@ -11,8 +12,9 @@ from autopipe.gpipe.batch_norm import (
 )
 from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partition_checks import flatten_sequential
+from autopipe.gpipe.stashed_pipeline import StashedPipeline
 
 __all__ = [
-    "DeferredBatchNorm", "GPipe", "convert_deferred_batch_norm", "flatten_sequential",
-    "restore_batch_norm",
+    "DeferredBatchNorm", "GPipe", "StashedPipeline", "convert_deferred_batch_norm",
+    "flatten_sequential", "restore_batch_norm",
 ]  # fmt: skip

@@ -8,26 +8,17 @@ takes the parameters as inputs and returns their gradients, so that autograd del
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopipe.engine import Gradients, Payload, StageLinks, StageRun
+from autopipe.engine import Gradients, Payload
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
-from autopipe.skip import SkipEdge, SkipKey
-from autopipe.threads import (
-    CallerSettings,
-    Crossing,
-    Randomness,
-    ThreadLink,
-    may_draw,
-    run_together,
-)
-from autopipe.trace import Recorder, Trace
+from autopipe.threads import CallerSettings, ThreadPipeline, randomness_of
+from autopipe.trace import Trace
 
 
 class PipelineRun:
@@ -51,21 +42,24 @@ class PipelineRun:
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
         self._settings = CallerSettings(self._devices, at_once=at_once)
         self._failed = False
-        recorders = [
-            None if trace is None else trace.recorder(stage, device=device)
-            for stage, device in enumerate(self._devices)
-        ]
-        self._crossings: list[Crossing] = []
-        links = self._connect([edge for part in partitions for edge in part.leaving], recorders)
-        randomness = _randomness(partitions, len(sizes), concurrent=at_once > 1)
+        randomness = randomness_of(
+            [part.module for part in partitions],
+            self._devices,
+            num_micro_batches=len(sizes),
+            concurrent=at_once > 1,
+        )
         self._works = [
             PartitionWork(partition, ends, self._settings, draws)
             for partition, draws in zip(partitions, randomness, strict=True)
         ]
-        self._stages = [
-            StageRun(schedule[j], work, links[j], sizes, recorder=recorders[j])
-            for j, work in enumerate(self._works)
-        ]
+        self._pipeline = ThreadPipeline(
+            schedule,
+            self._works,
+            devices=self._devices,
+            settings=self._settings,
+            skips=[edge for part in partitions for edge in part.leaving],
+            trace=trace,
+        )
 
     def forward(self) -> Gathered:
         programs = [split_at_first_backward(program)[0] for program in self._schedule]
@@ -91,7 +85,7 @@ class PipelineRun:
     def take_gradients(self) -> tuple[list[Tensor | None], dict[Tensor, Tensor]]:
         """Return the last backward's gradients of the input's tensors and of the parameters."""
         with self._settings.applied(self._devices[-1], grad_enabled=False):
-            found = self._stages[0].take_input_gradients()
+            found = self._pipeline.stages[0].take_input_gradients()
             leaves = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
             gradients = zip(*(found[i] for i in range(len(found))), strict=True)
             of_inputs = [_put_together(*pair) for pair in zip(leaves, gradients, strict=True)]
@@ -111,61 +105,21 @@ class PipelineRun:
                 "a backward through this output of a GPipe module failed; run its forward again"
             )
         self._failed = True
-
-        def run_stage(stage: int) -> None:
-            with self._settings.applied(self._devices[stage], grad_enabled=grad_enabled):
-                self._stages[stage].run(programs[stage], retain=retain)
-
-        run_together(
-            [partial(run_stage, stage) for stage in range(len(programs))],
-            num_threads=self._settings.num_threads,
-            stop=self._stop,
-            order=self._failed_at,
+        self._pipeline.run(
+            programs, grad_enabled=grad_enabled, order=self._failed_at, retain=retain
         )
         self._failed = False
 
-    def _stop(self) -> None:
-        for crossing in self._crossings:
-            crossing.mailbox.stop()
-
     def _failed_at(self, stage: int) -> int:
         """Return how early GPipe's schedule has a stage's present instruction, in ticks."""
-        instruction = self._stages[stage].current
+        instruction = self._pipeline.stages[stage].current
         if instruction is None:
             return 0
-        num_stages, num_micro_batches = len(self._stages), len(self._ends.inputs)
+        num_stages, num_micro_batches = len(self._devices), len(self._ends.inputs)
         if instruction.op in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION):
             return stage + instruction.micro_batch
         ticks_before = num_stages + num_micro_batches
         return ticks_before + num_stages - stage + num_micro_batches - instruction.micro_batch
-
-    def _connect(
-        self, skips: Sequence[SkipEdge], recorders: Sequence[Recorder | None]
-    ) -> list[StageLinks]:
-        """Lay a way up and a way down between neighbours, and where a skip goes."""
-
-        def crossing(op: Op, source: int, target: int, keys: Sequence[SkipKey]) -> Crossing:
-            made = Crossing(
-                op,
-                self._devices[source],
-                self._devices[target],
-                num_skips=len(keys) or None,
-                recorders=(recorders[source], recorders[target]),
-            )
-            self._crossings.append(made)
-            return made
-
-        last = len(self._devices) - 1
-        below, above = ([ThreadLink() for _ in self._devices] for _ in range(2))
-        for edge in (*(SkipEdge(j, j + 1, ()) for j in range(last)), *skips):
-            up = crossing(Op.SEND_ACTIVATION, edge.source, edge.target, edge.keys)
-            down = crossing(Op.SEND_GRADIENT, edge.target, edge.source, edge.keys)
-            above[edge.source].add(incoming=down, outgoing=up)
-            below[edge.target].add(incoming=up, outgoing=down)
-        return [
-            StageLinks(below[j] if j > 0 else None, above[j] if j < last else None)
-            for j in range(last + 1)
-        ]
 
 
 def _put_together(
@@ -179,20 +133,6 @@ def _put_together(
         if leaf is not None
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _randomness(
-    partitions: Sequence[Partition], num_micro_batches: int, *, concurrent: bool
-) -> list[Randomness]:
-    draws = [may_draw(partition.module) for partition in partitions]
-    seeds: list[int | None] = [None] * len(draws)
-    if concurrent and any(draws):
-        base = int(torch.randint(2**62, (), device="cpu"))
-        seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
-    return [
-        Randomness(partition.device, seed=seed, draws=drawn, alone=len(draws) == 1)
-        for partition, seed, drawn in zip(partitions, seeds, draws, strict=True)
-    ]
 
 
 class _Forward(torch.autograd.Function):

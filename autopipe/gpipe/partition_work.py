@@ -108,6 +108,7 @@ class PartitionWork(StageWork):
 
     def backward(
         self,
+        micro_batch: int,
         starts: Starts,
         gradients: Sequence[Tensor] | None,
         anchors: Gradients,

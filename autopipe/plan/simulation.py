@@ -13,10 +13,11 @@ way:
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from autopipe.schedule import LETTERS, Instruction, Op, Schedule
+from autopipe.schedule import LETTERS, Instruction, Op, Schedule, Workers
 from autopipe.trace import Span
 
 
@@ -31,6 +32,8 @@ class StageTimes:
         lead_s: each stage's work before its first instruction; empty for none.
         handling_s: a stage's own time to hand over a message or to take one that has arrived,
             one a boundary; empty for none.
+        update_s: each stage's update of its weights, where the schedule has updates; empty for
+            none.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -38,6 +41,7 @@ class StageTimes:
     transfer_s: tuple[tuple[float, ...], ...]
     lead_s: tuple[float, ...] = ()
     handling_s: tuple[float, ...] = ()
+    update_s: tuple[float, ...] = ()
 
     def scaled(self, factor: float) -> StageTimes:
         """Return times of stages that compute faster, or slower."""
@@ -52,7 +56,8 @@ class StageTimes:
 class Simulation:
     """Hold a simulated step: the seconds in which each stage was busy or idle, and what it ran.
 
-    Leading work and handling messages are busy time, too, but no spans.
+    Leading work and handling messages are busy time, too, but no spans. Where stages are
+    replicated, each of their workers counts as a stage.
     """
 
     step_s: float
@@ -74,14 +79,20 @@ class Simulation:
         return company_s / work_s if work_s else 1.0
 
 
-def simulate(schedule: Schedule, times: StageTimes) -> Simulation:
+def simulate(
+    schedule: Schedule, times: StageTimes, *, replicas: Sequence[int] | None = None
+) -> Simulation:
     """Execute a schedule on a clock.
 
+    Args:
+        schedule: a program a stage; or one a worker, where stages are replicated.
+        times: of each stage.
+        replicas: workers of each stage, where there are several; each pair has a link of its own.
     Raises:
         ValueError: the times are not those of the schedule's stages; or its stages wait for each
             other, expect another order of messages, or leave messages unread.
     """
-    clock = _Clock(times, len(schedule))
+    clock = _Clock(times, Workers(tuple(replicas or (1,) * len(schedule))))
     waiting = [deque(program) for program in schedule]
     progress = True
     while progress:
@@ -122,9 +133,10 @@ class _Link:
 
 
 class _Clock:
-    """Hold the stages' clocks and the links between them."""
+    """Hold the workers' clocks and the links between them."""
 
-    def __init__(self, times: StageTimes, num_stages: int) -> None:
+    def __init__(self, times: StageTimes, workers: Workers) -> None:
+        num_stages = len(workers.replicas)
         lead_s = times.lead_s or (0.0,) * num_stages
         shape = tuple(map(len, (times.forward_s, times.backward_s, times.transfer_s, lead_s)))
         if shape != (num_stages, num_stages, num_stages - 1, num_stages):
@@ -139,41 +151,50 @@ class _Clock:
                 f"{len(self._handling_s)} times to handle a message for "
                 f"{num_stages - 1} boundaries"
             )
-        self.now_s, self.busy_s = list(lead_s), list(lead_s)
+        self._workers = workers
+        self.now_s = [lead_s[workers.place(w)[0]] for w in range(sum(workers.replicas))]
+        self.busy_s = list(self.now_s)
         self.events: list[Span] = []
-        # By what they carry and by boundary; boundary j lies between stages j and j + 1.
-        self._links = defaultdict[tuple[str, int], _Link](_Link)
+        # By what they carry, and the workers below and above.
+        self._links = defaultdict[tuple[str, int, int], _Link](_Link)
 
-    def execute(self, stage: int, instruction: Instruction) -> bool:
+    def execute(self, worker: int, instruction: Instruction) -> bool:
         """Carry out one instruction; return False where its message has not been sent yet."""
         op, i, times = instruction.op, instruction.micro_batch, self._times
+        stage, _ = self._workers.place(worker)
         if op in LETTERS:
-            start_s = self.now_s[stage]
-            compute_s = times.backward_s if op is Op.BACKWARD else times.forward_s
-            self._spend(stage, compute_s[stage][i])
-            self.events.append(Span(stage, op, i, start_s, self.now_s[stage]))
+            start_s = self.now_s[worker]
+            self._spend(worker, self._compute_s(op, stage, i))
+            self.events.append(Span(worker, op, i, start_s, self.now_s[worker]))
             return True
         boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
         goes_up = op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
-        link = self._links["activation" if goes_up else "gradient", boundary]
+        below, above = self._workers.of(boundary, i), self._workers.of(boundary + 1, i)
+        link = self._links["activation" if goes_up else "gradient", below, above]
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
-            self._spend(stage, self._handling_s[boundary])
-            link.send(i, self.now_s[stage], times.transfer_s[boundary][i])
+            self._spend(worker, self._handling_s[boundary])
+            link.send(i, self.now_s[worker], times.transfer_s[boundary][i])
             return True
         if not link.messages or link.messages[0][0] != i:
             return False
-        self.now_s[stage] = max(self.now_s[stage], link.messages.popleft()[1])
-        self._spend(stage, self._handling_s[boundary])
+        self.now_s[worker] = max(self.now_s[worker], link.messages.popleft()[1])
+        self._spend(worker, self._handling_s[boundary])
         return True
 
-    def _spend(self, stage: int, seconds: float) -> None:
-        self.now_s[stage] += seconds
-        self.busy_s[stage] += seconds
+    def _compute_s(self, op: Op, stage: int, micro_batch: int) -> float:
+        if op is Op.UPDATE:
+            return self._times.update_s[stage] if self._times.update_s else 0.0
+        rows = self._times.backward_s if op is Op.BACKWARD else self._times.forward_s
+        return rows[stage][micro_batch]
+
+    def _spend(self, worker: int, seconds: float) -> None:
+        self.now_s[worker] += seconds
+        self.busy_s[worker] += seconds
 
     def unread(self) -> list[str]:
         """Name the messages that were sent and that no stage received."""
         return [
-            f"{kind} {i} over boundary {boundary} is never received"
-            for (kind, boundary), link in sorted(self._links.items(), key=lambda item: item[0])
+            f"{kind} {i} between {below} and {above} is never received"
+            for (kind, below, above), link in sorted(self._links.items(), key=lambda it: it[0])
             for i, _ in link.messages
         ]

@@ -10,7 +10,7 @@ draw of the caller's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -148,6 +148,25 @@ class Randomness:
                 stack.enter_context(_lock(device))
                 stack.enter_context(_put_at(_default_generator(device), state))
             yield
+
+
+def randomness_of(
+    modules: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    *,
+    num_micro_batches: int,
+    concurrent: bool,
+) -> list[Randomness]:
+    """Return what each of a pipeline's stages draws from; a draw of the caller's gives seeds."""
+    draws = [may_draw(module) for module in modules]
+    seeds: list[int | None] = [None] * len(draws)
+    if concurrent and any(draws):
+        base = int(torch.randint(2**62, (), device="cpu"))
+        seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
+    return [
+        Randomness(device, seed=seed, draws=drawn, alone=len(draws) == 1)
+        for device, seed, drawn in zip(devices, seeds, draws, strict=True)
+    ]
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

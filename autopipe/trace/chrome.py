@@ -24,6 +24,7 @@ _NAMES = {
     Op.RECV_GRADIENT: "wait for gradient",
     Op.SEND_ACTIVATION: "send activation",
     Op.SEND_GRADIENT: "send gradient",
+    Op.UPDATE: "update",
 }
 
 

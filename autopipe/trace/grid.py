@@ -40,5 +40,5 @@ def time_grid(spans: Sequence[Span], width: int) -> str:
         rows[span.stage][first:last] = span.label.ljust(last - first, "=")[: last - first]
     scale = f"{total_s * 1e3:.1f} ms".rjust(max(0, width - 4))
     margin = " " * len(f"stage {max(rows)}  ")
-    grid = named_rows({stage: "".join(row) for stage, row in rows.items()})
+    grid = named_rows({f"stage {stage}": "".join(row) for stage, row in rows.items()})
     return f"{grid}\n{margin}0 ms{scale}"

@@ -16,6 +16,7 @@ _KINDS = {
     Op.FORWARD: ("forward", "#3b6fb6"),
     Op.RECOMPUTE: ("recomputation", "#e3a63a"),
     Op.BACKWARD: ("backward", "#3f9d6b"),
+    Op.UPDATE: ("update", "#b65a7a"),
     Op.SEND_ACTIVATION: ("activation sent", "#8fb3dd"),
     Op.SEND_GRADIENT: ("gradient sent", "#94cdad"),
 }

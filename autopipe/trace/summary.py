@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only
+from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only, unflushed
 from autopipe.trace.span import Span, programs
 
 
@@ -138,6 +138,9 @@ def _recognize(ran: dict[int, StageProgram], num_micro_batches: int, recomputed:
     size = (max(ran) + 1, num_micro_batches)
     known = {name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()}
     known["forward only"] = forward_only(*size)
+    if num_updates := sum(ins.op is Op.UPDATE for ins in ran[max(ran)]):
+        batch = num_micro_batches // num_updates
+        known["1f1b without flushes"] = unflushed(size[0], num_updates, batch)
     for name, schedule in known.items():
         if all(
             program == tuple(ins for ins in schedule[j] if ins.op in LETTERS)

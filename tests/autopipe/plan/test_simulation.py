@@ -152,7 +152,7 @@ def test_messages_expected_in_another_order_than_sent_are_refused() -> None:
 
 
 def test_message_that_nobody_receives_is_refused() -> None:
-    with pytest.raises(ValueError, match="activation 0 over boundary 0 is never received"):
+    with pytest.raises(ValueError, match="activation 0 between 0 and 1 is never received"):
         simulate(((Instruction(Op.SEND_ACTIVATION, 0),), ()), uniform(2, 1))
 
 

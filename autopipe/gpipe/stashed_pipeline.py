@@ -1,0 +1,178 @@
+"""Train a sequential module as a pipeline that is not flushed between batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopipe.engine import Payload
+from autopipe.gpipe.micro_batch import as_payload, scatter
+from autopipe.gpipe.module import GPipe
+from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, PartitionWork
+from autopipe.gpipe.step_loss import StepLoss
+from autopipe.schedule import unflushed
+from autopipe.stashing import StagePlace, StashedWork, check_versions
+from autopipe.threads import CallerSettings, Randomness, ThreadPipeline, randomness_of
+
+
+class StashedPipeline(GPipe):
+    """Train by asynchronous 1F1B with weight stashing: PipeDream on one machine.
+
+    A GPipe whose `train_on` takes many batches as one stream: no stage waits for a batch to end.
+    Each updates its weights by its own optimizer, once a batch; a micro-batch goes backward with
+    the weights of its forward. Which weights those are, and so what is computed, is `versions`'
+    (`autopipe.stashing.version_rules`): with more than one stage it is not what training without
+    a pipeline computes. Nothing is checkpointed.
+
+    Args:
+        module, balance, devices, chunks: as for `GPipe`.
+        optimizer: builds a stage's from the parameters that it trains.
+        versions: "stashed", "vertical_sync" or "double_buffered".
+    Attributes:
+        optimizers: the stages', None where nothing trains; learning rates may be changed between
+            two calls of `train_on`.
+        peak_versions: most versions of its weights that each stage held in the last `train_on`.
+    Raises:
+        TypeError, ValueError, IndexError: as `GPipe`; or versions that these counts do not allow.
+    Source: PipeDream (Narayanan et al. 2019); PipeDream-2BW (2021).
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        devices: Iterable[int | str | torch.device] | None = None,
+        chunks: int = 1,
+        versions: str = "stashed",
+    ) -> None:
+        super().__init__(module, balance, devices=devices, chunks=chunks, checkpoint="never")
+        check_versions(versions, num_stages=len(self.balance), num_micro_batches=self.chunks)
+        self.versions = versions
+        self.optimizers = [
+            optimizer(own) if (own := [p for p in part.parameters() if p.requires_grad]) else None
+            for part in self.partitions
+        ]
+        self.peak_versions: list[int] = []
+
+    def train_on(self, batches: Sequence[tuple[Any, Any]], loss_fn: LossFunction) -> list[float]:
+        """Train on every batch, and let the pipeline run empty behind the last.
+
+        Hooks on parameters do not fire.
+
+        Args:
+            batches: (input, target) pairs as for `step`, equally long or not; a DataLoader is
+                read while the stages compute.
+            loss_fn: as for `step`.
+        Returns:
+            each batch's mean loss, as the forwards of its micro-batches found it.
+        Raises:
+            TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
+                `chunks`. Some of the batches before it are trained on.
+        """
+        partitions, num_stages = self._described(), len(self.devices)
+        schedule = unflushed(num_stages, len(batches), self.chunks)
+        stream = _Stream(self._cut_up(batches, loss_fn), self.chunks)
+        settings = CallerSettings(self.devices, at_once=num_stages)
+        randomness = randomness_of(
+            list(self.partitions),
+            self.devices,
+            num_micro_batches=len(batches) * self.chunks,
+            concurrent=num_stages > 1,
+        )
+        self.zero_grad()
+        works = [
+            StashedWork(
+                _StreamWork(partition, stream, settings, draws),
+                [partition.module],
+                place=StagePlace(stage, num_stages, self.chunks),
+                versions=self.versions,
+                update=partial(_update, self.optimizers[stage], stream),
+            )
+            for stage, (partition, draws) in enumerate(zip(partitions, randomness, strict=True))
+        ]
+        pipeline = ThreadPipeline(
+            schedule,
+            works,
+            devices=self.devices,
+            settings=settings,
+            skips=self._skip_edges,
+            trace=self._trace,
+        )
+
+        def progress(stage: int) -> int:
+            instruction = pipeline.stages[stage].current
+            return 0 if instruction is None else instruction.micro_batch
+
+        pipeline.run(list(schedule), grad_enabled=True, order=progress)
+        settings.join_streams()
+        self.peak_versions = [work.peak_versions for work in works]
+        return [float(loss.mean()) for loss in stream.losses]
+
+    def _cut_up(
+        self, batches: Iterable[tuple[Any, Any]], loss_fn: LossFunction
+    ) -> Iterator[tuple[list[Payload], StepLoss]]:
+        for input, target in batches:
+            payload = as_payload(input, what="the input")
+            sizes = self._sizes(payload)
+            if len(sizes) < self.chunks:
+                raise ValueError(
+                    f"a batch of {sum(sizes)} samples cannot be cut into {self.chunks} "
+                    "micro-batches; leave it out, or lower chunks"
+                )
+            yield scatter(payload, sizes), StepLoss(loss_fn, target, sizes)
+
+
+class _Stream(Ends):
+    """Hold what is in flight of a stream of batches; read by stage 0, and so before by none."""
+
+    def __init__(
+        self, batches: Iterator[tuple[list[Payload], StepLoss]], num_micro_batches: int
+    ) -> None:
+        super().__init__([], loss=self._loss)
+        self.losses: list[StepLoss] = []
+        self._batches, self._num_micro_batches = batches, num_micro_batches
+
+    def next_input(self) -> Payload:
+        """Return the next micro-batch's."""
+        if not self.inputs:
+            pieces, loss = next(self._batches)
+            self.inputs.extend(pieces)
+            self.losses.append(loss)
+        return self.inputs.pop(0)
+
+    def _loss(self, micro_batch: int, outputs: Payload) -> Any:
+        batch, i = divmod(micro_batch, self._num_micro_batches)
+        return self.losses[batch](i, outputs)
+
+
+class _StreamWork(PartitionWork):
+    def __init__(
+        self,
+        partition: Partition,
+        stream: _Stream,
+        settings: CallerSettings,
+        randomness: Randomness,
+    ) -> None:
+        super().__init__(partition, stream, settings, randomness)
+        self._stream = stream
+
+    def first_input(self, micro_batch: int) -> Payload:
+        return self._stream.next_input()
+
+
+def _update(optimizer: Optimizer | None, stream: _Stream, batch: int) -> None:
+    """Step by the gradient of a batch's mean; all its losses are known where a stage ends it."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad = stream.losses[batch].scaled(parameter.grad)
+    optimizer.step()
