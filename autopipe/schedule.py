@@ -27,7 +27,7 @@ precedes the wait for one and fills what would be idle time.
 1F1B on replicated stages, the first of two workers, which take micro-batches in turn: it may take
 twice as long for each without holding the other stage up.
 
-    stage 0.0  F0 F2 .. B0 .. .. .. B2 ..
+    stage 0.0  F0 F2 .. B0 .. .. .. B2 .. ..
     stage 0.1  F1 F3 .. .. .. B1 .. .. .. B3
     stage 1    .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
@@ -239,6 +239,8 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
 
     Where stages are replicated, `replicas` are the workers of each.
     """
+    if not any(schedules):
+        return ""
     workers = Workers(tuple(replicas or (1,) * len(schedules[0])))
     grids = [_place(schedule, workers) for schedule in schedules]
     width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)

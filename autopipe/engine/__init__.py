@@ -13,13 +13,13 @@ from autopipe.engine.current_micro_batch import (
 )
 from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.engine.graph import Starts, cut, total_bytes
-from autopipe.engine.link import Gradients, Link, Payload
+from autopipe.engine.link import Gradients, Link, Payload, RoutedLink
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
 from autopipe.engine.watchdog import LinkError, Watchdog
 
 __all__ = [
     "ForwardPass", "Gradients", "Link", "LinkError", "Payload", "Peer", "ProcessLinkAbove",
-    "ProcessLinkBelow", "Receiver", "Sender", "StageLinks", "StageReport", "StageRun",
-    "StageWork", "Starts", "TensorSpec", "Watchdog", "current_forward_pass", "cut",
+    "ProcessLinkBelow", "Receiver", "RoutedLink", "Sender", "StageLinks", "StageReport",
+    "StageRun", "StageWork", "Starts", "TensorSpec", "Watchdog", "current_forward_pass", "cut",
     "is_checkpointing", "is_recomputing", "run_program", "total_bytes",
 ]  # fmt: skip

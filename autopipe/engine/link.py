@@ -46,3 +46,35 @@ class Link(ABC):
 
     def flush(self) -> None:  # noqa: B027 - optional
         """Wait until everything sent has been taken over."""
+
+
+class RoutedLink(Link):
+    """Connect with a stage of several workers, which take micro-batches in turn.
+
+    Args:
+        links: to each of them, in their order.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = tuple(links)
+
+    def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
+        for number, link in enumerate(self.links):
+            own = (ins for ins in program if ins.micro_batch % len(self.links) == number)
+            link.begin(tuple(own), sizes)
+
+    def reserve(self, micro_batch: int) -> None:
+        self._to(micro_batch).reserve(micro_batch)
+
+    def send(self, micro_batch: int, payload: Payload) -> None:
+        self._to(micro_batch).send(micro_batch, payload)
+
+    def receive(self, micro_batch: int) -> Payload:
+        return self._to(micro_batch).receive(micro_batch)
+
+    def flush(self) -> None:
+        for link in self.links:
+            link.flush()
+
+    def _to(self, micro_batch: int) -> Link:
+        return self.links[micro_batch % len(self.links)]

@@ -10,6 +10,8 @@ experiments.benchmarks.engine`; the last line printed is JSON. Its keys:
     vs_torch_pipelining         the same on processes; over both schedules, and for each
     of_bubble_bound             speed-up over the plain model / its bound; threads and processes
     k1_overhead                 one partition, one micro-batch: our time / the plain model's
+    unflushed_of_copies         micro-batches/s of asynchronous 1F1B / of K copies of a stage
+    unflushed_vs_flushed        time of 1F1B with flushes / without
     peak_memory_ratio_1f1b_vs_gpipe    bytes of activations that stage 0 keeps, M = 16
 
 The plain model of a speed-up runs micro-batch by micro-batch, each backward after its forward, on
@@ -36,6 +38,7 @@ from experiments.benchmarks.engine_threads import (
     against_torchgpipe,
     overhead_of_one_partition,
     peak_of_1f1b,
+    without_flushes,
 )
 from experiments.benchmarks.engine_workloads import Encoder, UNet, Workload
 from experiments.benchmarks.process_pipelines import (
@@ -134,6 +137,12 @@ def measure_encoder(
             num_stages,
             num_micro_batches=NUM_MICRO_BATCHES,
             num_rounds=options.num_rounds,
+        )
+        yield from without_flushes(
+            encoder,
+            num_stages,
+            num_micro_batches=NUM_MICRO_BATCHES,
+            num_rounds=options.num_table_pairs,
         )
         if peer is not None:
             yield from measure_torchgpipe(options, encoder, peer, num_stages)

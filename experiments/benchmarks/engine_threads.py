@@ -8,9 +8,10 @@ from functools import partial
 from types import ModuleType
 
 import numpy as np
+import torch
 
 from autopipe.balance import balance_by_time
-from autopipe.gpipe import GPipe
+from autopipe.gpipe import GPipe, StashedPipeline
 from autopipe.schedule import Op
 from autopipe.trace import Trace
 from experiments.benchmarks.engine_workloads import (
@@ -18,6 +19,7 @@ from experiments.benchmarks.engine_workloads import (
     Encoder,
     Workload,
     by_schedule,
+    loss_of,
     plain,
     through_autograd,
     verify_all,
@@ -31,7 +33,14 @@ from experiments.benchmarks.rounds import (
     interleave,
     of_bubble_bound,
 )
-from experiments.benchmarks.stage_copies import StageCopy, run_in_threads
+from experiments.benchmarks.stage_copies import (
+    MICRO_BATCHES_A_RUN,
+    StageCopy,
+    run_in_threads,
+)
+
+BATCHES_A_STREAM = 8
+"""That a pipeline without flushes trains on before it runs empty."""
 
 
 def balance_of(workload: Workload, num_stages: int) -> list[int]:
@@ -107,6 +116,61 @@ def against_bound(
             what=f"threads K={num_stages} M={num_micro_batches}, {how[name]}",
         )
         for name in ours
+    ]
+
+
+def without_flushes(
+    workload: Encoder, num_stages: int, *, num_micro_batches: int, num_rounds: int
+) -> list[Comparison]:
+    """Compare asynchronous 1F1B to independent copies of a stage, and to 1F1B with its flushes.
+
+    A round trains on a stream of batches; each takes an SGD update. The copies update nothing.
+    """
+    batch, balance = workload.mini_batch(), balance_of(workload, num_stages)
+    stream = [(batch.input, batch.target)] * BATCHES_A_STREAM
+    sgd = partial(torch.optim.SGD, lr=1e-3)
+    ours = StashedPipeline(
+        workload.build(),
+        balance,
+        optimizer=sgd,
+        devices=["cpu"] * num_stages,
+        chunks=num_micro_batches,
+    )
+    flushed = pipeline(workload, balance, chunks=num_micro_batches)
+    optimizer = sgd(flushed.parameters())
+
+    def train_flushed() -> None:
+        for input, target in stream:
+            flushed.step(input, target, loss_of, schedule="1f1b")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hidden = batch.split(num_micro_batches)[0].input
+    copies = [StageCopy.of(flushed.partitions[0], hidden) for _ in range(num_stages)]
+    actions: dict[str, Callable[[], object]] = {
+        "unflushed": partial(ours.train_on, stream, loss_of),
+        "flushed": train_flushed,
+        "together": partial(run_in_threads, copies),
+    }
+    seconds = interleave(actions, num_rounds=num_rounds)
+    ideal_s = seconds["together"] / MICRO_BATCHES_A_RUN * num_micro_batches * len(stream)
+    what = f"threads K={num_stages} M={num_micro_batches}"
+    return [
+        compare(
+            ("unflushed_of_copies",),
+            f"{what}, 1F1B without flushes / copies of a stage",
+            ideal_s / seconds["unflushed"],
+            seconds["unflushed"],
+            ideal_s,
+            peak_versions=ours.peak_versions,
+        ),
+        faster(
+            seconds,
+            "unflushed",
+            "flushed",
+            key=("unflushed_vs_flushed",),
+            what=f"{what}, 1F1B without flushes / with them",
+        ),
     ]
 
 

@@ -19,7 +19,9 @@ from autopipe.schedule import (
     gpipe,
     micro_batch_sizes,
     one_f_one_b,
+    replicated_one_f_one_b,
     split_at_first_backward,
+    unflushed,
 )
 
 SIZES = [
@@ -48,7 +50,9 @@ def test_drawn_schedules_are_the_grids_of_the_docstring() -> None:
     lines = [line.strip() for line in re.findall(r"^ +stage .*", module.__doc__, re.MULTILINE)]
     assert draw(gpipe(3, 3)).splitlines() == lines[:3]
     assert draw(one_f_one_b(3, 3)).splitlines() == lines[3:6]
-    assert draw(gpipe(3, 3, recomputed=range(2))).splitlines() == lines[6:]
+    assert draw(gpipe(3, 3, recomputed=range(2))).splitlines() == lines[6:9]
+    assert draw(replicated_one_f_one_b((2, 1), 4), replicas=(2, 1)).splitlines() == lines[9:12]
+    assert draw(unflushed(2, 4)).splitlines() == lines[12:]
 
 
 def test_columns_stay_aligned_with_two_digit_micro_batches() -> None:

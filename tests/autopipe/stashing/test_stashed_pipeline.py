@@ -1,14 +1,17 @@
-"""Training without flushes computes what its formulas say, bit for bit, and holds what they say."""
+"""Training without flushes computes what its formulas say, bit for bit, from as many versions."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from autopipe import StashedPipeline
 from autopipe.stashing import StagePlace, most_versions
@@ -114,3 +117,70 @@ def test_weights_are_those_of_delayed_gradients(
         assert torch.equal(p, q), name
     places = [StagePlace(stage, num_stages, chunks) for stage in range(num_stages)]
     assert pipeline.peak_versions == [most_versions(versions, place) for place in places]
+
+
+def stashed(module: nn.Sequential, balance: list[int], **options: Any) -> StashedPipeline:
+    devices = ["cpu"] * len(balance)
+    return StashedPipeline(module, balance, optimizer=momentum, devices=devices, **options)
+
+
+def test_a_loss_of_sum_and_count_is_divided_by_the_batch_s_count() -> None:
+    def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (output - target).square().sum(), output.numel()
+
+    expected, actual = model(), model()
+    losses = stashed(expected, [2, 4], chunks=3).train_on(batches(), loss_fn)
+    assert stashed(actual, [2, 4], chunks=3).train_on(batches(), summed) == pytest.approx(losses)
+    for p, q in zip(actual.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_a_data_loader_is_read_and_a_stage_may_train_nothing() -> None:
+    x, y = zip(*batches(), strict=True)
+    loader = DataLoader(TensorDataset(torch.cat(x), torch.cat(y)), batch_size=SAMPLES)
+    module = model()
+    before = copy.deepcopy(module.state_dict())
+    module[0].requires_grad_(False)
+    pipeline = stashed(module, [2, 4])
+    assert pipeline.optimizers[0] is None
+    losses = pipeline.train_on(loader, loss_fn)
+    assert len(losses) == BATCHES
+    assert losses[-1] != losses[0]
+    after = module.state_dict()
+    changed = [name for name in after if not after[name].equal(before[name])]
+    assert changed == ["2.weight", "2.bias", "4.weight", "4.bias"]
+
+
+def test_dropout_is_drawn_from_the_caller_s_generator() -> None:
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        module = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5)).double()
+        stashed(module, [2, 1], chunks=2).train_on(batches(), loss_fn)
+        weights.append(module[0].weight.detach().clone())
+    assert weights[0].equal(weights[1])
+
+
+def test_a_trace_shows_the_updates() -> None:
+    pipeline = stashed(model(), [4, 2], chunks=2)
+    with pipeline.trace() as trace:
+        pipeline.train_on(batches(), loss_fn)
+    assert sum(span.label.startswith("U") for span in trace.spans) == 2 * BATCHES
+    assert trace.summary().schedule == "1f1b without flushes"
+
+
+def test_what_fails_is_raised_and_leaves_no_thread() -> None:
+    given = batches()
+    given[3] = (given[3][0][:1], given[3][1][:1])
+    pipeline = stashed(model(), [2, 4], chunks=3)
+    with pytest.raises(ValueError, match="a batch of 1 samples cannot be cut into 3"):
+        pipeline.train_on(given, loss_fn)
+    assert not [t for t in threading.enumerate() if t.name.startswith("partition")]
+    assert len(pipeline.train_on(batches(), loss_fn)) == BATCHES
+
+
+def test_versions_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="choose one of stashed, vertical_sync, double_buffered"):
+        stashed(model(), [2, 4], versions="newest")
+    with pytest.raises(ValueError, match="at least 2 micro-batches a batch on 3 stages"):
+        stashed(model(), [2, 2, 2], versions="double_buffered")
