@@ -15,11 +15,13 @@ from autopipe.plan.search import (
     predict,
     stage_compute_s,
 )
+from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 
 __all__ = [
-    "ExplainedPlan", "PipelinePlan", "PlanRequest", "Tables", "best_count", "candidates",
-    "draw_tables", "explain", "fitting_lengths", "least_memory_plan", "paper_length",
-    "paper_plan", "paper_split", "plan_pipeline", "predict", "runners_up",
-    "stage_compute_s", "table_text", "throughput_tables",
+    "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes", "Tables",
+    "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
+    "least_memory_plan", "paper_length", "paper_plan", "paper_split", "plan_pipeline",
+    "predict", "runners_up", "simulate", "stage_compute_s", "table_text",
+    "throughput_tables",
 ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Compare data, model and pipeline parallelism as PipeDream's paper does.
+
+    python -m experiments.pipedream train --networks vgg16 alexnet transformer --picture ways.png
+    python -m experiments.pipedream simulate graph.txt --clusters A B
+    python -m experiments.pipedream draw --stages 4 --micro_batches 4 --picture schedules.png
+
+`train` trains small networks on scikit-learn's digits in every way, on as many CPU threads as
+there are workers, and says what staleness costs. `simulate` predicts every way for profiles as
+PipeDream's profiler writes them, on the machines of its paper, beside the published speed-ups.
+`draw` puts the schedules side by side, with their bubble, memory and communication beside the
+formulas. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from autopipe.pipedream import trimmed
+from autopipe.profile import read_graph
+from experiments.finetune.series import markdown
+from experiments.pipedream import drawn, trained
+from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
+from experiments.pipedream.networks import NETWORKS
+from experiments.pipedream.simulated import predict
+from experiments.pipedream.ways import Setting
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="experiments.pipedream",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ways = parser.add_subparsers(dest="what", required=True)
+    train = ways.add_parser("train", help="train in every way on this machine")
+    train.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    train.add_argument("--workers", type=int, default=2, help="threads: stages, or replicas")
+    train.add_argument("--micro_batches", type=int, default=8, help="of a batch")
+    train.add_argument("--batch_size", type=int, default=64)
+    train.add_argument("--epochs", type=int, default=8)
+    train.add_argument("--learning_rate", type=float, default=1e-3)
+    train.add_argument("--num_samples", type=int, help="of the 1,197 training images")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--small", action="store_true", help="narrow networks, to try it")
+    train.add_argument("--picture", type=Path, help="draw accuracy over time into this file")
+    simulate = ways.add_parser("simulate", help="predict every way on a described cluster")
+    simulate.add_argument(
+        "profiles", nargs="+", type=Path, help="vgg16.txt is VGG-16's, and so on"
+    )
+    simulate.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
+    draw = ways.add_parser("draw", help="draw the schedules side by side")
+    draw.add_argument("--stages", type=int, default=2)
+    draw.add_argument("--micro_batches", type=int, default=4)
+    draw.add_argument("--small", action="store_true", help="measure a narrow network")
+    draw.add_argument("--simulated", action="store_true", help="measure nothing")
+    draw.add_argument("--picture", type=Path, help="draw into this file")
+    return parser.parse_args(arguments)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train, and print a table for each network."""
+    setting = Setting(options.workers, options.micro_batches, options.learning_rate)
+    course = trained.Course(
+        options.epochs, options.batch_size, options.num_samples, options.seed, options.small
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.workers)
+    try:
+        learned = {}
+        for name in options.networks:
+            learned[name] = trained.train_network(name, setting, course)
+            size = options.num_samples or 1197
+            whole = size // options.batch_size * options.batch_size
+            print(f"{name}\n\n{trained.table(learned[name], samples_an_epoch=whole)}\n")
+    finally:
+        torch.set_num_threads(before)
+    if options.picture is not None:
+        trained.draw(learned, options.picture)
+    print(trained.as_json(learned))
+
+
+def run_simulate(options: argparse.Namespace) -> None:
+    """Predict, and print a table for each profile and cluster."""
+    found = []
+    for path in options.profiles:
+        graph = trimmed(read_graph(path.read_text()))
+        for cluster in options.clusters:
+            published = PUBLISHED.get((path.stem, cluster))
+            rows = predict(graph, CLUSTERS[cluster], published.replicas if published else None)
+            base = rows[0].seconds
+            lines = [["way", "stages", "ms a minibatch", "of data parallel"]]
+            lines += [
+                [row.name, row.plan, f"{1e3 * row.seconds:.3g}", f"{base / row.seconds:.2f}"]
+                for row in rows
+            ]
+            print(f"{path.stem} on {cluster}\n\n{markdown(lines)}")
+            if published is not None:
+                reached = published.accuracy and f", {published.accuracy:.2f} to the accuracy"
+                print(f"published: {published.plan}, {published.epoch:.2f} x{reached or ''}")
+            print()
+            found.append(
+                {"profile": path.stem, "cluster": cluster, "rows": [asdict(row) for row in rows]}
+            )
+    print(json.dumps(found))
+
+
+def run_draw(options: argparse.Namespace) -> None:
+    """Draw, and print a table."""
+    shape = drawn.Shape(options.stages, options.micro_batches)
+    all_drawn = drawn.all_drawn(shape)
+    measured = {} if options.simulated else drawn.measure(shape, small=options.small)
+    print(drawn.table(all_drawn, measured))
+    if options.picture is not None:
+        drawn.draw(all_drawn, options.picture)
+    print(json.dumps({name: asdict(one) for name, one in measured.items()}))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one of the three."""
+    options = parse(arguments)
+    {"train": run_train, "simulate": run_simulate, "draw": run_draw}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Predict every way to share a model's work, from a profile of its layers, on a described cluster.
+
+A minibatch's parts are taken to cost in proportion to their samples. Weights of replicas are
+summed by a ring, which nothing hides; between two stages each pair of workers has a link of its
+own. Rates are of a long stream: what a second one of equal length adds to the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.pipedream import (
+    CutState,
+    Machines,
+    ReplicatedPlan,
+    ReplicatedStage,
+    cut_states,
+    data_parallel_s,
+    optimize,
+)
+from autopipe.plan import StageTimes, simulate
+from autopipe.profile import LayerGraph
+from autopipe.schedule import gpipe, one_f_one_b, replicated_one_f_one_b
+
+NUM_MICRO_BATCHES = 8
+_STREAM = 6
+"""Batches of a stream."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Hold a way's seconds a minibatch.
+
+    Args:
+        name: of the way.
+        seconds: of a minibatch, on the whole cluster.
+        plan: the stages' replicas.
+    """
+
+    name: str
+    seconds: float
+    plan: str
+
+
+def predict(
+    graph: LayerGraph, levels: Sequence[Machines], published: Sequence[int] | None = None
+) -> list[Predicted]:
+    """Return every way's seconds; data parallelism, the others' measure, comes first.
+
+    Args:
+        graph: what each layer costs.
+        levels: of the cluster, innermost first.
+        published: replicas of two stages that were chosen elsewhere; cut where they are fastest.
+    """
+    states = cut_states(graph)
+    sync_s = data_parallel_s(states, levels)
+    num_machines = 1
+    for level in levels:
+        num_machines *= level.count
+    rows = [
+        Predicted("data parallel", sync_s, str(num_machines)),
+        Predicted("one machine", states[-1].compute_s, "1"),
+    ]
+    straight = _straight(states, levels)
+    if straight is not None:
+        stages = _Stages(graph, states, straight, levels)
+        name = f"straight, {len(straight.leaves)}"
+        micro = NUM_MICRO_BATCHES
+        rows += [
+            Predicted("model parallel", stages.flushed_s("gpipe", 1), name),
+            Predicted("GPipe", stages.flushed_s("gpipe", micro), name),
+            Predicted("1F1B", stages.flushed_s("1f1b", micro), name),
+            Predicted("async 1F1B", stages.unflushed_s(), name),
+        ]
+    choice = optimize(states, levels, activations=True)
+    seconds = sync_s
+    if choice.name != "data parallel":
+        seconds = _Stages(graph, states, choice, levels).unflushed_s()
+    rows.append(Predicted("optimizer's choice", seconds, choice.name))
+    if published is not None and len(published) == 2:
+        cut_s = min(
+            _Stages(graph, states, _in_two(published, cut, len(states)), levels).unflushed_s()
+            for cut in range(1, len(states))
+        )
+        rows.append(Predicted("published choice", cut_s, "-".join(map(str, published))))
+    return rows
+
+
+def _in_two(replicas: Sequence[int], cut: int, num_states: int) -> ReplicatedPlan:
+    stages = (
+        ReplicatedStage(0, cut, replicas[0]),
+        ReplicatedStage(cut, num_states, replicas[1]),
+    )
+    return ReplicatedPlan(stages, math.nan, math.nan, math.nan)
+
+
+def _straight(states: Sequence[CutState], levels: Sequence[Machines]) -> ReplicatedPlan | None:
+    """Return the best pipeline of single machines, of as many as the graph can be cut for."""
+    try:
+        return optimize(states, levels, activations=True, straight=True)
+    except ValueError:
+        return None
+
+
+class _Stages:
+    """Hold a plan's stages, their costs for a minibatch, and the links between them."""
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        states: Sequence[CutState],
+        plan: ReplicatedPlan,
+        levels: Sequence[Machines],
+    ) -> None:
+        nodes = {node.name: node for node in graph.nodes}
+        leaves = plan.leaves
+        self.replicas = tuple(leaf.replicas for leaf in leaves)
+        own = [
+            set(states[leaf.end - 1].nodes)
+            - (set(states[leaf.begin - 1].nodes) if leaf.begin else set())
+            for leaf in leaves
+        ]
+        self.forward_s = [sum(nodes[name].forward_s for name in names) for names in own]
+        self.backward_s = [sum(nodes[name].backward_s for name in names) for names in own]
+        outer = {stage.end for stage in plan.stages}
+        rates = [levels[-1 if leaf.end in outer else 0].bytes_per_s for leaf in leaves[:-1]]
+        self.transfer_s = [
+            states[leaf.end - 1].crossing_bytes / rate
+            for leaf, rate in zip(leaves[:-1], rates, strict=True)
+        ]
+        self.sync_s = [
+            self._sum_s(names_bytes, leaf.replicas, levels)
+            for names_bytes, leaf in zip(
+                (sum(nodes[name].parameter_bytes for name in names) for names in own),
+                leaves,
+                strict=True,
+            )
+        ]
+
+    @staticmethod
+    def _sum_s(num_bytes: float, replicas: int, levels: Sequence[Machines]) -> float:
+        """Return the seconds to sum gradients; replicas beyond a server use the outer links."""
+        rate = levels[0 if replicas <= levels[0].count else -1].bytes_per_s
+        return 4 * (replicas - 1) * num_bytes / (rate * replicas)
+
+    def flushed_s(self, schedule: str, num_micro_batches: int) -> float:
+        """Return a minibatch's seconds in a pipeline that is empty behind it."""
+        make = {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule]
+        program = make(len(self.replicas), num_micro_batches)
+        return simulate(program, self._times(num_micro_batches, 1 / num_micro_batches)).step_s
+
+    def unflushed_s(self) -> float:
+        """Return what a minibatch adds to a long stream of them, each whole."""
+        turn = max(self.replicas)
+        return (self._stream_s(2 * _STREAM, turn) - self._stream_s(_STREAM, turn)) / (
+            _STREAM * turn * len(self.replicas)
+        )
+
+    def _stream_s(self, num_turns: int, turn: int) -> float:
+        num = num_turns * turn * len(self.replicas)
+        program = replicated_one_f_one_b(self.replicas, num, update_every=turn)
+        # A worker sums once a turn for each of its own minibatches in it.
+        update_s = tuple(
+            seconds * turn / count
+            for seconds, count in zip(self.sync_s, self.replicas, strict=True)
+        )
+        times = self._times(num, 1.0)
+        times = StageTimes(times.forward_s, times.backward_s, times.transfer_s, update_s=update_s)
+        return simulate(program, times, replicas=self.replicas).step_s
+
+    def _times(self, num: int, share: float) -> StageTimes:
+        return StageTimes(
+            tuple((share * seconds,) * num for seconds in self.forward_s),
+            tuple((share * seconds,) * num for seconds in self.backward_s),
+            tuple((share * seconds,) * num for seconds in self.transfer_s),
+        )
