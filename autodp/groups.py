@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import final
 
 import torch
@@ -126,9 +126,13 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
     if not on_cuda or forward is None:
         return Groups(forward, forward, stage)
     backward = _own_group(pipelines, rank, timeout_s)
-    pipeline = topology.pipeline_ranks(topology.replica_of(rank))
-    for group, ranks in ((forward, pipeline), (backward, pipeline[::-1])):
-        open_links(ranks, rank, group=group, device=torch.device("cuda"))
+    replica, device = topology.replica_of(rank), torch.device("cuda")
+    layers = [topology.stage_of_replica(replica, one) for one in range(topology.length)]
+    ways = [way for below, above in pairwise(layers) for way in product(below, above)]
+    for way in ways:
+        open_links(way, rank, group=forward, device=device)
+    for way in reversed(ways):
+        open_links(way[::-1], rank, group=backward, device=device)
     return Groups(forward, backward, stage)
 
 

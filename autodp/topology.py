@@ -10,13 +10,20 @@ Where K leaves a remainder, the last ranks of each node, or of the world where a
 nodes, are spares. They are the stage and the replica after the last, and in no pipeline.
 
     2 nodes of 3 slots, K = 2:   pipelines 0 1 and 3 4, spares 2 and 5
+
+Or all ranks are one pipeline whose stages have several workers each, which take micro-batches in
+turn; the stages' ranks follow each other:
+
+    4 ranks, 2 and 1 and 1 workers:   stage 0: ranks 0 1, stage 1: rank 2, stage 2: rank 3
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class Topology:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
         max_replicas: most pipelines; the ranks of further ones are spares. None for no limit.
+        stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
+            with one each.
     Raises:
         ValueError: there is no rank or no slot, or no pipeline of this length is possible.
     """
@@ -35,6 +44,7 @@ class Topology:
     slots_per_node: int
     length: int
     max_replicas: int | None = None
+    stage_workers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.slots_per_node < 1:
@@ -42,16 +52,29 @@ class Topology:
                 f"a cluster needs at least one rank and one slot a node, got "
                 f"{self.num_ranks} ranks and {self.slots_per_node} slots"
             )
-        if not self._is_possible(self.length):
+        if self.stage_workers is not None:
+            if (len(self.stage_workers), sum(self.stage_workers)) != (self.length, self.num_ranks):
+                raise ValueError(
+                    f"{self.length} stages with {self.stage_workers} workers do not make a "
+                    f"pipeline of {self.num_ranks} ranks"
+                )
+        elif not self._is_possible(self.length):
             possible = filter(self._is_possible, range(1, self.num_ranks + 1))
             raise ValueError(
                 f"pipeline length {self.length} does not fit {self.num_ranks} ranks with "
                 f"{self.slots_per_node} slots a node; choose one of {list(possible)}"
             )
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Return how many ranks of a pipeline each of its stages has."""
+        return self.stage_workers or (1,) * self.length
+
     @cached_property
     def _pipelines(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every pipeline: a node's, or consecutive nodes', are packed."""
+        if self.stage_workers is not None:
+            return (tuple(range(self.num_ranks)),)
         block = max(self.slots_per_node, self.length)
         ranks = range(self.num_ranks)
         packed = (ranks[start : start + block] for start in ranks[::block])
@@ -79,7 +102,19 @@ class Topology:
     def stage_of(self, rank: int) -> int:
         """Return the stage that a rank runs; K for a spare."""
         replica = self.replica_of(rank)
-        return self.length if replica == self.replicas else self._pipelines[replica].index(rank)
+        if replica == self.replicas:
+            return self.length
+        return bisect_right(self._ends, self._pipelines[replica].index(rank))
+
+    def worker_of(self, rank: int) -> int:
+        """Return which of the workers of its stage, in its pipeline, a rank is."""
+        replica, stage = self.replica_of(rank), self.stage_of(rank)
+        return 0 if stage == self.length else self.stage_of_replica(replica, stage).index(rank)
+
+    def stage_of_replica(self, replica: int, stage: int) -> tuple[int, ...]:
+        """Return the ranks of one pipeline that run a stage, in the order of their turns."""
+        end = self._ends[stage]
+        return self._pipelines[replica][end - self.workers[stage] : end]
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to; R for a spare."""
@@ -91,12 +126,21 @@ class Topology:
         return self._pipelines[replica]
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same stage, one a replica."""
-        return tuple(ranks[stage] for ranks in self._pipelines)
+        """Return the ranks that hold the same stage: of each replica all its workers."""
+        return tuple(
+            rank
+            for replica in range(self.replicas)
+            for rank in self.stage_of_replica(replica, stage)
+        )
 
     def is_on_one_node(self, ranks: Iterable[int]) -> bool:
         """Tell whether all of some ranks are slots of one node."""
         return len({rank // self.slots_per_node for rank in ranks}) == 1
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Return behind which of a pipeline's ranks each stage ends."""
+        return tuple(accumulate(self.workers))
 
     def _is_possible(self, length: int) -> bool:
         """Tell whether a pipeline stays within a node, or fills whole ones, and finds room."""

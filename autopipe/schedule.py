@@ -76,7 +76,7 @@ Schedule = tuple[StageProgram, ...]
 
 
 @dataclass(frozen=True)
-class Workers:
+class StageWorkers:
     """Number the workers of replicated stages, stage by stage; they take micro-batches in turn.
 
     Args:
@@ -148,9 +148,9 @@ def replicated_one_f_one_b(
     Raises:
         ValueError: a worker would get no micro-batch of a batch, or batches are not whole.
     """
-    workers, num_stages = Workers(tuple(replicas)), len(replicas)
+    workers, num_stages = StageWorkers(tuple(replicas)), len(replicas)
     batch = num_micro_batches if update_every is None else update_every
-    if batch < max(replicas) or num_micro_batches % batch:
+    if update_every is not None and (batch < max(replicas) or num_micro_batches % batch):
         raise ValueError(
             f"{num_micro_batches} micro-batches in batches of {batch} do not give each of "
             f"{max(replicas)} workers of a stage one of every batch"
@@ -176,12 +176,31 @@ def unflushed(num_stages: int, num_batches: int, num_micro_batches: int = 1) -> 
     return replicated_one_f_one_b((1,) * num_stages, total, update_every=num_micro_batches)
 
 
-def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
-    forwards = _each(Op.FORWARD, range(num_micro_batches))
-    return tuple(_with_links(forwards, j, num_stages) for j in range(num_stages))
+def forward_only(
+    num_stages: int, num_micro_batches: int, *, replicas: Sequence[int] | None = None
+) -> Schedule:
+    """Run forwards alone; where stages have several workers, these take turns."""
+    return tuple(
+        _with_links(_each(Op.FORWARD, range(number, num_micro_batches, count)), stage, num_stages)
+        for stage, count in enumerate(replicas or (1,) * num_stages)
+        for number in range(count)
+    )
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def schedule_of(name: str, replicas: Sequence[int], num_micro_batches: int) -> Schedule:
+    """Return a schedule of `SCHEDULES`, for stages of so many workers each.
+
+    Raises:
+        ValueError: stages have several workers, which is for "1f1b" alone.
+    """
+    if max(replicas) == 1:
+        return SCHEDULES[name](len(replicas), num_micro_batches)
+    if name != "1f1b":
+        raise ValueError(f"stages of several workers run 1f1b, not {name}")
+    return replicated_one_f_one_b(replicas, num_micro_batches)
 
 
 def micro_batch_sizes(
@@ -241,7 +260,7 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
     """
     if not any(schedules):
         return ""
-    workers = Workers(tuple(replicas or (1,) * len(schedules[0])))
+    workers = StageWorkers(tuple(replicas or (1,) * len(schedules[0])))
     grids = [_place(schedule, workers) for schedule in schedules]
     width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)
     rows = [
@@ -256,7 +275,7 @@ def named_rows(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name.ljust(width)}  {row}".rstrip() for name, row in rows.items())
 
 
-def _place(schedule: Schedule, workers: Workers) -> list[list[str]]:
+def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
     """Give each worker's tasks their ticks, one long and as early as their input is there."""
     sources = {Op.FORWARD: -1, Op.BACKWARD: 1}  # Of an operation's input, from its stage.
 

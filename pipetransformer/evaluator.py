@@ -114,7 +114,8 @@ class Evaluator:
         """Return what serves a data set's samples, by default once."""
 
         def to_come() -> Iterator[tuple[int, Tensor]]:
-            return ((0, ids) for ids in self._deployment.active_stage.rounds(len(dataset)))
+            stage = self._deployment.active_stage
+            return ((0, stage.share.read_of_slice(ids)) for ids in stage.rounds(len(dataset)))
 
         return SampleFeed(
             self._prefix,

@@ -99,6 +99,7 @@ class Run:
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
         world.max_replicas = config.max_replicas
+        world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._to_come)
         self.timeline = Timeline(
@@ -208,7 +209,7 @@ class Run:
         size = self.timeline.global_batch(replicas)
         for epoch, sample in self.timeline.to_come(replicas):
             batch = sampler.global_batch(epoch, sample, size)
-            yield epoch, self.deployment.active_stage.own_part(batch)
+            yield epoch, self.deployment.active_stage.share.read_of(batch)
 
     def _sampler_of(self, dataset: SizedDataset, config: TrainConfig) -> EpochSampler:
         num, seed = len(dataset), config.seed
@@ -239,9 +240,12 @@ class Run:
             return verify(self.task, self.world, model=model, loss_fn=loss_fn, batch=batch)
 
     def joined_trace(self, own: Trace) -> Trace:
-        """Return what the first pipeline's stages took down, on every rank. Collective."""
-        topology = self.deployment.active_stage.topology
-        is_first = topology.replica_of(self.world.rank) == 0
+        """Return what the first pipeline's stages took down, on every rank. Collective.
+
+        Of a stage of several workers it is the first one's.
+        """
+        topology, rank = self.deployment.active_stage.topology, self.world.rank
+        is_first = topology.replica_of(rank) == topology.worker_of(rank) == 0
         spans = [span.to_json() for span in own.spans] if is_first else []
         gathered = gather_json(spans, group=self.world.group)
         return Trace.of(Span.from_json(span) for spans in gathered for span in spans)

@@ -176,7 +176,9 @@ class Forced:
         sublayers = situation.profile.sublayers
         first = next(i for i, s in enumerate(sublayers) if s.layer >= situation.request.num_frozen)
         request = situation.request
-        allowed = fitting_lengths(request.num_ranks, request.slots_per_node)
+        allowed = [*fitting_lengths(request.num_ranks, request.slots_per_node)]
+        if request.stage_workers is not None:
+            allowed.append(len(request.stage_workers))
         most = min(shape.length, len(sublayers) - first)
         length = most if shape.spares else max(one for one in allowed if one <= most)
         even = (first + (len(sublayers) - first) * j // length for j in range(length + 1))

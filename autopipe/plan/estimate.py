@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from operator import add
 
 from autopipe.partition import PartCost, per_part
+from autopipe.plan.request import PlanRequest
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.profile import Profile
 from autopipe.schedule import Schedule
@@ -23,21 +24,13 @@ class StepModel:
 
     Args:
         profile: the measurements.
-        others: as in a `PlanRequest`.
+        request: what is planned.
     Raises:
         ValueError: nothing is left to train.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        num_frozen: int,
-        prefix_cached_s: float | None,
-        slots_per_node: int,
-        prefix_chunk: int | None,
-        round_bytes: int,
-    ) -> None:
+    def __init__(self, profile: Profile, request: PlanRequest) -> None:
+        num_frozen, round_bytes = request.num_frozen, request.round_bytes
         costs = profile.sublayers
         self.first_active = sum(cost.layer < num_frozen for cost in costs)
         self.num_units = len(costs) - self.first_active
@@ -46,8 +39,9 @@ class StepModel:
                 f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
                 f"train; freeze at most {max((c.layer for c in costs), default=0)}"
             )
-        self._profile, self._prefix_cached_s = profile, prefix_cached_s
-        self._slots_per_node, self._prefix_chunk = slots_per_node, prefix_chunk
+        self._profile, self._prefix_cached_s = profile, request.prefix_cached_s
+        self._slots_per_node, self._prefix_chunk = request.slots_per_node, request.prefix_chunk
+        self._workers_of = request.workers_of
         frozen, active = costs[: self.first_active], costs[self.first_active :]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
         # Without gradients, activations are gone when the next sublayer has run.
@@ -70,7 +64,10 @@ class StepModel:
         self._work: dict[int, tuple[list[float], list[float]]] = {}
 
     def work_s(self, sizes: tuple[int, ...], length: int) -> PartCost:
-        """Return the function that says how many seconds a stage of so many computes in a step."""
+        """Return the function that says how many seconds a stage of so many computes in a step.
+
+        Where it has several workers, each computes so long.
+        """
         total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
@@ -78,10 +75,15 @@ class StepModel:
                 t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
             ]
 
-        factors = [self._profile.slowness_of(part, length) for part in range(length)]
+        workers = self._workers_of(length)
+        factors = [
+            self._profile.slowness_of(part, length) / workers[part] for part in range(length)
+        ]
 
         def cost(part: int, first: int, last: int) -> float:
-            return factors[part] * (total[last] - total[first]) + (fetch_s if part == 0 else 0.0)
+            return factors[part] * (total[last] - total[first]) + (
+                fetch_s / workers[0] if part == 0 else 0.0
+            )
 
         return cost
 
@@ -113,15 +115,16 @@ class StepModel:
             num_replicas: pipelines side by side.
         """
         num_samples = [max(sizes) * number for number in in_flight]
+        workers = self._workers_of(len(in_flight))
         prefix_run = (self._prefix_chunk or max(sizes)) * self._prefix_sample_bytes
         prefix_run += self._prefix_copies
         if len(sizes) > 1:
             # All of the step's samples lie behind the prefix until their micro-batches' turn.
-            prefix_run += sum(sizes) * self._boundary_bytes[0]
+            prefix_run += sum(sizes) / workers[0] * self._boundary_bytes[0]
 
         def cost(part: int, first: int, last: int) -> float:
             held = self._held[last] - self._held[first] + (0 if part else self._prefix_bytes)
-            copies = 2 if num_replicas > 1 else 1
+            copies = 2 if num_replicas * workers[part] > 1 else 1
             per_sample = (
                 self._saved[last]
                 - self._saved[first]
@@ -161,12 +164,14 @@ class StepModel:
         """
         times = self._stage_times(sizes, split)
         slots, idle_node_share = self._slots_per_node, self._profile.idle_node_share
-        simulation = simulate(schedule, times)
+        workers = self._workers_of(len(split) - 1)
+        simulation = simulate(schedule, times, replicas=workers)
         if len(schedule) == 1 or slots == 1 or idle_node_share == 1.0:
             return simulation
         computing = simulation.company / len(schedule)
         others = max(0.0, (computing * slots - 1) / (slots - 1))
-        return simulate(schedule, times.scaled(idle_node_share + (1 - idle_node_share) * others))
+        share = idle_node_share + (1 - idle_node_share) * others
+        return simulate(schedule, times.scaled(share), replicas=workers)
 
     def least_step_s(
         self, sizes: tuple[int, ...], split: tuple[int, ...], *, num_replicas: int
@@ -177,6 +182,7 @@ class StepModel:
         """
         forward, backward = self._cumulated_work(min(sizes))
         fetch_s = self.fetch_s(sizes)
+        fetch_s = fetch_s / self._workers_of(len(split) - 1)[0]
         below = [
             forward[unit] + backward[unit] + (fetch_s if unit else 0.0) for unit in split[:-1]
         ]
@@ -187,26 +193,26 @@ class StepModel:
 
     def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
-        profile = self._profile
-        trained_bytes = max(
+        profile, workers = self._profile, self._workers_of(len(split) - 1)
+        trained_bytes = [
             self._gradients[last] - self._gradients[first] for first, last in pairwise(split)
+        ]
+        stage_s = max(
+            profile.optimizer_s_per_byte * size + profile.all_reduce_s(num_replicas * count, size)
+            for size, count in zip(trained_bytes, workers, strict=True)
         )
-        return (
-            profile.optimizer_s_per_byte * trained_bytes
-            + profile.step_overhead_s
-            + profile.all_reduce_s(num_replicas, trained_bytes)
-        )
+        return stage_s + profile.step_overhead_s
 
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
-        last_stage = len(split) - 2
+        last_stage, workers = len(split) - 2, self._workers_of(len(split) - 1)
         factors = [
             self._profile.slowness_of(stage, len(split) - 1) for stage in range(last_stage + 1)
         ]
         # Pipelines begin at a node's first slot, so that the last slot's link leaves it.
         links = [
-            self._profile.link if stage % self._slots_per_node else self._profile.node_link
-            for stage in range(1, last_stage + 1)
+            self._profile.link if rank % self._slots_per_node else self._profile.node_link
+            for rank in accumulate(workers[:-1])
         ]
         # Stage 0 also sends targets to the last stage.
         targets_s = links[-1].overhead_s if links else 0.0
@@ -227,7 +233,11 @@ class StepModel:
                 tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
                 for link, unit in zip(links, split[1:-1], strict=True)
             ),
-            lead_s=(self.fetch_s(sizes), *(0.0,) * last_stage),
+            # Several workers fetch for their own micro-batches alone.
+            lead_s=(
+                self.fetch_s(sizes) / self._workers_of(last_stage + 1)[0],
+                *(0.0,) * last_stage,
+            ),
             handling_s=tuple(link.overhead_s for link in links),
         )
 

@@ -36,12 +36,14 @@ class StepParts:
 class ExplainedPlan:
     """Hold a plan with its step's parts and its simulated schedule.
 
-    Sums of gradients and update come after the simulation.
+    Sums of gradients and update come after the simulation. `workers` are those of each stage; the
+    simulation has each of them.
     """
 
     plan: PipelinePlan
     parts: StepParts
     simulation: Simulation
+    workers: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON, without the timeline."""
@@ -54,7 +56,11 @@ class ExplainedPlan:
 
     def spans(self) -> list[Span]:
         """Return the schedule as spans, to be drawn; what is kept are all of a stage's bytes."""
-        peaks = self.plan.peak_bytes
+        peaks = [
+            size
+            for size, count in zip(self.plan.peak_bytes, self.workers, strict=True)
+            for _ in range(count)
+        ]
         return [
             replace(span, kept_bytes=peaks[span.stage], peak_bytes=peaks[span.stage])
             for span in self.simulation.timeline
@@ -71,7 +77,7 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
     )
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
-    compute_s = sum(unlinked.busy_s) / plan.length
+    compute_s = sum(unlinked.busy_s) / len(unlinked.busy_s)
     parts = StepParts(
         compute_s=compute_s,
         bubble_s=unlinked.step_s - compute_s,
@@ -80,7 +86,7 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
         update_s=_saved_s(replace(profile, optimizer_s_per_byte=0.0), request, plan),
         overhead_s=_saved_s(replace(profile, step_overhead_s=0.0), request, plan),
     )
-    return ExplainedPlan(plan, parts, simulation)
+    return ExplainedPlan(plan, parts, simulation, request.workers_of(plan.length))
 
 
 def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> float:

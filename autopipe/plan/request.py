@@ -79,6 +79,8 @@ class PlanRequest:
         lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
             slots idle only where no other is feasible.
         max_replicas: most pipelines that train side by side; None for no limit.
+        stage_workers: of one pipeline of all ranks, the workers of each stage, which share its
+            micro-batches; it counts for that length alone.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
         micro_batch_size: where it is fixed, samples of every micro-batch but a batch's last;
             their number follows from it.
@@ -98,6 +100,7 @@ class PlanRequest:
     round_bytes: int = 0
     lengths: tuple[int, ...] | None = None
     max_replicas: int | None = None
+    stage_workers: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
     micro_batch_size: int | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
@@ -139,8 +142,21 @@ class PlanRequest:
 
     def replicas_of(self, length: int) -> int:
         """Return how many pipelines of a length train side by side."""
+        if self._is_shared(length):
+            return 1
         room = replicas_of(length, self.num_ranks, self.slots_per_node)
         return room if self.max_replicas is None else min(room, self.max_replicas)
+
+    def workers_of(self, length: int) -> tuple[int, ...]:
+        """Return how many workers each stage of a pipeline has."""
+        return (self.stage_workers or ()) if self._is_shared(length) else (1,) * length
+
+    def schedules_of(self, length: int) -> tuple[str, ...]:
+        """Return the schedules to consider; stages of several workers have one alone."""
+        return self.schedules if max(self.workers_of(length)) == 1 else ("1f1b",)
+
+    def _is_shared(self, length: int) -> bool:
+        return self.stage_workers is not None and length == len(self.stage_workers)
 
     @property
     def most_replicas(self) -> int:

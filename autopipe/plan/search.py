@@ -17,7 +17,7 @@ from autopipe.plan.estimate import StepModel
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
-from autopipe.schedule import SCHEDULES, peak_in_flight
+from autopipe.schedule import peak_in_flight, schedule_of
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
@@ -31,7 +31,7 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
     Raises:
         ValueError: no length or micro-batch count is possible, or nothing fits the memory.
     """
-    model = _model(profile, request)
+    model = StepModel(profile, request)
     plans: list[PipelinePlan] = []
     fastest_s = math.inf
     for candidate in sorted(_fitting(model, request), key=lambda candidate: candidate.least_s):
@@ -57,7 +57,7 @@ def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    model = _model(profile, request)
+    model = StepModel(profile, request)
     plans = [_plan(model, request, candidate) for candidate in _fitting(model, request)]
     return sorted(plans, key=lambda plan: plan.predicted_step_s)
 
@@ -76,7 +76,7 @@ def predict(
         ValueError: the boundaries do not cover the active sublayers, or the cluster or the batch
             does not allow their number or that of micro-batches.
     """
-    model = _model(profile, request)
+    model = StepModel(profile, request)
     split = tuple(boundary - model.first_active for boundary in boundaries)
     if (split[0], split[-1]) != (0, model.num_units) or any(a >= b for a, b in pairwise(split)):
         raise ValueError(
@@ -99,17 +99,18 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
 
     What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
     """
-    model = _model(profile, request)
+    model = StepModel(profile, request)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
-    return model.simulation(SCHEDULES[plan.schedule](plan.length, len(sizes)), sizes, split)
+    program = schedule_of(plan.schedule, request.workers_of(plan.length), len(sizes))
+    return model.simulation(program, sizes, split)
 
 
 def stage_compute_s(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[float, ...]:
     """Predict what every stage of the largest replica computes in a step, apart from fetching."""
-    model = _model(profile, request)
+    model = StepModel(profile, request)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
     first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
@@ -122,7 +123,7 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    return _least_memory(_model(profile, request), request)
+    return _least_memory(StepModel(profile, request), request)
 
 
 @dataclass(frozen=True)
@@ -133,17 +134,6 @@ class _Candidate:
     schedule: str
     split: tuple[int, ...]
     least_s: float
-
-
-def _model(profile: Profile, request: PlanRequest) -> StepModel:
-    return StepModel(
-        profile,
-        num_frozen=request.num_frozen,
-        prefix_cached_s=request.prefix_cached_s,
-        slots_per_node=request.slots_per_node,
-        prefix_chunk=request.prefix_chunk,
-        round_bytes=request.round_bytes,
-    )
 
 
 def _possible_shapes(
@@ -177,7 +167,8 @@ def _shapes(
     shapes = []
     for length in lengths:
         num_samples = request.samples_of(length)
-        counts = request.micro_batches or _micro_batch_counts(length, num_samples)
+        workers = sum(request.workers_of(length))
+        counts = request.micro_batches or _micro_batch_counts(workers, num_samples)
         shapes += [
             (length, request.sizes_of(length, count))
             for count in (counts if request.micro_batch_size is None else (1,))
@@ -193,28 +184,32 @@ def _shapes(
     return shapes
 
 
-def _micro_batch_counts(length: int, num_samples: int) -> list[int]:
-    """Return the powers of two and the multiples of K up to 6 K, but at least up to 8.
+def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
+    """Return the powers of two and the multiples of a pipeline's ranks, up to six times as many.
 
-    A single stage gets all powers: where its activations do not fit, ever more micro-batches are
-    the way to make do with less memory.
+    But at least those up to 8. A single stage gets all powers: where its activations do not fit,
+    ever more micro-batches are the way to make do with less memory.
     """
-    most = max(6 * length, 8)
-    powers = [1 << n for n in range((num_samples if length == 1 else most).bit_length())]
-    return sorted({*powers, *range(length, most + 1, length)})
+    most = max(6 * num_workers, 8)
+    powers = [1 << n for n in range((num_samples if num_workers == 1 else most).bit_length())]
+    return sorted({*powers, *range(num_workers, most + 1, num_workers)})
 
 
 @lru_cache(maxsize=1024)
-def _in_flight(schedule: str, length: int, num_micro_batches: int) -> tuple[int, ...]:
+def _in_flight(schedule: str, workers: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
     """Return the stages' peaks; kept, because each decision asks for the same ones again."""
-    return tuple(map(peak_in_flight, SCHEDULES[schedule](length, num_micro_batches)))
+    peaks = list(map(peak_in_flight, schedule_of(schedule, workers, num_micro_batches)))
+    # The first of a stage's workers has the most micro-batches.
+    return tuple(peaks[sum(workers[:stage])] for stage in range(len(workers)))
 
 
 def _num_bytes(
     model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...], schedule: str
 ) -> PartCost:
     return model.stage_bytes(
-        sizes, _in_flight(schedule, length, len(sizes)), num_replicas=request.replicas_of(length)
+        sizes,
+        _in_flight(schedule, request.workers_of(length), len(sizes)),
+        num_replicas=request.replicas_of(length),
     )
 
 
@@ -241,7 +236,7 @@ def _split_all(
         work_s = model.work_s(sizes, length)
         unlimited = best_split(model.num_units, length, work_s)
         assert unlimited is not None, "without a limit every shape can be split"
-        for schedule in request.schedules:
+        for schedule in request.schedules_of(length):
             split: tuple[int, ...] | None = unlimited
             if limit is not None:
                 num_bytes = _num_bytes(model, request, length, sizes, schedule)
@@ -268,7 +263,10 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
     step_s = model.step_s(
-        SCHEDULES[name](length, len(sizes)), sizes, split, num_replicas=request.replicas_of(length)
+        schedule_of(name, request.workers_of(length), len(sizes)),
+        sizes,
+        split,
+        num_replicas=request.replicas_of(length),
     )
     peak_bytes = per_part(_num_bytes(model, request, length, sizes, name), split)
     return PipelinePlan(
@@ -285,7 +283,7 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
 def _least_memory(model: StepModel, request: PlanRequest) -> PipelinePlan:
     smallest: tuple[float, _Candidate] | None = None
     for length, sizes in chain.from_iterable(_possible_shapes(model, request)):
-        for schedule in request.schedules:
+        for schedule in request.schedules_of(length):
             num_bytes = _num_bytes(model, request, length, sizes, schedule)
             split = best_split(model.num_units, length, num_bytes)
             assert split is not None, "without a limit every shape can be split"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from autopipe.schedule import LETTERS, Instruction, Op, Schedule, Workers
+from autopipe.schedule import LETTERS, Instruction, Op, Schedule, StageWorkers
 from autopipe.trace import Span
 
 
@@ -92,7 +92,7 @@ def simulate(
         ValueError: the times are not those of the schedule's stages; or its stages wait for each
             other, expect another order of messages, or leave messages unread.
     """
-    clock = _Clock(times, Workers(tuple(replicas or (1,) * len(schedule))))
+    clock = _Clock(times, StageWorkers(tuple(replicas or (1,) * len(schedule))))
     waiting = [deque(program) for program in schedule]
     progress = True
     while progress:
@@ -135,7 +135,7 @@ class _Link:
 class _Clock:
     """Hold the workers' clocks and the links between them."""
 
-    def __init__(self, times: StageTimes, workers: Workers) -> None:
+    def __init__(self, times: StageTimes, workers: StageWorkers) -> None:
         num_stages = len(workers.replicas)
         lead_s = times.lead_s or (0.0,) * num_stages
         shape = tuple(map(len, (times.forward_s, times.backward_s, times.transfer_s, lead_s)))

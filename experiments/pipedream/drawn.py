@@ -31,7 +31,7 @@ from autopipe.plan import Simulation, StageTimes, simulate
 from autopipe.schedule import (
     Op,
     Schedule,
-    Workers,
+    StageWorkers,
     gpipe,
     one_f_one_b,
     peak_in_flight,
@@ -100,7 +100,7 @@ class Drawn:
 
     def simulate(self) -> list[Simulation]:
         """Execute the schedules on a clock, a batch's forward taking as many seconds as M."""
-        workers, row = Workers(self.replicas), (self.share,) * self.num_micro_batches
+        workers, row = StageWorkers(self.replicas), (self.share,) * self.num_micro_batches
         # What several workers share takes one of them as much longer.
         forward = [tuple(count * one for one in row) for count in self.replicas]
         times = StageTimes(
@@ -139,7 +139,7 @@ def all_drawn(shape: Shape) -> dict[str, Drawn]:
             m,
             1.0,
             None,
-            min(Workers(replicated).warm_up(0) + 1, -(-m // 2)),
+            min(StageWorkers(replicated).warm_up(0) + 1, -(-m // 2)),
             1,
         ),
     }
@@ -150,7 +150,7 @@ def measure(shape: Shape, *, small: bool = False) -> dict[str, Measured]:
     torch.manual_seed(0)
     images, labels = torch.randn(64, 1, 32, 32), torch.randint(10, (64,))
     k, m = shape.num_stages, shape.num_micro_batches
-    width = 16 if small else 128
+    width = 16 if small else 64
     make = partial(transformer, width, _BLOCKS * k)
     balance = [_BLOCKS] * k
     balance[0] += 1  # The patches,
@@ -243,7 +243,7 @@ def draw(drawn: Mapping[str, Drawn], path: Path) -> None:
                 )  # fmt: skip
             start_s += simulation.step_s
         axes.set_title(name, loc="left", fontsize=10)
-        axes.set_yticks(range(sum(one.replicas)), Workers(one.replicas).names(), fontsize=7)
+        axes.set_yticks(range(sum(one.replicas)), StageWorkers(one.replicas).names(), fontsize=7)
         axes.invert_yaxis()
         axes.spines[["top", "right", "left"]].set_visible(False)
     all_axes[-1].set_xlabel("forwards of a micro-batch; blue runs forward, green backward")

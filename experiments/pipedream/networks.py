@@ -64,7 +64,7 @@ class _Mean(nn.Module):
         return tokens.mean(dim=1)
 
 
-def transformer(width: int = 128, num_blocks: int = 6) -> nn.Sequential:
+def transformer(width: int = 64, num_blocks: int = 4) -> nn.Sequential:
     """Build a Transformer over 64 patches of 4 x 4 pixels, without dropout."""
     blocks = [
         nn.TransformerEncoderLayer(

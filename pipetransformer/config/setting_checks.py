@@ -77,6 +77,7 @@ def check_settings(config: TrainConfig) -> None:
     _check_choices(config)
     _check_functions(config)
     _check_batches(config)
+    _check_workers(config)
     _check_learning_rate(config)
     _check_decisions(config)
     _check_saving(config)
@@ -195,6 +196,27 @@ def _check_batches(config: TrainConfig) -> None:
         raise ValueError(
             f"micro_batch_size is {size} for a global_batch_size of {whole}; choose at most "
             f"{whole}"
+        )
+
+
+def _check_workers(config: TrainConfig) -> None:
+    workers = config.stage_workers
+    if workers is None:
+        return
+    allowed = isinstance(workers, (list, tuple)) and all(_is_whole(one, 1) for one in workers)
+    several = "whole numbers of at least 1 for two stages or more"
+    _require(config, "stage_workers", allowed and len(workers) > 1, f"None or {several}")
+    others = {
+        "pipeline_length": config.pipeline_length is not None,
+        "max_replicas": config.max_replicas is not None,
+        "scale_batch": config.scale_batch,
+        "plan": config.plan == "published",
+        "schedule": config.schedule == "gpipe",
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(
+            f"stage_workers is {workers}, which makes one 1F1B pipeline of all processes; leave "
+            f"{' and '.join(given)} out"
         )
 
 

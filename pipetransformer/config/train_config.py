@@ -48,6 +48,9 @@ class TrainConfig:
             other ranks, leave no room for it; None lets the planner choose at every decision.
         max_replicas: most pipelines R that train side by side; devices beyond them stay idle. None
             for no limit.
+        stage_workers: processes of each stage of one pipeline, such as (2, 1), all processes in
+            all: a stage's take micro-batches in turn. Its boundaries are planned; where layers
+            freeze until there is less than a sublayer a stage, all become replicas of one.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         micro_batch_size: samples of a micro-batch: fixes where a global batch is cut, whatever K
             and R are. Dropout's masks belong to micro-batches, so that runs with one seed learn
@@ -142,6 +145,7 @@ class TrainConfig:
     on_nonfinite: Literal["raise", "skip"] = "raise"
     pipeline_length: int | None = None
     max_replicas: int | None = None
+    stage_workers: tuple[int, ...] | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None

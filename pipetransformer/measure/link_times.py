@@ -75,7 +75,7 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     sizes = [size for size in _SUM_BYTES if size < num_bytes] + [min(num_bytes, _SUM_BYTES[-1])]
     sizes = sorted({max(4, size) for size in sizes})
     costs = []
-    for length in reversed(world.lengths):
+    for length in reversed(replace(world, stage_workers=None).lengths):
         replicas = world.size // length
         if replicas > 1:
             with _stage_group(world, length, timeout_s) as group:
@@ -155,7 +155,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         assert world.group is not None
         yield world.group
         return
-    topology = replace(world.topology(length), max_replicas=None)
+    topology = replace(world.topology(length), max_replicas=None, stage_workers=None)
     timeout = timedelta(seconds=timeout_s)
     groups = [
         dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)

@@ -1,6 +1,7 @@
 """Bring the replicas' outputs together, in the order of the data set, on every rank.
 
-A replica's samples are a contiguous slice, and replicas are in order::
+A replica's samples are a contiguous slice, and replicas are in order. Workers of one stage have
+micro-batches by turns; their rows are put in order in the end::
 
     rank 1, last stage of replica 0    rows 0 1 2 3    padded to the widest of all
     rank 3, last stage of replica 1    rows 4 5 6
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autodp import broadcast_tensor, gather_json
-from pipetransformer.predictions.kept_outputs import KeptOutputs
+from pipetransformer.predictions.kept_outputs import IDS, KeptOutputs
 
 PADDING = -100
 """What fills the rows that are shorter than others: transformers' choice."""
@@ -63,6 +64,10 @@ def gather_outputs(
             broadcast_tensor(rows, source, group=group, what=f"its {name}")
             first += num_rows
         arrays[name] = whole.numpy()
+    ids = arrays.pop(IDS)
+    if (ids[1:] < ids[:-1]).any():
+        places = ids.argsort()
+        arrays = {name: array[places] for name, array in arrays.items()}
     return arrays
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 OUTPUT = "output of the model"
 """Its name beside the targets, which have their own."""
+IDS = "place in the data set"
+"""The name of what says which row is which sample's."""
 
 
 @final
@@ -23,9 +25,9 @@ class KeptOutputs:
     def __init__(self) -> None:
         self.parts: dict[str, list[Tensor]] = {}
 
-    def add(self, output: Tensor, targets: Mapping[str, Tensor]) -> None:
-        """Keep a micro-batch's output and targets, (n, ...) each."""
-        for name, tensor in {OUTPUT: output, **targets}.items():
+    def add(self, output: Tensor, targets: Mapping[str, Tensor], ids: Tensor) -> None:
+        """Keep a micro-batch's output and targets, (n, ...) each, and which samples these are."""
+        for name, tensor in {OUTPUT: output, IDS: ids, **targets}.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             # A copy in any case: a loss may write into what it is given.
             copy = tensor.detach().to("cpu", dtype, copy=True)

@@ -46,6 +46,8 @@ class World:
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
         owned: whether the default process group is to be destroyed here.
         max_replicas: most pipelines that train side by side; None for no limit.
+        stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
+            with one each.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class World:
     group: dist.ProcessGroup | None
     owned: bool
     max_replicas: int | None = None
+    stage_workers: tuple[int, ...] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -69,10 +72,15 @@ class World:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Return the pipeline lengths that leave no rank idle, ascending."""
+        if self.stage_workers is not None:
+            return (1, len(self.stage_workers))
         return fitting_lengths(self.size, self.slots_per_node)
 
     def topology(self, length: int) -> Topology:
         """Say which rank is which stage of pipelines of a length."""
+        if self.stage_workers is not None and length == len(self.stage_workers):
+            workers = self.stage_workers
+            return Topology(self.size, self.slots_per_node, length, stage_workers=workers)
         return Topology(self.size, self.slots_per_node, length, self.max_replicas)
 
     def close(self) -> None:

@@ -23,6 +23,9 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
     Raises:
         ValueError: the length does not fit the ranks, or the global batch the replicas.
     """
+    if config.stage_workers is not None:
+        _check_workers(config, config.stage_workers, num_ranks)
+        return
     allowed = fitting_lengths(num_ranks, slots_per_node)
     length = config.pipeline_length or 1
     if length not in allowed:
@@ -48,6 +51,20 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
         raise ValueError(
             f"global_batch_size {config.global_batch_size} is smaller than the {replicas} "
             f"replicas that may train; give at least {replicas}, so that each has a sample"
+        )
+
+
+def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int) -> None:
+    if sum(workers) != num_ranks:
+        raise ValueError(
+            f"stage_workers {workers} are {sum(workers)} processes, but {num_ranks} were started; "
+            "give as many"
+        )
+    # Once layers are frozen, all may become replicas.
+    if config.global_batch_size < num_ranks:
+        raise ValueError(
+            f"global_batch_size {config.global_batch_size} is smaller than the {num_ranks} "
+            "processes, all of which may train at the same time; give each a sample"
         )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from autodp import split_evenly
 from autopipe.schedule import micro_batch_sizes
 
@@ -41,3 +44,37 @@ class BatchCut:
             return ()
         count = min(num_samples, self.num_micro_batches)
         return micro_batch_sizes(num_samples, count, fixed_size=self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Say which samples are one rank's.
+
+    Args:
+        cut: of all batches.
+        replica: whose slice of them it works on.
+        turn: which of its stage's workers it is, and how many there are: they take the slice's
+            micro-batches in turn.
+    """
+
+    cut: BatchCut
+    replica: int
+    turn: tuple[int, int]
+
+    def slice_of(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Return the replica's slice of a batch, and where in the batch it begins."""
+        sizes = (*self.cut.slices(len(ids)), 0)
+        first = sum(sizes[: self.replica])
+        return ids[first : first + sizes[self.replica]], first
+
+    def read_of(self, ids: Tensor) -> Tensor:
+        """Return what the rank reads of a batch."""
+        return self.read_of_slice(self.slice_of(ids)[0])
+
+    def read_of_slice(self, ids: Tensor) -> Tensor:
+        """Return what the rank reads of its replica's slice."""
+        number, count = self.turn
+        if count == 1:
+            return ids
+        parts = ids.split(list(self.cut.sizes(len(ids))))
+        return torch.cat([ids[:0], *parts[number::count]])

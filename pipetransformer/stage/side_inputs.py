@@ -51,6 +51,43 @@ class SideSender:
         self._announced = None
 
 
+class SideRoutes:
+    """Send each micro-batch's entries to that worker of another stage that takes it."""
+
+    def __init__(self, senders: Sequence[SideSender]) -> None:
+        self._senders = senders
+
+    def send(self, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
+        """Send a micro-batch's entries; as `SideSender` does."""
+        self._senders[micro_batch % len(self._senders)].send(batch)
+
+    def finish_step(self) -> None:
+        """Wait until all has left."""
+        for sender in self._senders:
+            sender.finish_step()
+
+
+class SideSources:
+    """Receive the entries this stage needs from the workers of stage 0."""
+
+    def __init__(self, receivers: Sequence[SideReceiver]) -> None:
+        self._receivers = receivers
+
+    def begin(self, sizes: Sequence[int], own: Sequence[int]) -> None:
+        """Prepare a step; see `SideReceiver`.
+
+        Args:
+            sizes: of all micro-batches.
+            own: those that this worker takes.
+        """
+        for number, receiver in enumerate(self._receivers):
+            receiver.begin(sizes, [i for i in own if i % len(self._receivers) == number])
+
+    def receive(self, micro_batch: int) -> dict[str, Tensor]:
+        """Return a micro-batch's entries."""
+        return self._receivers[micro_batch % len(self._receivers)].receive(micro_batch)
+
+
 class SideReceiver:
     """Receive the entries this stage needs, in the order of the forwards."""
 
@@ -58,14 +95,15 @@ class SideReceiver:
         self._receiver = receiver
         self._specs: dict[str, TensorSpec] = {}
 
-    def begin(self, sizes: Sequence[int]) -> None:
+    def begin(self, sizes: Sequence[int], order: Sequence[int]) -> None:
         """Prepare a step of micro-batches of the given sizes: wait for the header.
 
         It comes before the first activations do. A message that is not asked for before it is
         needed waits for a thread of the sender's, which by then computes: 3 ms on a busy core.
         """
-        self._receiver.begin(range(len(sizes)), sizes)
-        if not sizes:
+        self._receiver.begin(order, sizes)
+        self._specs = {}
+        if not order:
             return
         self._specs = self._receiver.receive_header()
         if self._specs:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
 from autopipe.engine import StageReport, run_program
 from autopipe.plan import PipelinePlan
-from autopipe.schedule import SCHEDULES, forward_only
+from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
 from pipetransformer.errors import NonFiniteError
@@ -25,7 +25,7 @@ from pipetransformer.job import Task, modes_of, set_modes, set_training, trained
 from pipetransformer.loss import LossScale, SplitProbe, mean_of
 from pipetransformer.optimizer import LAYER
 from pipetransformer.processes import World
-from pipetransformer.stage.batch_cut import BatchCut
+from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.look import LookWork
 from pipetransformer.stage.nonfinite import find_nonfinite, locate
@@ -71,6 +71,8 @@ class Stage:
         self._world = world
         self._index = topology.stage_of(world.rank)
         self._replica = topology.replica_of(world.rank)
+        # Among those of its pipeline.
+        self._worker = sum(topology.workers[: self._index]) + topology.worker_of(world.rank)
         self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
         self._groups, self._loss_scale = groups, loss_scale
         self._cut = BatchCut(
@@ -83,6 +85,7 @@ class Stage:
         )
         self._wiring = StageWiring(task, world, plan, topology, groups)
         self._layers = self._wiring.layers(self._trained)
+        self.share = RankShare(self._cut, self._replica, self._layers.turn)
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = self._build_optimizer()
@@ -149,11 +152,11 @@ class Stage:
         """
         start = time.perf_counter()
         intrusion = self._begin_step()
-        own, first = self._own(ids)
+        own, first = self.share.slice_of(ids)
         moment = TrainMoment(
             step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value
         )
-        coming = None if next_ids is None else self.own_part(next_ids)
+        coming = None if next_ids is None else self.share.read_of(next_ids)
         batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
         with naming_peers():
             work = TrainWork(
@@ -213,24 +216,20 @@ class Stage:
 
         As many rounds as the largest replica has; the last ones may be empty.
         """
-        own = self.own_part(torch.arange(num_samples))
+        own, _ = self.share.slice_of(torch.arange(num_samples))
         config = self._task.config
         whole = config.eval_batch_size or config.global_batch_size
         size = max(1, whole // self.topology.replicas)
         most = self._cut.slices(num_samples)[0]
         return [own[begin : begin + size] for begin in range(0, most, size)]
 
-    def own_part(self, ids: Tensor) -> Tensor:
-        """Return this replica's slice of a batch."""
-        return self._own(ids)[0]
-
     def look(self, ids: Tensor, rows: Rows) -> dict[int, Tensor]:
         """Return this stage's active layers' Gram matrices, (n, n) each, over samples.
 
         Every replica runs all of them, in one micro-batch and without dropout.
         """
-        if self._is_spare:
-            return {}
+        if self._is_spare or self._layers.turn[0]:
+            return {}  # There is one micro-batch, the first workers'.
         model, layers = self._task.model, self._layers
         set_training(model, layers.indices, num_frozen=model.num_layers + 1)
         with torch.no_grad(), naming_peers():
@@ -253,22 +252,18 @@ class Stage:
             results=results,
             probe=self._evaluation_probe,
         )
-        program = forward_only(self.topology.length, len(batches.sizes))[self._index]
+        workers = self.topology.workers
+        program = forward_only(len(workers), len(batches.sizes), replicas=workers)[self._worker]
         run_program(program, work, self._links, batches.sizes)
         work.finish_step()
         return self._evaluation_probe.finds_difference()
-
-    def _own(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return this replica's slice of a batch, and where in the batch it begins."""
-        sizes = (*self._cut.slices(len(ids)), 0)
-        first = sum(sizes[: self._replica])
-        return ids[first : first + sizes[self._replica]], first
 
     def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
         if not sizes:
             return StageReport(0.0, 0.0, 0)
-        program = SCHEDULES[self.plan.schedule](self.topology.length, len(sizes))[self._index]
+        workers = self.topology.workers
+        program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
         arm = self._reducer.arm if self._reducer is not None else lambda: None
         report = run_program(
             program,
@@ -364,10 +359,11 @@ class Stage:
             work.wait(timedelta(seconds=self._timeout_s))
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
-        """Add up the stages' values, as the first replica holds them; the others' are equal."""
+        """Add up the stages' values, as their first ranks hold them."""
         if self._world.group is None:
             return value
-        own = value.to("cpu") if self._replica == 0 else torch.zeros((), dtype=value.dtype)
+        is_first = self._replica == self._layers.turn[0] == 0
+        own = value.to("cpu") if is_first else torch.zeros((), dtype=value.dtype)
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,11 +10,13 @@ import torch
 
 from autodp import Groups, Topology
 from autopipe.engine import (
+    Link,
     LinkError,
     Peer,
     ProcessLinkAbove,
     ProcessLinkBelow,
     Receiver,
+    RoutedLink,
     Sender,
     StageLinks,
     Watchdog,
@@ -23,7 +25,7 @@ from autopipe.plan import PipelinePlan
 from pipetransformer.errors import PeerError
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
-from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+from pipetransformer.stage.side_inputs import SideReceiver, SideRoutes, SideSender, SideSources
 from pipetransformer.stage.work import StageLayers
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
@@ -63,6 +65,13 @@ class StageWiring:
         return self.topology.replica_of(self.world.rank)
 
     @property
+    def turn(self) -> tuple[int, int]:
+        """Return which of its stage's workers in its pipeline this rank is, and of how many."""
+        if self.is_spare:
+            return 0, 1
+        return self.topology.worker_of(self.world.rank), self.topology.workers[self.index]
+
+    @property
     def timeout_s(self) -> float:
         """Return the longest wait for another rank."""
         return self.task.config.step_limit_s(self.plan.predicted_step_s)
@@ -71,7 +80,14 @@ class StageWiring:
         """Describe the stage's layers and how side inputs and targets reach it."""
         side_out = (
             tuple(
-                SideSender(self._sender(stage, _SIDE_TAG, "side inputs"), self._sides_of(stage))
+                SideRoutes(
+                    [
+                        SideSender(
+                            self._sender(rank, _SIDE_TAG, "side inputs"), self._sides_of(stage)
+                        )
+                        for rank in self._ranks_of(stage)
+                    ]
+                )
                 for stage in range(1, self.topology.length)
                 if self._sides_of(stage)
             )
@@ -80,11 +96,17 @@ class StageWiring:
         )
         side_in = None
         if self.index > 0 and not self.is_spare and self._sides_of(self.index):
-            side_in = SideReceiver(
-                Receiver(self._peer(0, _SIDE_TAG, "side inputs"), torch.device("cpu"))
+            side_in = SideSources(
+                [
+                    SideReceiver(
+                        Receiver(self._peer(rank, _SIDE_TAG, "side inputs"), torch.device("cpu"))
+                    )
+                    for rank in self._ranks_of(0)
+                ]
             )
         is_last = self.index == self.topology.length - 1
-        return StageLayers(self.task, indices, self.world.device, side_out, side_in, is_last)
+        device = self.world.device
+        return StageLayers(self.task, indices, device, side_out, side_in, is_last, turn=self.turn)
 
     def links(self) -> StageLinks:
         """Build the links to the stages below and above; a spare has none.
@@ -99,17 +121,27 @@ class StageWiring:
         device = self.world.device
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
-            links.below = ProcessLinkBelow(
-                Receiver(self._peer(previous, _HIDDEN_TAG, "activations", watchdog), device),
-                self._sender(previous, _GRADIENT_TAG, "gradients", watchdog),
+            links.below = _routed(
+                ProcessLinkBelow(
+                    Receiver(self._peer(rank, _HIDDEN_TAG, "activations", watchdog), device),
+                    self._sender(rank, _GRADIENT_TAG, "gradients", watchdog),
+                )
+                for rank in self._ranks_of(previous)
             )
         if following < self.topology.length:
-            links.above = ProcessLinkAbove(
-                self._sender(following, _HIDDEN_TAG, "activations", watchdog),
-                Receiver(self._peer(following, _GRADIENT_TAG, "gradients", watchdog), device),
-                needs_gradient=self._trains_up_to(following),
+            links.above = _routed(
+                ProcessLinkAbove(
+                    self._sender(rank, _HIDDEN_TAG, "activations", watchdog),
+                    Receiver(self._peer(rank, _GRADIENT_TAG, "gradients", watchdog), device),
+                    needs_gradient=self._trains_up_to(following),
+                )
+                for rank in self._ranks_of(following)
             )
         return links
+
+    def _ranks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the workers of a stage of this rank's pipeline, in the order of their turns."""
+        return self.topology.stage_of_replica(self.replica, stage)
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
         names = self.task.model.sides_of(
@@ -123,15 +155,20 @@ class StageWiring:
         active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 
-    def _sender(self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Sender:
-        peer = self._peer(stage, tag, name, watchdog)
-        return Sender(peer, most_pending=self.topology.length + 1)
+    def _sender(self, rank: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Sender:
+        peer = self._peer(rank, tag, name, watchdog)
+        return Sender(peer, most_pending=sum(self.topology.workers) + 1)
 
-    def _peer(self, stage: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Peer:
-        rank = self.topology.pipeline_ranks(self.replica)[stage]
+    def _peer(self, rank: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Peer:
         group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
         assert group is not None
         return Peer(rank, group, tag, name, self.timeout_s, watchdog)
+
+
+def _routed(links: Iterable[Link]) -> Link:
+    """Return a link to one worker as it is, to several by turns."""
+    all_links = list(links)
+    return all_links[0] if len(all_links) == 1 else RoutedLink(all_links)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
 from pipetransformer.predictions import KeptOutputs
-from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+from pipetransformer.stage.side_inputs import SideRoutes, SideSources
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,21 @@ class StageLayers:
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
         side_in: on those stages, where these arrive.
         is_last: whether the targets are needed here, after the forward.
+        turn: which of the stage's workers this is, and how many there are: they take micro-batches
+            in turn.
     """
 
     task: Task
     indices: range
     device: torch.device
-    side_out: tuple[SideSender, ...] = ()
-    side_in: SideReceiver | None = None
+    side_out: tuple[SideRoutes, ...] = ()
+    side_in: SideSources | None = None
     is_last: bool = True
+    turn: tuple[int, int] = (0, 1)
+
+    def own(self, num_micro_batches: int) -> range:
+        """Return the micro-batches that this worker takes."""
+        return range(self.turn[0], num_micro_batches, self.turn[1])
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class MicroBatches:
         ids: (n,) int64 dataset indices, in order.
         sizes: samples of every micro-batch.
         rows: gives stage 0 their entries; asked once a step.
-        next_ids: (m,) the coming step's, where they are known; they are prepared meanwhile.
+        next_ids: (m,) those that this rank will fetch in the coming step, where they are known;
+            they are prepared meanwhile.
     """
 
     ids: Tensor
@@ -111,13 +119,13 @@ class LayerWork(StageWork):
     def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers
         self._batches = batches
-        self._parts: list[Batch] = []
+        self._parts: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
         if layers.side_in is not None:
             # Until stage 0 has its data.
             start = time.perf_counter()
-            layers.side_in.begin(batches.sizes)
+            layers.side_in.begin(batches.sizes, layers.own(len(batches.sizes)))
             self.data_s += time.perf_counter() - start
 
     def first_input(self, micro_batch: int) -> Payload:
@@ -126,7 +134,7 @@ class LayerWork(StageWork):
         self._parts = self._parts or self._read()
         batch = self._parts[micro_batch]
         for sender in self.layers.side_out:
-            sender.send(batch)
+            sender.send(micro_batch, batch)
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
         copy = len(self._parts) > 1
@@ -175,16 +183,16 @@ class LayerWork(StageWork):
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
         return self.layers.task.model.targets_of(self._entries.pop(micro_batch))
 
-    def _read(self) -> list[Batch]:
-        """Return every micro-batch's entries: slices of what the step's samples are given."""
-        whole = self._batches.rows.fetch(self._batches.ids)
-        if self._batches.next_ids is not None and len(self._batches.next_ids):
-            self._batches.rows.read_ahead(self._batches.next_ids)
-        cut = {name: entry.split(list(self._batches.sizes)) for name, entry in whole.items()}
-        return [
-            {name: parts[index] for name, parts in cut.items()}
-            for index in range(len(self._batches.sizes))
-        ]
+    def _read(self) -> dict[int, Batch]:
+        """Return own micro-batches' entries: slices of what the step's samples are given."""
+        batches, sizes = self._batches, list(self._batches.sizes)
+        own = self.layers.own(len(sizes))
+        all_ids = batches.ids.split(sizes)
+        whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
+        if batches.next_ids is not None and len(batches.next_ids):
+            batches.rows.read_ahead(batches.next_ids)
+        cut = {name: entry.split([sizes[i] for i in own]) for name, entry in whole.items()}
+        return {i: {name: parts[n] for name, parts in cut.items()} for n, i in enumerate(own)}
 
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:
@@ -304,7 +312,8 @@ class EvaluationWork(LayerWork):
         names, sums = self.layers.task.model.targets, self._results.sums
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
-            self._results.kept.add(output, targets)
+            ids = self._batches.ids.split(list(self._batches.sizes))[micro_batch]
+            self._results.kept.add(output, targets, ids)
         if len(targets) < len(names):
             del self._entries[micro_batch]
             return

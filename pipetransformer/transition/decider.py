@@ -37,6 +37,7 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
         "memory_limit_bytes": config.memory_limit_bytes,
         "pipeline_length": config.pipeline_length,
         "max_replicas": config.max_replicas,
+        "stage_workers": config.stage_workers and list(config.stage_workers),
         "micro_batches": config.micro_batches,
         "micro_batch_size": config.micro_batch_size,
         "schedule": config.schedule,

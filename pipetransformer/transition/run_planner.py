@@ -171,6 +171,7 @@ class RunPlanner:
             prefix_chunk=config.prefix_chunk_of(self._world.size),
             lengths=self._lengths(num_frozen),
             max_replicas=config.max_replicas,
+            stage_workers=self._world.stage_workers,
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             micro_batch_size=config.micro_batch_size,
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
@@ -192,11 +193,12 @@ class RunPlanner:
 
     def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
         """Return the length that was set, or the longest below it that the active layers allow."""
-        length = self._task.config.pipeline_length
-        if length is None:
+        length, workers = self._task.config.pipeline_length, self._world.stage_workers
+        if length is None and workers is None:
             return None
         model = self._task.model
-        most = min(length, len(model.sublayers) - model.first_active(num_frozen))
+        most = len(model.sublayers) - model.first_active(num_frozen)
+        most = min(most, length or len(workers or ()))
         return (max(one for one in self._world.lengths if one <= most),)
 
     def _check(self, plan: PipelinePlan, situation: PlanSituation) -> None:

@@ -10,7 +10,7 @@ import pytest
 from autopipe.plan.simulation import StageTimes, simulate
 from autopipe.schedule import (
     Op,
-    Workers,
+    StageWorkers,
     one_f_one_b,
     peak_in_flight,
     replicated_one_f_one_b,
@@ -28,7 +28,7 @@ def times(forward_s: tuple[float, ...], num_micro_batches: int, transfer_s: floa
 
 
 def test_workers_are_numbered_stage_by_stage_and_take_turns() -> None:
-    workers = Workers((3, 1, 2))
+    workers = StageWorkers((3, 1, 2))
     assert [workers.place(w) for w in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
     assert [workers.of(0, i) for i in range(4)] == [0, 1, 2, 0]
     assert [workers.of(2, i) for i in range(3)] == [4, 5, 4]
@@ -44,7 +44,7 @@ def test_workers_are_numbered_stage_by_stage_and_take_turns() -> None:
 def test_each_micro_batch_has_one_worker_of_each_stage_and_no_one_waits_forever(
     replicas: tuple[int, ...], num_micro_batches: int
 ) -> None:
-    workers, schedule = Workers(replicas), replicated_one_f_one_b(replicas, num_micro_batches)
+    workers, schedule = StageWorkers(replicas), replicated_one_f_one_b(replicas, num_micro_batches)
     assert len(schedule) == sum(replicas)
     done = Counter(
         (workers.place(worker)[0], ins.op, ins.micro_batch)
@@ -75,7 +75,7 @@ def test_two_workers_for_a_stage_of_twice_the_cost_nearly_double_the_throughput(
 
 @each_shape
 def test_an_update_follows_the_last_own_backward_of_each_batch(replicas: tuple[int, ...]) -> None:
-    workers = Workers(replicas)
+    workers = StageWorkers(replicas)
     for worker, program in enumerate(replicated_one_f_one_b(replicas, 15, update_every=5)):
         _, number = workers.place(worker)
         count = replicas[workers.place(worker)[0]]
@@ -108,7 +108,7 @@ def test_without_flushes_stages_idle_only_at_the_ends() -> None:
 @pytest.mark.parametrize("replicas", [(), (2, 0)])
 def test_a_stage_without_workers_is_refused(replicas: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="each needs one at least"):
-        Workers(replicas)
+        StageWorkers(replicas)
 
 
 def test_batches_that_leave_a_worker_idle_are_refused() -> None:

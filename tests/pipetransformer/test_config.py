@@ -51,6 +51,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         ),
         (0, -1, 2.0, "8"),
     ),
+    "stage_workers": (2, (), (2,), (2, 0), (1.0, 1), "21"),
     **dict.fromkeys(
         (
             "checkpoint_every_epochs",

@@ -21,7 +21,7 @@ from autopipe.engine import (
     StageLinks,
     run_program,
 )
-from autopipe.schedule import Workers, replicated_one_f_one_b, unflushed
+from autopipe.schedule import StageWorkers, replicated_one_f_one_b, unflushed
 from autopipe.stashing import StagePlace, StashedWork
 from tests.models import tiny_data
 from tests.pool import Pool
@@ -42,7 +42,7 @@ def link(rank: int, *, above: bool) -> Link:
     return ProcessLinkBelow(Receiver(peer(rank, 1), CPU), Sender(peer(rank, 2)))
 
 
-def routes(workers: Workers, stage: int) -> StageLinks:
+def routes(workers: StageWorkers, stage: int) -> StageLinks:
     """Link this rank, a worker of a stage, to all workers of the neighbouring stages."""
 
     def to(other: int) -> RoutedLink:
@@ -58,7 +58,7 @@ def routes(workers: Workers, stage: int) -> StageLinks:
 
 def train_replicated(replicas: tuple[int, ...]) -> float:
     """Run two steps; return the largest difference from the plain model's gradient."""
-    workers, worst = Workers(replicas), 0.0
+    workers, worst = StageWorkers(replicas), 0.0
     stage, _ = workers.place(dist.get_rank())
     groups = [
         dist.new_group([rank for rank in range(sum(replicas)) if workers.place(rank)[0] == one])

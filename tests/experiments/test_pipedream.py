@@ -1,0 +1,115 @@
+"""The comparison of ways to share a model: equal results where they must be, and its tables."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopipe.pipedream import Machines
+from autopipe.profile import LayerGraph, LayerNode
+from experiments.pipedream.__main__ import main
+from experiments.pipedream.drawn import Shape, all_drawn
+from experiments.pipedream.networks import NETWORKS, build
+from experiments.pipedream.simulated import predict
+
+
+def chain(*costs: tuple[float, float]) -> LayerGraph:
+    """Return layers of so many seconds and bytes of parameters, a kilobyte between them."""
+    nodes = tuple(
+        LayerNode(f"node{n}", "layer", seconds / 3, seconds * 2 / 3, (1e3,), num_bytes)
+        for n, (seconds, num_bytes) in enumerate(costs)
+    )
+    return LayerGraph(nodes, tuple(pairwise(node.name for node in nodes)))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_take_small_images(name: str) -> None:
+    network = build(name, seed=0, small=True)
+    assert network(torch.zeros(3, 1, 32, 32)).shape == (3, 10)
+
+
+def test_ways_that_flush_learn_alike_and_others_hold_two_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "ways.png"
+    options = [
+        "--epochs",
+        "2",
+        "--num_samples",
+        "130",
+        "--batch_size",
+        "16",
+        "--micro_batches",
+        "4",
+    ]
+    main(["train", "--networks", "alexnet", "--small", *options, "--picture", str(picture)])
+    *_, last = capsys.readouterr().out.splitlines()
+    found = {one["name"]: one for one in json.loads(last)["alexnet"]}
+    flushed = [found[name] for name in ("data parallel", "model parallel", "GPipe", "1F1B")]
+    assert len({tuple(one["accuracies"]) for one in flushed}) == 1
+    assert [one["weight_versions"] for one in found.values()][:7] == [1, 1, 1, 1, 2, 2, 2]
+    assert all(len(one["epoch_s"]) == 2 for one in found.values())
+    assert picture.stat().st_size > 0
+
+
+def test_a_wide_last_layer_is_not_replicated() -> None:
+    graph = chain((0.9, 1e3), (0.3, 1e3), (0.1, 4e9))
+    rows = {row.name: row for row in predict(graph, [Machines(4, 1e9)], (3, 1))}
+    assert rows["one machine"].seconds == pytest.approx(1.3)
+    assert rows["data parallel"].seconds == pytest.approx((1.3 + 12.000006) / 4, rel=1e-3)
+    assert rows["optimizer's choice"].plan == "3-1"
+    # Three workers share 1.2 s a minibatch, whose sums of gradients are small.
+    assert rows["optimizer's choice"].seconds == pytest.approx(0.4, rel=1e-3)
+    assert rows["published choice"] == rows["published choice"].__class__(
+        "published choice", rows["optimizer's choice"].seconds, "3-1"
+    )
+
+
+def test_a_straight_pipeline_of_equal_layers_reaches_its_formulas() -> None:
+    graph = chain(*[(0.3, 8e9)] * 4)
+    rows = {row.name: row.seconds for row in predict(graph, [Machines(4, 1e12)])}
+    assert rows["model parallel"] == pytest.approx(1.2, rel=1e-3)
+    assert rows["GPipe"] == pytest.approx(0.3 * 11 / 8, rel=1e-3)
+    assert rows["1F1B"] == pytest.approx(0.3 * 11 / 8, rel=1e-3)
+    assert rows["async 1F1B"] == pytest.approx(0.3, rel=1e-3)
+
+
+def test_simulated_rows_stand_beside_the_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "vgg16.txt"
+    profile.write_text(chain((0.9, 1e3), (0.3, 1e3), (0.1, 4e9)).to_text())
+    main(["simulate", str(profile), "--clusters", "A"])
+    out = capsys.readouterr().out
+    assert "published: 15-1, 5.28 x, 5.28 to the accuracy" in out
+    assert "| published choice | 15-1 |" in out
+    (found,) = json.loads(out.splitlines()[-1])
+    assert [row["name"] for row in found["rows"]][:2] == ["data parallel", "one machine"]
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 4), (2, 4), (4, 4), (3, 7)])
+def test_drawn_schedules_are_idle_as_the_formulas_say(
+    num_stages: int, num_micro_batches: int
+) -> None:
+    for name, drawn in all_drawn(Shape(num_stages, num_micro_batches)).items():
+        parts = drawn.simulate()
+        busy, idle = (sum(sum(getattr(one, of)) for one in parts) for of in ("busy_s", "idle_s"))
+        if drawn.idle is not None:
+            assert idle / (busy + idle) == pytest.approx(drawn.idle), name
+
+
+def test_schedules_are_drawn_and_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "schedules.png"
+    main(["draw", "--small", "--picture", str(picture)])
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: one["kept"] for name, one in measured.items()} == {
+        "model parallel": 1, "GPipe": 4, "1F1B": 2, "async 1F1B": 2,
+    }  # fmt: skip
+    assert all(one["sent"] == pytest.approx(1.0) for one in measured.values())
+    assert picture.stat().st_size > 0
