@@ -50,6 +50,7 @@ class ExplainedPlan:
         return {
             **self.plan.to_json(),
             **asdict(self.parts),
+            "workers": self.workers,
             "busy_s": self.simulation.busy_s,
             "idle_s": self.simulation.idle_s,
         }

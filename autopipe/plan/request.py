@@ -80,7 +80,7 @@ class PlanRequest:
             slots idle only where no other is feasible.
         max_replicas: most pipelines that train side by side; None for no limit.
         stage_workers: of one pipeline of all ranks, the workers of each stage, which share its
-            micro-batches; it counts for that length alone.
+            micro-batches. It takes the place of the pipelines of its length.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
         micro_batch_size: where it is fixed, samples of every micro-batch but a batch's last;
             their number follows from it.
@@ -119,6 +119,13 @@ class PlanRequest:
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if self.stage_workers is not None:
+            workers = self.stage_workers
+            if min(workers, default=0) < 1 or sum(workers) != self.num_ranks:
+                raise ValueError(
+                    f"stage_workers {workers} are not a worker or more a stage, and all "
+                    f"{self.num_ranks} ranks together"
+                )
         for length in self.lengths or ():
             if length < 1 or not self.replicas_of(length):
                 fitting = chain(*length_choices(self.num_ranks, self.slots_per_node))
@@ -134,11 +141,16 @@ class PlanRequest:
 
     def length_choices(self) -> tuple[tuple[int, ...], ...]:
         """Return the lengths to consider: each choice for where none before it is feasible."""
-        return (
-            (self.lengths,)
-            if self.lengths
-            else length_choices(self.num_ranks, self.slots_per_node)
-        )
+        if self.lengths:
+            return (self.lengths,)
+        exact, *others = length_choices(self.num_ranks, self.slots_per_node)
+        if self.stage_workers is not None:
+            exact = tuple(sorted({*exact, len(self.stage_workers)}))
+        return (exact, *others)
+
+    def ranks_of(self, length: int) -> int:
+        """Return how many ranks train in pipelines of a length."""
+        return self.replicas_of(length) * sum(self.workers_of(length))
 
     def replicas_of(self, length: int) -> int:
         """Return how many pipelines of a length train side by side."""

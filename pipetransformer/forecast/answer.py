@@ -61,11 +61,15 @@ class Answer:
 def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     """Ask all planners, and compare; `plan` names the one whose plan is chosen.
 
-    PipeDream's stands beside the fastest.
+    PipeDream's stands beside the fastest. A pipeline of stages with workers of their own is chosen
+    where the request has one.
     """
     profile = place.profile
     paper = _ask(profile, request, paper_plan)
-    fastest = _ask(profile, request, plan_pipeline)
+    asked = request
+    if request.stage_workers is not None:
+        asked = replace(request, lengths=(len(request.stage_workers),))
+    fastest = _ask(profile, asked, plan_pipeline)
     fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
     chosen = paper if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)

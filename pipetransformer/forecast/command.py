@@ -50,6 +50,9 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-limit", help="of a slot, such as 16GiB")
     parser.add_argument(
+        "--stage-workers", help="plan one pipeline with so many slots a stage: 2,1,1"
+    )
+    parser.add_argument(
         "--plan",
         choices=(*PLANS, PIPEDREAM),
         help="whose choice to take: fastest by default, pipedream for a --profile",
@@ -83,7 +86,10 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         return True
     if options.model is None:
         raise ValueError("there is nothing to plan; name a model, or give a --profile")
-    frozen, plan = _read_frozen(options.frozen), options.plan or "fastest"
+    frozen, plan = _read_numbers("--frozen", options.frozen), options.plan or "fastest"
+    workers = options.stage_workers and tuple(
+        _read_numbers("--stage-workers", options.stage_workers)
+    )
     choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     _refuse(options)
@@ -95,6 +101,7 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
             num_frozen=num_frozen,
             memory_limit_bytes=limit,
             cached=options.cached,
+            stage_workers=workers,
         )
         for num_frozen in frozen
     ]
@@ -114,10 +121,10 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     return not any(isinstance(answer.chosen, Refusal) for answer in answers)
 
 
-def _read_frozen(text: str) -> list[int]:
+def _read_numbers(option: str, text: str) -> list[int]:
     numbers = text.split(",")
     if not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(f"--frozen is {text!r}; give numbers of layers, separated by commas")
+        raise ValueError(f"{option} is {text!r}; give numbers, separated by commas")
     return [int(number) for number in numbers]
 
 

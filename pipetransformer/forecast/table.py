@@ -8,7 +8,7 @@ from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
-from autopipe.plan import ExplainedPlan
+from autopipe.plan import ExplainedPlan, PlanRequest
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.answer import Answer, Refusal
 from pipetransformer.tables import text_table
@@ -55,14 +55,19 @@ def answer_text(answer: Answer) -> str:
 def title(explained: ExplainedPlan, answer: Answer) -> str:
     """Name a plan, and state its step's time."""
     plan, request = explained.plan, answer.request
-    replicas = request.replicas_of(plan.length)
-    idle = request.num_ranks - replicas * plan.length
+    idle = request.num_ranks - request.ranks_of(plan.length)
     spares = f"; {idle} of {request.num_ranks} slots stay idle" if idle else ""
     return (
-        f"K = {plan.length}, R = {replicas}, "
+        f"K = {plan.length}, R = {_replicas_text(request, plan.length)}, "
         f"M = {plan.num_micro_batches}, {plan.schedule}: step {_ms(plan.predicted_step_s)} ms, "
         f"{_rate(explained, answer)} samples/s{spares}"
     )
+
+
+def _replicas_text(request: PlanRequest, length: int) -> str:
+    """Return R; where stages have workers of their own, these."""
+    workers = request.workers_of(length)
+    return "-".join(map(str, workers)) if max(workers) > 1 else str(request.replicas_of(length))
 
 
 def parts_text(explained: ExplainedPlan) -> str:
@@ -146,12 +151,13 @@ def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
     rows = [["stage", "sublayers", "busy ms", "idle ms", "peak", "of the limit"]]
     for stage, names in enumerate(_stage_names(explained, answer)):
         peak = explained.plan.peak_bytes[stage]
+        worker = sum(explained.workers[:stage])  # The first, which is in flight longest.
         rows.append(
             [
                 str(stage),
                 names,
-                _ms(explained.simulation.busy_s[stage]),
-                _ms(explained.simulation.idle_s[stage]),
+                _ms(explained.simulation.busy_s[worker]),
+                _ms(explained.simulation.idle_s[worker]),
                 as_bytes(peak),
                 "no limit" if limit is None else f"{peak / limit:.0%} of {as_bytes(limit)}",
             ]
@@ -200,7 +206,7 @@ def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
     plan, request = found.plan, answer.request
     return [
         str(plan.length),
-        str(request.replicas_of(plan.length)),
+        _replicas_text(request, plan.length),
         str(plan.num_micro_batches),
         plan.schedule,
         _ms(plan.predicted_step_s),

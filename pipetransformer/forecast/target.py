@@ -76,12 +76,14 @@ def make_request(
     num_frozen: int,
     memory_limit_bytes: int | None,
     cached: bool,
+    stage_workers: tuple[int, ...] | None = None,
 ) -> PlanRequest:
     """State what the Trainer would ask of its planner.
 
     Args:
         memory_limit_bytes: of a slot; None is what the place has.
         cached: whether the frozen prefix's activations may come from the cache.
+        stage_workers: of each stage of one pipeline of all slots, to be considered, too.
     Raises:
         ValueError: a value is out of range, or the place does not say how fast a cache is.
     """
@@ -105,6 +107,7 @@ def make_request(
         if memory_limit_bytes is None
         else memory_limit_bytes,
         prefix_chunk=usual_prefix_chunk(global_batch, place.num_slots),
+        stage_workers=stage_workers,
     )
     rate = place.cache_bytes_per_s if cached else None
     return complete_request(request, place.profile, cache_bytes_per_s=rate)

@@ -256,7 +256,9 @@ class RunLog:
 
     def _shape_text(self, decision: Decision) -> str:
         text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"
-        return f"{text.format(**self._shape(decision))} ({decision.plan.schedule})"
+        workers = self._topology(decision).workers
+        shared = f", workers {'-'.join(map(str, workers))}" if max(workers) > 1 else ""
+        return f"{text.format(**self._shape(decision))}{shared} ({decision.plan.schedule})"
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Model the time on the links of what this rank receives in a step."""

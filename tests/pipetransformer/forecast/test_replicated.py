@@ -89,3 +89,21 @@ def test_our_own_models_get_one_too(
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     names = [name for stage in answer["pipedream"]["stage_nodes"] for name in stage]
     assert len(names) == 5 - int(frozen)
+
+
+def test_stages_with_workers_of_their_own_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    asked = ["plan", f"{HERE}:shapes_only", "--cluster", str(cluster), "--stage-workers"]
+    assert main([*asked, "3,1"]) == 0
+    text = capsys.readouterr().out
+    assert "choice: K = 2, R = 3-1, M = " in text
+    assert {"1", "4"} <= {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert main([*asked, "3,1", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["chosen"]["workers"] == [3, 1]
+    assert len(answer["chosen"]["busy_s"]) == 4
+    assert main([*asked, "2,1"]) == 1
+    assert "all 4 ranks together" in capsys.readouterr().err
