@@ -5,7 +5,7 @@ The whole public API is here; a user never needs another import.
 
 from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
-from autopipe.gpipe import GPipe, flatten_sequential, restore_batch_norm
+from autopipe.gpipe import GPipe, StashedPipeline, flatten_sequential, restore_batch_norm
 from autopipe.plan import PipelinePlan
 from autopipe.profile import Profile
 from autopipe.trace import Recorder, Span, Summary, Trace
@@ -84,6 +84,7 @@ __all__ = [
     "Replay",
     "Shadow",
     "Span",
+    "StashedPipeline",
     "StepResult",
     "Sublayer",
     "Summary",

@@ -30,6 +30,11 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+@pytest.mark.parametrize("program", programs("docs/pipedream.md"))
+def test_a_program_of_the_page_on_pipedream_runs(program: str) -> None:
+    exec(compile(program, "pipedream.md", "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("program", programs("docs/freeze-policies.md"), ids=["own", "in place"])
 def test_a_program_of_the_page_on_policies_runs(program: str) -> None:
     exec(compile(program, "freeze-policies.md", "exec"), {"__name__": "__main__"})

@@ -10,9 +10,9 @@ from autopipe.pipedream.optimizer import (
     data_parallel_s,
     optimize,
 )
-from autopipe.pipedream.states import CutState, cut_states, trimmed
+from autopipe.pipedream.states import CutState, cut_states, left_out, trimmed
 
 __all__ = [
     "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",
-    "data_parallel_s", "optimize", "trimmed",
+    "data_parallel_s", "left_out", "optimize", "trimmed",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ them: from the first node without inputs, others being computed as soon as somet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.profile import LayerGraph
@@ -62,8 +62,11 @@ def trimmed(graph: LayerGraph) -> LayerGraph:
 def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
     """Return the cuts in topological order; the last has all nodes below it.
 
+    All but those that have nothing to do with what follows the first node without inputs: the
+    published program leaves them out. `left_out` names them.
+
     Raises:
-        ValueError: there are too many, or some nodes are not needed by what follows the first one.
+        ValueError: there are too many.
     """
     bits = _Bits(graph)
     found, followers = _explore(bits)
@@ -73,14 +76,13 @@ def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
     for new, old in enumerate(order):
         for following in followers[old]:
             below[rank[following]] |= {new, *below[new]}
-    states = [_state(bits, found[old], tuple(sorted(below[rank[old]]))) for old in order]
-    if len(states[-1].nodes) < len(graph.nodes):
-        left = sorted({node.name for node in graph.nodes} - set(states[-1].nodes))
-        raise ValueError(
-            f"the graph falls into parts: {', '.join(left[:3])} have nothing to do with "
-            f"{states[0].nodes[0]}; give one connected graph"
-        )
-    return tuple(states)
+    return tuple(_state(bits, found[old], tuple(sorted(below[rank[old]]))) for old in order)
+
+
+def left_out(graph: LayerGraph, states: Sequence[CutState]) -> list[str]:
+    """Name a graph's nodes that none of its cuts has below it."""
+    placed = set(states[-1].nodes)
+    return [node.name for node in graph.nodes if node.name not in placed]
 
 
 class _Bits:

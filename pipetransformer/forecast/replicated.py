@@ -15,6 +15,7 @@ from autopipe.pipedream import (
     Machines,
     ReplicatedPlan,
     cut_states,
+    left_out,
     optimize,
     trimmed,
 )
@@ -60,9 +61,15 @@ class Replicated:
             "machines": [level.count for level in self.levels],
             "bandwidth": [level.bytes_per_s for level in self.levels],
             "num_states": len(self.states),
+            "left_out": self.left_out,
             **self.plan.to_json(),
             "stage_nodes": [self.names(leaf.begin, leaf.end) for leaf in self.plan.leaves],
         }
+
+    @property
+    def left_out(self) -> list[str]:
+        """Name the nodes that no stage has: they have nothing to do with the others."""
+        return left_out(self.graph, self.states)
 
     def names(self, begin: int, end: int) -> list[str]:
         """Name the nodes of a stage, each behind those that it needs."""
@@ -143,6 +150,11 @@ def run_profile(options: argparse.Namespace, say: Callable[[str], None]) -> None
         say(json.dumps({**asked, **found.to_json()}))
         return
     machines = " x ".join(str(level.count) for level in levels)
+    if found.left_out:
+        say(
+            f"left out, as nothing else has to do with them: {', '.join(found.left_out)}; join "
+            "them with edges if they belong to the model\n"
+        )
     say(
         f"{path.name}: {len(graph.nodes)} nodes, {len(found.states)} cuts; {machines} machines\n"
         f"choice: {found.plan.name}, a minibatch every {1e3 * found.plan.seconds:.4g} ms\n\n"

@@ -62,6 +62,17 @@ def test_questions_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_nodes_that_belong_to_nothing_are_named(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [LayerNode(name, "Linear", 1.0, 1.0, (0,), 0) for name in ("one", "two", "lone")]
+    profile.write_text(LayerGraph(tuple(nodes), (("one", "two"),)).to_text())
+    assert main(["plan", "--profile", str(profile), *ASKED]) == 0
+    assert "left out, as nothing else has to do with them: lone" in capsys.readouterr().out
+    assert main(["plan", "--profile", str(profile), *ASKED, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == ["lone"]
+
+
 def test_a_file_that_is_no_profile_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
