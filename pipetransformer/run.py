@@ -12,7 +12,10 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +63,13 @@ from pipetransformer.report import RunLog
 from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
 from pipetransformer.transition import Change, Deployment, Transitions
+from pipetransformer.unflushed import ComingStep, UnflushedStage
 from pipetransformer.verification import Verification, verify
 
 _LOGGER = logging.getLogger(__name__)
+
+_MOST_STEPS_A_STREAM = 64
+"""So that results keep coming."""
 
 
 class Run:
@@ -94,6 +101,7 @@ class Run:
         check_selection(config, has_eval_dataset=eval_dataset is not None)
         check_world(config, world_size(), slots_of_a_node())
         resumes(config)  # Refuses a folder before anything is started.
+        self._stream: deque[StepResult] = deque()
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
         self._sampler = self._sampler_of(train_dataset, config)
 
@@ -202,6 +210,39 @@ class Run:
         if sample >= timeline.num_samples or timeline.decision_follows():
             return ids, None
         return ids, self._sampler.global_batch(position.epoch, sample, size)
+
+    def train_in_stream(self, *, stops: bool) -> StepResult:
+        """Return the coming step's result, of a stream that is trained to the next pause.
+
+        Args:
+            stops: whether this rank asks to end the run, which happens at a stream's end.
+        """
+        stage, timeline = self.deployment.active_stage, self.timeline
+        assert isinstance(stage, UnflushedStage)
+        if not self._stream:
+            steps = self._coming_steps()
+            rows = self.feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
+            self._stream = stage.train_stream(steps, rows)
+            timeline.trained_to = steps[-1].step + 1
+        result = self._stream.popleft()
+        if self._stream:
+            return result
+        all_stop = gather_json(stops, group=self.world.group)
+        return replace(result, stops=any(all_stop))
+
+    def _coming_steps(self) -> list[ComingStep]:
+        """Return the steps up to the next pause, as far as their batches have one size."""
+        replicas, ahead = self.transitions.replicas, self.timeline.ahead()
+        steps: list[ComingStep] = []
+        while len(steps) < _MOST_STEPS_A_STREAM and not (steps and ahead.pauses):
+            at, now = ahead.position, ahead.ahead()
+            ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
+            if steps and len(ids) != len(steps[0].ids):
+                break
+            factor = partial(now.learning_rate_factor, replicas)
+            steps.append(ComingStep(ids, at.step, factor))
+            ahead.advance(len(ids))
+        return steps
 
     def _to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and this replica's samples of the coming step and of all after it."""

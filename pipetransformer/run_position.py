@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipetransformer.config import TrainConfig
 from pipetransformer.optimizer import named_schedule
@@ -40,7 +41,8 @@ class Clock:
 class Timeline:
     """Advance a position through the epochs of a training set of so many samples.
 
-    The peak learning rate is the first parameter group's, at a factor of 1.
+    The peak learning rate is the first parameter group's, at a factor of 1. `trained_to` counts
+    the steps that weights have seen, where several are trained at once.
 
     Args:
         scale_of: returns a layer's rate over the peak rate at a share of the run, None where the
@@ -65,7 +67,13 @@ class Timeline:
             )
         self._schedule = schedule
         self.position = Position()
-        self.is_stopped = False
+        self.trained_to = 0
+        self._end: int | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether the run was stopped, and has come to where."""
+        return self._end is not None and self.position.step >= self._end
 
     @property
     def is_over(self) -> bool:
@@ -79,8 +87,9 @@ class Timeline:
         return done or self.position.epoch >= self._config.epochs
 
     def stop(self) -> None:
-        """End the run where it is; called on all ranks alike."""
-        self.is_stopped = True
+        """End the run where it is, or where weights are already; called on all ranks alike."""
+        if self._end is None:
+            self._end = max(self.position.step, self.trained_to)
 
     @property
     def at_epoch_start(self) -> bool:
@@ -98,6 +107,23 @@ class Timeline:
         if interval is not None:
             return position.step % interval == 0
         return self.at_epoch_start and position.epoch % self._config.freeze_interval_epochs == 0
+
+    @property
+    def pauses(self) -> bool:
+        """Tell whether something comes between the last step and the coming one."""
+        return (
+            self.is_over
+            or self.at_epoch_start
+            or self.save_due()
+            or self.evaluation_due()
+            or self.decision_due(-1)
+        )
+
+    def ahead(self) -> Timeline:
+        """Return a timeline that can be advanced by itself."""
+        other = copy.copy(self)
+        other.position = replace(self.position)
+        return other
 
     def decision_follows(self) -> bool:
         """Tell whether a decision precedes the step after the coming one, in the same epoch."""

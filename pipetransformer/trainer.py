@@ -139,7 +139,11 @@ class Trainer:
 
         Returns:
             what the first pipeline's stages did, on every rank.
+        Raises:
+            ValueError: steps have no beginning and end, with weight_versions=.
         """
+        if self.config.weight_versions is not None:
+            raise ValueError("a step of a pipeline without flushes has no trace of its own")
         self._trace = Trace()
         try:
             self.step()
@@ -279,14 +283,18 @@ class Trainer:
         stage, clock = run.deployment.active_stage, run.transitions.clock()
         if self._trace is not None:
             stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
-        result = stage.train_step(
-            ids,
-            run.feed.rows(clock.epoch, is_last=timeline.sees_samples_last),
-            step=clock.step,
-            next_ids=next_ids,
-            learning_rate_factor=partial(timeline.learning_rate_factor, run.transitions.replicas),
-            stops=self._events.wants_stop,
-        )
+        if self.config.weight_versions is not None:
+            result = run.train_in_stream(stops=self._events.wants_stop)
+        else:
+            factor = partial(timeline.learning_rate_factor, run.transitions.replicas)
+            result = stage.train_step(
+                ids,
+                run.feed.rows(clock.epoch, is_last=timeline.sees_samples_last),
+                step=clock.step,
+                next_ids=next_ids,
+                learning_rate_factor=factor,
+                stops=self._events.wants_stop,
+            )
         stage.recorder = None
         run.note_step(result, clock, len(ids))
         self._events.tell(Callback.on_step_end, result)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from autopipe.stashing import VERSION_RULES
 from freeze import MEASURED_SIGNALS
 from pipetransformer.optimizer import check_warmup, named_schedule
 from pipetransformer.planning import PLANS
@@ -64,6 +65,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "precision": (None, "bf16", "fp16"),
     "on_nonfinite": ("raise", "skip"),
     "schedule": (None, "gpipe", "1f1b"),
+    "weight_versions": (None, *VERSION_RULES),
     "cache_dtype": (None, "bfloat16", "float16"),
     "greater_is_better": (None, False, True),
     "device": ("auto", "cpu", "cuda", "cuda-shared"),
@@ -78,6 +80,7 @@ def check_settings(config: TrainConfig) -> None:
     _check_functions(config)
     _check_batches(config)
     _check_workers(config)
+    _check_versions(config)
     _check_learning_rate(config)
     _check_decisions(config)
     _check_saving(config)
@@ -217,6 +220,23 @@ def _check_workers(config: TrainConfig) -> None:
         raise ValueError(
             f"stage_workers is {workers}, which makes one 1F1B pipeline of all processes; leave "
             f"{' and '.join(given)} out"
+        )
+
+
+def _check_versions(config: TrainConfig) -> None:
+    if config.weight_versions is None:
+        return
+    others = {
+        "max_grad_norm": config.max_grad_norm is not None,
+        "precision='fp16'": config.precision == "fp16",
+        "on_nonfinite='skip'": config.on_nonfinite == "skip",
+        "schedule='gpipe'": config.schedule == "gpipe",
+        "stage_workers": config.stage_workers is not None,
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(
+            f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear "
+            f"of the others' gradients, and runs 1F1B alone; leave {' and '.join(given)} out"
         )
 
 

@@ -56,6 +56,12 @@ class TrainConfig:
             and R are. Dropout's masks belong to micro-batches, so that runs with one seed learn
             the same on any devices; without it they depend on the pipelines that were chosen.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
+        weight_versions: trains without a flush between steps, as PipeDream does: weights are
+            "stashed", "vertical_sync" or "double_buffered" (`autopipe.stashing.version_rules`),
+            and with K > 1 not those of training without a pipeline. Between two pauses (a
+            decision, an evaluation, a checkpoint, the end of an epoch) all steps are one stream:
+            their results and events come at its end, weights are its end's, and `stop` stops
+            there. None flushes.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
             "published" follows the published rules, a function takes a `PlanSituation`.
         memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
@@ -149,6 +155,7 @@ class TrainConfig:
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     schedule: str | None = None
+    weight_versions: Literal["stashed", "vertical_sync", "double_buffered"] | None = None
     plan: str | Planner = "fastest"
     memory_limit_bytes: int | None = None
     freeze_interval_steps: int | None = None

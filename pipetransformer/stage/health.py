@@ -78,9 +78,15 @@ class StageWatch:
                 return f"parameter {one.name!r} was given a hook between two steps; remove it"
         return ""
 
-    def find_written(self) -> str:
-        """Say what was written since `begin`, or ""; a buffer may get the values it had."""
+    def find_written(self, *, trained: bool = True) -> str:
+        """Say what was written since `begin`, or ""; a buffer may get the values it had.
+
+        Args:
+            trained: whether trained parameters count; an update writes into them, too.
+        """
         for one in self._watched:
+            if one.trains and not trained:
+                continue
             now = one.tensor if one.values is None else self._model.tensor(one.name)
             if now is one.tensor and now._version == one.version:
                 continue

@@ -35,6 +35,7 @@ from pipetransformer.stage import Stage
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.held_shards import HeldShards
 from pipetransformer.transition.ownership import WEIGHTS, Ownership, split_shard_name
+from pipetransformer.unflushed import UnflushedStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -245,7 +246,8 @@ class Deployment:
         set_training(model, held, num_frozen=decision.num_frozen)
         self._ownership = after
         limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
-        self.stage = Stage(
+        build = Stage if self._task.config.weight_versions is None else UnflushedStage
+        self.stage = build(
             self._task,
             self._world,
             plan=decision.plan,

@@ -92,6 +92,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "cache_dtype": ("bf16", "float32", 16),
     "precision": ("fp32", "bfloat16", "", 16, torch.bfloat16),
     "schedule": ("1F1B", "zero-bubble", 1),
+    "weight_versions": ("newest", True, 2),
     "device": ("gpu", None, 0),
     "folder": (3,),
     "compute_metrics": ("f1", {"f1": len}),

@@ -1,0 +1,182 @@
+"""Train one stage of a pipeline that goes on to the next step while earlier ones are in flight.
+
+Steps between two pauses (a decision, an evaluation, a checkpoint, the end of an epoch) are one
+stream, behind which the pipeline runs empty. What all ranks must hear of a step, its loss, its
+gradient's norm, what is wrong, they hear at the end of the stream: a message a step would make
+every stage wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autopipe.engine import StageReport, run_program
+from autopipe.schedule import unflushed
+from autopipe.stashing import StagePlace, StashedWork, check_versions
+from pipetransformer.errors import NonFiniteError
+from pipetransformer.feed import Rows
+from pipetransformer.loss import mean_of
+from pipetransformer.stage import (
+    MicroBatches,
+    Stage,
+    StepResult,
+    TrainMoment,
+    TrainWork,
+    naming_peers,
+)
+from pipetransformer.unflushed.stream_work import ComingStep, StreamWork, layers_of_step
+
+
+class UnflushedStage(Stage):
+    """Train by asynchronous 1F1B; see `Stage` for its arguments.
+
+    Attributes:
+        peak_versions: most versions of its weights that this rank held in the last stream.
+    Raises:
+        ValueError: the versions asked for cannot be kept with so few micro-batches.
+    """
+
+    peak_versions = 1
+
+    def train_stream(self, steps: Sequence[ComingStep], rows: Rows) -> deque[StepResult]:
+        """Train on the global batches of several steps, all of one size and one epoch.
+
+        Raises:
+            ValueError: on every rank: the model was changed between two steps, or the loss is a
+                sum over a count that differs from the samples, or depends on how the batch is
+                split.
+            NonFiniteError: a loss or gradient was not finite in some step.
+            PeerError: a rank is gone, or silent for longer than a step may take.
+        """
+        start, intrusion = time.perf_counter(), self._begin_step()
+        sizes = self._cut.sizes(len(self.share.slice_of(steps[0].ids)[0]))
+        told = torch.zeros(len(steps), _COLUMNS, dtype=torch.float64)
+        done: dict[int, TrainWork] = {}
+
+        def work_of(number: int) -> TrainWork:
+            return self._work(steps, number, rows)
+
+        def update(number: int) -> None:
+            work = done[number] = stream.take(number)
+            told[number] = self._update_once(steps[number], work)
+
+        report = StageReport(0.0, 0.0, 0)
+        stream = StreamWork(work_of, max(1, len(sizes)))
+        if sizes:
+            report = self._run_stream(stream, sizes, len(steps), update)
+        else:
+            # A replica without samples has its part in the sums over the replicas alone.
+            for number, coming in enumerate(steps):
+                told[number] = self._update_once(coming, None)
+        told[-1, _WRONG] = float(bool(intrusion or self._watch.find_written(trained=False)))
+        told = self._told_by_all(told)
+        data_s = sum(work.data_s for work in done.values())
+        total_s = time.perf_counter() - start
+        self._refuse(steps, told, intrusion)
+        shares = {"compute": report.compute_s, "bubble": report.wait_s, "data": data_s}
+        shares["other"] = total_s - sum(shares.values())
+        breakdown = {name: seconds / len(steps) for name, seconds in shares.items()}
+        return deque(
+            StepResult(
+                mean_of(float(row[_LOSS]), float(row[_COUNT])),
+                math.sqrt(max(0.0, float(row[_SQUARES]))),
+                False,
+                total_s / len(steps),
+                {**breakdown, "all_reduce": 0.0},
+                False,
+            )
+            for row in told
+        )
+
+    def _run_stream(
+        self,
+        stream: StreamWork,
+        sizes: tuple[int, ...],
+        num_steps: int,
+        update: Callable[[int], None],
+    ) -> StageReport:
+        length, versions = self.topology.length, self._task.config.weight_versions
+        assert versions is not None
+        if num_steps > 1:
+            check_versions(versions, num_stages=length, num_micro_batches=len(sizes))
+        work = StashedWork(
+            stream,
+            [self._task.model.sublayers[index].module for index in self._trained],
+            place=StagePlace(self._index, length, len(sizes)),
+            versions=versions,
+            update=update,
+        )
+        program = unflushed(length, num_steps, len(sizes))[self._index]
+        with naming_peers():
+            if self._layers.side_in is not None:
+                all_sizes = sizes * num_steps
+                self._layers.side_in.begin(all_sizes, range(len(all_sizes)))
+            report = run_program(program, work, self._links, sizes * num_steps)
+            for routes in self._layers.side_out:
+                routes.finish_step()
+        self.peak_versions = work.peak_versions
+        return report
+
+    def _work(self, steps: Sequence[ComingStep], number: int, rows: Rows) -> TrainWork:
+        coming = steps[number]
+        own, first = self.share.slice_of(coming.ids)
+        following = None
+        if number + 1 < len(steps):
+            following = self.share.read_of(steps[number + 1].ids)
+        moment = TrainMoment(coming.step, self._task.config.seed, first, len(coming.ids))
+        batches = MicroBatches(own, self._cut.sizes(len(own)), rows, following)
+        layers = layers_of_step(self._layers, number * len(batches.sizes))
+        return TrainWork(
+            layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
+        )
+
+    def _update_once(self, coming: ComingStep, work: TrainWork | None) -> Tensor:
+        """Update by a step's gradients; return what all are to hear of it."""
+        if self._reducer is not None:
+            self._reducer.finish()
+        squares = float(self.signals.squared_norm())
+        if math.isfinite(squares):
+            self.signals.add_gradients()
+        self._update(coming.step, coming.learning_rate_factor, skipped=False)
+        if work is None:  # Its gradients are the others', and stay until the next step's.
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        self.signals.begin_step()
+        sums = [0.0, 0.0, 0.0] if work is None else work.loss_sums()
+        is_first = self._replica == 0
+        return torch.tensor([*sums, 0.0, squares if is_first else 0.0], dtype=torch.float64)
+
+    def _told_by_all(self, told: Tensor) -> Tensor:
+        values = self._sum_over_world(told.flatten().tolist())
+        return torch.tensor(values, dtype=torch.float64).view_as(told)
+
+    def _refuse(self, steps: Sequence[ComingStep], told: Tensor, wrong: str) -> None:
+        """Refuse, on all ranks, what they have found out."""
+        if told[:, _SPLIT].any():
+            self._probe.refuse()
+        if told[:, _WRONG].any():
+            raise ValueError(wrong or "another rank refuses to go on; it says why")
+        for coming, row in zip(steps, told, strict=True):
+            loss, squares = float(row[_LOSS]), float(row[_SQUARES])
+            if not (math.isfinite(loss) and math.isfinite(squares)):
+                raise NonFiniteError(
+                    f"step {coming.step}: the loss is {loss}, the gradient's squared norm "
+                    f"{squares}, and later steps have trained on it; lower the learning rate"
+                )
+            if row[_COUNT] != len(coming.ids):
+                raise ValueError(
+                    f"in step {coming.step} the loss counts {row[_COUNT]:g} of "
+                    f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
+                    "could hear of that: use a mean over all samples"
+                )
+
+
+_COLUMNS = 5
+_LOSS, _COUNT, _SPLIT, _WRONG, _SQUARES = range(_COLUMNS)
+"""What is told of a step, in sums over the ranks."""

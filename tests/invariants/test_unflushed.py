@@ -1,0 +1,207 @@
+"""Prove that a Trainer without flushes trains by the delayed gradients that its formulas name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.func import functional_call
+
+from autodp.sampler import EpochSampler, shuffled
+from autopipe.schedule import micro_batch_sizes
+from autopipe.stashing import VERSION_RULES, StagePlace
+from pipetransformer import Callback
+from pipetransformer.optimizer import take_state
+from tests.measured import measuring, once
+from tests.pool import Pool
+from tests.scenario import (
+    Deep,
+    Outcome,
+    Scenario,
+    Shape,
+    assert_equal,
+    build_adamw,
+    freeze_plainly,
+    make_trainer,
+    merge,
+    plain,
+    run_to_end,
+    slow_start,
+    train,
+)
+
+RULES = tuple(VERSION_RULES)
+every_rule = pytest.mark.parametrize("versions", RULES)
+
+
+def stream(shape: Shape, versions: str | None, **options: Any) -> Scenario:
+    """Describe a run that decides between epochs alone, and clips nothing."""
+    settings = {"freeze_interval_steps": None, "max_grad_norm": None, "weight_versions": versions}
+    return Scenario({0: shape}, settings={**settings, **options.pop("settings", {})}, **options)
+
+
+def delayed(scenario: Scenario) -> Outcome:
+    """Train by hand: every micro-batch with the versions of the weights that its stages had."""
+    layered, data, loss_fn = scenario.problem()
+    rule = VERSION_RULES[scenario.settings["weight_versions"]]
+    model, shape, size = layered.model, scenario.shapes[0], scenario.options["global_batch_size"]
+    named = dict(model.named_parameters())
+    optimizer = build_adamw(list(named.items()))
+    sampler = EpochSampler(len(data), shuffled(len(data), seed=scenario.options["seed"]))
+    per_epoch, losses, step = -(-len(data) // size), [], 0
+    for epoch in range(scenario.options["epochs"]):
+        num_frozen = scenario.num_frozen(step, epoch)
+        freeze_plainly(layered, named, num_frozen)
+        stage_of = stages(layered, num_frozen, shape.length)
+        # The last batch is smaller, and a stream of its own.
+        for several in (range(per_epoch - 1), range(per_epoch - 1, per_epoch)):
+            history: list[dict[str, Tensor]] = []
+            number = 0
+            for batch in several:
+                history.append({name: p.detach().clone() for name, p in named.items()})
+                ids = sampler.global_batch(epoch, batch * size, size)
+                optimizer.zero_grad(set_to_none=True)
+                total = 0.0
+                sizes = micro_batch_sizes(len(ids), min(shape.micro_batches, len(ids)))
+                for own in ids.split(sizes):
+                    used = {}
+                    for name, stage in stage_of.items():
+                        place = StagePlace(stage, max(stage_of.values()) + 1, len(sizes))
+                        used[name] = history[rule(place, number)][name].clone()
+                        used[name].requires_grad_(named[name].requires_grad)
+                    x, y = data[own]
+                    loss = loss_fn(functional_call(model, used, (x,)), y) * (len(own) / len(ids))
+                    loss.backward()
+                    for name, leaf in used.items():
+                        p = named[name]
+                        if leaf.grad is not None:
+                            p.grad = leaf.grad if p.grad is None else p.grad + leaf.grad
+                    total += loss.item()
+                    number += 1
+                for group in optimizer.param_groups:
+                    base = group.setdefault("initial_lr", group["lr"])
+                    group["lr"] = base * slow_start(step, 0)
+                optimizer.step()
+                losses.append(total)
+                step += 1
+    return Outcome(losses, dict(model.state_dict()), take_state(optimizer, named))
+
+
+def stages(layered: Any, num_frozen: int, length: int) -> dict[str, int]:
+    """Return each parameter's stage, the layers above the frozen ones shared out evenly."""
+    first = layered.first_active(num_frozen)
+    active = len(layered.sublayers) - first
+    cuts = [first + active * j // length for j in range(1, length)]
+    return {
+        name: sum(index >= cut for cut in cuts)
+        for index in range(len(layered.sublayers))
+        for name in layered.tensors(index)
+    }
+
+
+@every_rule
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_two_stages_train_by_delayed_gradients(
+    two_ranks: Pool, versions: str, micro_batches: int
+) -> None:
+    scenario = stream(Shape(2, micro_batches), versions)
+    outcome = merge(two_ranks.run(train, scenario))
+    assert_equal(outcome, delayed(scenario))
+    # More than rounding lies between that and training with flushes.
+    assert outcome.losses[4] != pytest.approx(plain(scenario).losses[4], rel=1e-6)
+
+
+@every_rule
+def test_four_stages_freeze_and_train_by_delayed_gradients(
+    four_ranks: Pool, versions: str
+) -> None:
+    scenario = stream(Shape(4, 3), versions, frozen=(0, 1))
+    assert_equal(merge(four_ranks.run(train, scenario)), delayed(scenario))
+
+
+@every_rule
+def test_one_stage_is_ordinary_training(two_ranks: Pool, versions: str) -> None:
+    scenario = stream(Shape(1, 2), versions, frozen=(0, 2, 2))
+    outcome = merge(two_ranks.run(train, scenario))
+    assert outcome.extra["hits"] > 0
+    assert_equal(outcome, plain(scenario))
+    flushed = stream(Shape(1, 2), None, frozen=(0, 2, 2))
+    assert merge(two_ranks.run(train, flushed)).losses == outcome.losses
+
+
+def test_replicas_of_a_pipeline_stay_equal(four_ranks: Pool) -> None:
+    ranks = four_ranks.run(train, stream(Shape(2, 3), "stashed"))
+    held = ranks[0].extra["replica_digests"]
+    assert held[0] == held[2] != held[1] == held[3]
+
+
+@measuring(once)
+def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
+    """Stop behind the checkpoint of step 3, in the middle of an epoch, and resume."""
+    saving = {"checkpoint_every_steps": 3, "resume": "auto", "folder": folder}
+    with make_trainer(scenario, scenario.policy(), **saving) as trainer:
+        before = [trainer.step().loss for _ in range(3)]
+    with make_trainer(scenario, scenario.policy(), **saving) as trainer:
+        outcome = run_to_end(trainer, None)
+    return Outcome(before + outcome.losses, outcome.weights, outcome.states, outcome.extra)
+
+
+@measuring(once)
+def fit_saving(scenario: Scenario, folder: str) -> Outcome:
+    settings = {"checkpoint_every_steps": 3, "folder": folder}
+    with make_trainer(scenario, scenario.policy(), **settings) as trainer:
+        return run_to_end(trainer, None)
+
+
+def test_a_resume_goes_on_where_the_pipeline_was_empty(two_ranks: Pool, tmp_path: Path) -> None:
+    scenario = stream(Shape(2, 3), "stashed")
+    whole = merge(two_ranks.run(fit_saving, scenario, str(tmp_path / "whole")))
+    assert_equal(merge(two_ranks.run(fit_in_two, scenario, str(tmp_path / "two"))), whole)
+
+
+class StopAt(Callback):
+    """Ask for the end behind a step, on rank 1."""
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        if trainer.global_step == 2 and not trainer.is_main_process:
+            trainer.stop()
+
+
+def stopped_after(scenario: Scenario) -> int:
+    with make_trainer(scenario, scenario.policy(), callbacks=[StopAt()]) as trainer:
+        trainer.fit()
+        return trainer.global_step
+
+
+def test_a_stop_takes_effect_where_the_pipeline_is_empty(two_ranks: Pool) -> None:
+    # 26 samples are four steps of 6, and a stream of its own of the two that are left.
+    assert two_ranks.run(stopped_after, stream(Shape(2, 3), "stashed")) == [4, 4]
+
+
+def refusal(scenario: Scenario, settings: dict[str, Any]) -> str:
+    try:
+        with make_trainer(scenario, scenario.policy(), **settings) as trainer:
+            trainer.fit()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(two_ranks: Pool) -> None:
+    scenario = stream(Shape(2, 3), "stashed")
+    for settings, message in (
+        ({"max_grad_norm": 1.0}, "leave max_grad_norm out"),
+        ({"schedule": "gpipe"}, "leave schedule='gpipe' out"),
+        ({"stage_workers": (1, 1)}, "leave stage_workers out"),
+    ):
+        assert all(message in text for text in two_ranks.run(refusal, scenario, settings))
+    ignoring = stream(Shape(2, 3), "stashed", deep=Deep(ignored=True))
+    assert all("the loss counts" in text for text in two_ranks.run(refusal, ignoring, {}))
+
+
+def test_two_buffers_want_micro_batches_enough(four_ranks: Pool) -> None:
+    scenario = stream(Shape(4, 2), "double_buffered")
+    for text in four_ranks.run(refusal, scenario, {}):
+        assert "at least 3 micro-batches a batch on 4 stages" in text
