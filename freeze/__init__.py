@@ -33,6 +33,7 @@ from freeze.policy import (
     FreezePolicy,
     LayerStats,
     NeverFreeze,
+    PolicyError,
     as_policy,
     checked_decision,
 )
@@ -41,6 +42,7 @@ from freeze.policy_names import POLICY_HELP, named_policy
 __all__ = [
     "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
-    "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "QuietUpdates", "Replay",
-    "Shadow", "apply", "as_policy", "checked_decision", "find_layers", "named_policy",
+    "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
+    "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision", "find_layers",
+    "named_policy",
 ]  # fmt: skip

@@ -172,6 +172,10 @@ PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
 
 
 @final
+class PolicyError(ValueError):
+    """Name the freeze policy that raised, and at which step."""
+
+
 class _FunctionPolicy(FreezePolicy):
     signals = frozenset({"gradient_norm"})
 
@@ -223,9 +227,16 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
     """Ask the policy and return a decision that can be executed.
 
     None, or what is frozen and rests already, becomes a decision that keeps it, with a reason that
-    starts with "keep". Raises TypeError or ValueError for what cannot be executed.
+    starts with "keep". Raises PolicyError where the policy raises, and TypeError or ValueError for
+    what cannot be executed.
     """
-    decision = policy.decide(context)
+    try:
+        decision = policy.decide(context)
+    except Exception as error:
+        raise PolicyError(
+            f"the freeze policy {policy.name} raised {type(error).__name__} at step "
+            f"{context.step}: {error}"
+        ) from error
     if decision is None:
         return FreezeDecision(context.num_frozen, "keep", context.resting)
     if not isinstance(decision, FreezeDecision):

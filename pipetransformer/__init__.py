@@ -20,6 +20,7 @@ from freeze import (
     Linear,
     NeverFreeze,
     PaperRule,
+    PolicyError,
     Replay,
     Shadow,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "PeerError",
     "PipelinePlan",
     "PlanSituation",
+    "PolicyError",
     "PredictionOutput",
     "Profile",
     "Recorder",

@@ -35,7 +35,9 @@ def test_a_program_of_the_page_on_pipedream_runs(program: str) -> None:
     exec(compile(program, "pipedream.md", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("program", programs("docs/freeze-policies.md"), ids=["own", "in place"])
+@pytest.mark.parametrize(
+    "program", programs("docs/freeze-policies.md"), ids=["own", "in place", "lisa"]
+)
 def test_a_program_of_the_page_on_policies_runs(program: str) -> None:
     exec(compile(program, "freeze-policies.md", "exec"), {"__name__": "__main__"})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autodp import broadcast_json
 from autopipe.plan import PipelinePlan
-from freeze import FreezeContext, FreezePolicy, checked_decision
+from freeze import FreezeContext, FreezePolicy, PolicyError, checked_decision
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observed
 from pipetransformer.processes import World
@@ -126,9 +126,13 @@ class Decider:
                 if self._journal is not None and step is not None:
                     self._journal.append({"step": step, "world": self._shape, **answer})
             except Exception as error:
-                broadcast_json({"error": repr(error)}, group=self._world.group)
+                by_policy = str(error) if isinstance(error, PolicyError) else ""
+                told = {"error": repr(error), "by_policy": by_policy}
+                broadcast_json(told, group=self._world.group)
                 raise
         answer = broadcast_json(answer, group=self._world.group)
+        if answer.get("by_policy"):
+            raise PolicyError(f"rank 0: {answer['by_policy']}")
         if "error" in answer:
             raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
         return Decision.from_json(answer["decision"])

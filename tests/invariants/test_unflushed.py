@@ -102,7 +102,7 @@ def stages(layered: Any, num_frozen: int, length: int) -> dict[str, int]:
 
 
 @every_rule
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_stages_train_by_delayed_gradients(
     two_ranks: Pool, versions: str, micro_batches: int
 ) -> None:
@@ -113,6 +113,7 @@ def test_two_stages_train_by_delayed_gradients(
     assert outcome.losses[4] != pytest.approx(plain(scenario).losses[4], rel=1e-6)
 
 
+@pytest.mark.slow
 @every_rule
 def test_four_stages_freeze_and_train_by_delayed_gradients(
     four_ranks: Pool, versions: str
@@ -121,7 +122,7 @@ def test_four_stages_freeze_and_train_by_delayed_gradients(
     assert_equal(merge(four_ranks.run(train, scenario)), delayed(scenario))
 
 
-@every_rule
+@pytest.mark.parametrize("versions", RULES[:1])
 def test_one_stage_is_ordinary_training(two_ranks: Pool, versions: str) -> None:
     scenario = stream(Shape(1, 2), versions, frozen=(0, 2, 2))
     outcome = merge(two_ranks.run(train, scenario))

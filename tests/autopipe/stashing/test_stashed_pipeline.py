@@ -96,7 +96,7 @@ def by_hand(
 @pytest.mark.parametrize("versions", ["stashed", "vertical_sync", "double_buffered"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize("optimizer", [momentum, pytest.param(adam, marks=pytest.mark.slow)])
 def test_weights_are_those_of_delayed_gradients(
     versions: str, chunks: int, num_stages: int, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:

@@ -34,7 +34,7 @@ def carry(steps: Sequence[Sequence[Batch]], names: tuple[str, ...]) -> list[list
         receiver = SideReceiver(channel)
         for step in steps:
             sizes = [len(next(iter(batch.values()))) for batch in step]
-            receiver.begin(sizes)
+            receiver.begin(sizes, range(len(sizes)))
             arrived.append([receiver.receive(i) for i in range(len(step))])
     return arrived
 
