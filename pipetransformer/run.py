@@ -220,9 +220,8 @@ class Run:
         stage, timeline = self.deployment.active_stage, self.timeline
         assert isinstance(stage, UnflushedStage)
         if not self._stream:
-            steps = self._coming_steps()
             rows = self.feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
-            self._stream = stage.train_stream(steps, rows)
+            self._stream = stage.train_stream(steps := self._coming_steps(), rows)
             timeline.trained_to = steps[-1].step + 1
         result = self._stream.popleft()
         if self._stream:
@@ -234,13 +233,14 @@ class Run:
         """Return the steps up to the next pause, as far as their batches have one size."""
         replicas, ahead = self.transitions.replicas, self.timeline.ahead()
         steps: list[ComingStep] = []
-        while len(steps) < _MOST_STEPS_A_STREAM and not (steps and ahead.pauses):
+        while len(steps) < _MOST_STEPS_A_STREAM:
             at, now = ahead.position, ahead.ahead()
+            if steps and (ahead.pauses or at.step == self.transitions.review_step):
+                break
             ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
             if steps and len(ids) != len(steps[0].ids):
                 break
-            factor = partial(now.learning_rate_factor, replicas)
-            steps.append(ComingStep(ids, at.step, factor))
+            steps.append(ComingStep(ids, at.step, partial(now.learning_rate_factor, replicas)))
             ahead.advance(len(ids))
         return steps
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopipe.engine import Payload
+from autopipe.gpipe.batch_norm import DeferredBatchNorm
 from autopipe.gpipe.micro_batch import as_payload, scatter
 from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, PartitionWork
@@ -54,6 +55,7 @@ class StashedPipeline(GPipe):
     ) -> None:
         super().__init__(module, balance, devices=devices, chunks=chunks, checkpoint="never")
         check_versions(versions, num_stages=len(self.balance), num_micro_batches=self.chunks)
+        _refuse(self)
         self.versions = versions
         self.optimizers = [
             optimizer(own) if (own := [p for p in part.parameters() if p.requires_grad]) else None
@@ -76,6 +78,8 @@ class StashedPipeline(GPipe):
             TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
                 `chunks`. Some of the batches before it are trained on.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("train_on trains, and inference mode keeps no graph")
         partitions, num_stages = self._described(), len(self.devices)
         schedule = unflushed(num_stages, len(batches), self.chunks)
         stream = _Stream(self._cut_up(batches, loss_fn), self.chunks)
@@ -91,6 +95,7 @@ class StashedPipeline(GPipe):
             StashedWork(
                 _StreamWork(partition, stream, settings, draws),
                 [partition.module],
+                partition.module.parameters(),
                 place=StagePlace(stage, num_stages, self.chunks),
                 versions=self.versions,
                 update=partial(_update, self.optimizers[stage], stream),
@@ -129,6 +134,24 @@ class StashedPipeline(GPipe):
             yield scatter(payload, sizes), StepLoss(loss_fn, target, sizes)
 
 
+def _refuse(pipeline: GPipe) -> None:
+    """Refuse what stages that update by themselves would train wrongly."""
+    seen: set[nn.Parameter] = set()
+    for part in pipeline.partitions:
+        own = {parameter for parameter in part.parameters() if parameter.requires_grad}
+        if own & seen:
+            raise ValueError(
+                "a trained parameter is in two partitions, which would each update it; choose a "
+                "balance that puts its layers into one"
+            )
+        seen |= own
+    if any(isinstance(layer, DeferredBatchNorm) for layer in pipeline.modules()):
+        raise ValueError(
+            "DeferredBatchNorm waits for the end of a batch, which a stream does not have; use "
+            "BatchNorm, which counts every micro-batch"
+        )
+
+
 class _Stream(Ends):
     """Hold what is in flight of a stream of batches; read by stage 0, and so before by none."""
 
@@ -149,7 +172,10 @@ class _Stream(Ends):
 
     def _loss(self, micro_batch: int, outputs: Payload) -> Any:
         batch, i = divmod(micro_batch, self._num_micro_batches)
-        return self.losses[batch](i, outputs)
+        loss = self.losses[batch](i, outputs)
+        if i == self._num_micro_batches - 1:
+            self.losses[batch].forget_targets()
+        return loss
 
 
 class _StreamWork(PartitionWork):
@@ -176,3 +202,5 @@ def _update(optimizer: Optimizer | None, stream: _Stream, batch: int) -> None:
             if parameter.grad is not None:
                 parameter.grad = stream.losses[batch].scaled(parameter.grad)
     optimizer.step()
+    # Casts of weights that are gone.
+    torch.clear_autocast_cache()

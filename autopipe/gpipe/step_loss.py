@@ -51,6 +51,10 @@ class StepLoss:
         self._sums[micro_batch] = (loss.detach() * size, float(size))
         return loss * (size / max(1, sum(self._sizes)))
 
+    def forget_targets(self) -> None:
+        """Let go of the targets, once all micro-batches have had their loss."""
+        self._targets = []
+
     def mean(self) -> Tensor:
         totals = torch.stack([total for total, _ in self._sums.values()])
         total = totals.sum()

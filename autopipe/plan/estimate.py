@@ -68,7 +68,7 @@ class StepModel:
 
         Where it has several workers, each computes so long.
         """
-        total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes)
+        total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes, length)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
             total = [
@@ -76,19 +76,21 @@ class StepModel:
             ]
 
         workers = self._workers_of(length)
-        factors = [
-            self._profile.slowness_of(part, length) / workers[part] for part in range(length)
-        ]
+        factors = [self._slowness(part, length) / workers[part] for part in range(length)]
 
         def cost(part: int, first: int, last: int) -> float:
-            return factors[part] * (total[last] - total[first]) + (
-                fetch_s / workers[0] if part == 0 else 0.0
-            )
+            return factors[part] * (total[last] - total[first]) + (fetch_s if part == 0 else 0.0)
 
         return cost
 
-    def fetch_s(self, sizes: tuple[int, ...]) -> float:
-        """Return the seconds in which stage 0 gets the step's samples behind the prefix."""
+    def fetch_s(self, sizes: tuple[int, ...], length: int) -> float:
+        """Return the seconds in which stage 0 gets the step's samples behind the prefix.
+
+        Several workers get those of their own micro-batches alone.
+        """
+        return self._fetch_all_s(sizes) / self._workers_of(length)[0]
+
+    def _fetch_all_s(self, sizes: tuple[int, ...]) -> float:
         profile, num_samples = self._profile, sum(sizes)
         if self._prefix_cached_s is not None:
             return profile.cached_fetch_s + self._prefix_cached_s * num_samples
@@ -181,8 +183,7 @@ class StepModel:
         A stage does all its work between the first activation from below and the last gradient.
         """
         forward, backward = self._cumulated_work(min(sizes))
-        fetch_s = self.fetch_s(sizes)
-        fetch_s = fetch_s / self._workers_of(len(split) - 1)[0]
+        fetch_s = self.fetch_s(sizes, len(split) - 1)
         below = [
             forward[unit] + backward[unit] + (fetch_s if unit else 0.0) for unit in split[:-1]
         ]
@@ -206,9 +207,7 @@ class StepModel:
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
         last_stage, workers = len(split) - 2, self._workers_of(len(split) - 1)
-        factors = [
-            self._profile.slowness_of(stage, len(split) - 1) for stage in range(last_stage + 1)
-        ]
+        factors = [self._slowness(stage, last_stage + 1) for stage in range(last_stage + 1)]
         # Pipelines begin at a node's first slot, so that the last slot's link leaves it.
         links = [
             self._profile.link if rank % self._slots_per_node else self._profile.node_link
@@ -233,13 +232,20 @@ class StepModel:
                 tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
                 for link, unit in zip(links, split[1:-1], strict=True)
             ),
-            # Several workers fetch for their own micro-batches alone.
             lead_s=(
-                self.fetch_s(sizes) / self._workers_of(last_stage + 1)[0],
+                self.fetch_s(sizes, last_stage + 1) / self._workers_of(last_stage + 1)[0],
                 *(0.0,) * last_stage,
             ),
             handling_s=tuple(link.overhead_s for link in links),
         )
+
+    def _slowness(self, stage: int, length: int) -> float:
+        """Return how many times longer a stage takes on the slowest of its ranks."""
+        workers = self._workers_of(length)
+        if max(workers) == 1:
+            return self._profile.slowness_of(stage, length)
+        first = sum(workers[:stage])
+        return max(self._profile.slowness[first : first + workers[stage]], default=1.0)
 
     def _cumulated_work(self, size: int) -> tuple[list[float], list[float]]:
         """Return the forward and backward seconds of the units below each index."""

@@ -114,7 +114,7 @@ def stage_compute_s(
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
     first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
-    return first_s - model.fetch_s(sizes), *others_s
+    return first_s - model.fetch_s(sizes, plan.length), *others_s
 
 
 def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
@@ -276,7 +276,7 @@ def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> Pipe
         name,
         step_s,
         tuple(map(int, peak_bytes)),
-        model.fetch_s(sizes),
+        model.fetch_s(sizes, length),
     )
 
 

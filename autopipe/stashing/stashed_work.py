@@ -21,7 +21,9 @@ class StashedWork(StageWork):
 
     Args:
         work: what the stage computes.
-        modules: that it runs; their trained parameters have versions.
+        modules: all that hold its parameters as attributes: what it runs, and a model whose
+            methods that calls.
+        parameters: those that it updates; others have no versions.
         place: which stage it is.
         versions: a name of `VERSION_RULES`.
         update: given a batch, changes the parameters in place by their `grad`.
@@ -33,6 +35,7 @@ class StashedWork(StageWork):
         self,
         work: StageWork,
         modules: Iterable[nn.Module],
+        parameters: Iterable[nn.Parameter],
         *,
         place: StagePlace,
         versions: str,
@@ -40,7 +43,7 @@ class StashedWork(StageWork):
     ) -> None:
         self._work, self._place, self._update = work, place, update
         self._version_of = partial(VERSION_RULES[versions], place)
-        self._versions = WeightVersions(modules)
+        self._versions = WeightVersions(modules, parameters)
         self._used: dict[int, Weights] = {}
         self._next_forward = 0
         self.peak_versions = 1
@@ -71,9 +74,16 @@ class StashedWork(StageWork):
         parameters = self._versions.parameters
         # Autograd adds to what a leaf already has.
         for name, leaf in leaves.items():
-            leaf.grad = parameters[name].grad
-        found = super().backward(micro_batch, starts, gradients, anchors, retain=retain)
+            leaf.grad, parameters[name].grad = parameters[name].grad, None
+        back = partial(super().backward, micro_batch, starts, gradients, anchors, retain=retain)
+        # A layer that checkpoints itself runs forward once more.
+        found = self._versions.run_with(leaves, back)
         for name, leaf in leaves.items():
+            if parameters[name].grad is not None:
+                raise RuntimeError(
+                    f"a layer's forward has used {name!r} past the module that holds it, so that "
+                    "its former values cannot be kept; read it from the module's attribute"
+                )
             parameters[name].grad, leaf.grad = leaf.grad, None
         return found
 

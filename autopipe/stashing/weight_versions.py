@@ -6,22 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 _T = TypeVar("_T")
 Weights = Mapping[str, Tensor]
 """Leaves by name, each of which stands for a parameter."""
-
-
-class _Held(nn.Module):
-    """Give all of a stage's modules one set of names, and a call that they lend weights to."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, call: Callable[[], Any]) -> Any:
-        return call()
 
 
 class WeightVersions:
@@ -32,15 +20,27 @@ class WeightVersions:
 
     Buffers have no versions: running statistics are those of the newest forward, as published.
 
+    Args:
+        modules: all that hold the parameters as attributes; a forward may read them from any.
+        parameters: those that are updated.
     Attributes:
-        parameters: by name.
+        parameters: these by name.
         newest: the number of the newest version.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held = _Held(modules)
-        named = self._held.named_parameters()
-        self.parameters = {name: p for name, p in named if p.requires_grad}
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        own = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        self.parameters: dict[str, nn.Parameter] = {}
+        # Where a forward finds them: a module's own dictionary, and the name there.
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        names: dict[int, str] = {}
+        for number, module in enumerate(modules):
+            for prefix, part in module.named_modules(prefix=str(number)):
+                for key, parameter in part._parameters.items():
+                    if parameter is not None and id(parameter) in own:
+                        name = names.setdefault(id(parameter), f"{prefix}.{key}")
+                        self.parameters[name] = parameter
+                        self._slots.append((part._parameters, key, name))
         self.newest = 0
         self._kept = {0: self._leaves()}
 
@@ -54,8 +54,13 @@ class WeightVersions:
 
     def run_with(self, weights: Weights, call: Callable[[], _T]) -> _T:
         """Call something that runs the modules, with these weights in their places."""
-        result: _T = functional_call(self._held, dict(weights), (call,))
-        return result
+        try:
+            for place, key, name in self._slots:
+                place[key] = weights[name]
+            return call()
+        finally:
+            for place, key, name in self._slots:
+                place[key] = self.parameters[name]
 
     def update(
         self, change: Callable[[], None], *, oldest: int, in_use: Iterable[Weights]

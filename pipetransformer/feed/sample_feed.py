@@ -250,7 +250,8 @@ class SampleFeed:
         coming = iter(self._to_come())
         if self._cache is None:
             for epoch, ids in coming:
-                yield tuple(ids.tolist()), self._view(epoch)
+                if len(ids):
+                    yield tuple(ids.tolist()), self._view(epoch)
             return
         ahead, behind = itertools.tee(coming)
         batches = ((ids, self.row_ids(ids, epoch)) for epoch, ids in ahead)

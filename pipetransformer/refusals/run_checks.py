@@ -61,10 +61,11 @@ def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int
             "give as many"
         )
     # Once layers are frozen, all may become replicas.
-    if config.global_batch_size < num_ranks:
+    if -(-config.global_batch_size // (config.micro_batch_size or 1)) < num_ranks:
         raise ValueError(
-            f"global_batch_size {config.global_batch_size} is smaller than the {num_ranks} "
-            "processes, all of which may train at the same time; give each a sample"
+            f"global_batch_size {config.global_batch_size} has no micro-batch for each of the "
+            f"{num_ranks} processes, all of which may train at the same time; enlarge it, or "
+            "lower micro_batch_size"
         )
 
 

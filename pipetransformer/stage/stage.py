@@ -344,19 +344,19 @@ class Stage:
                 torch.cuda.manual_seed(seed)
             self.optimizer.step()
 
-    def _sum_over_world(self, values: list[float]) -> list[float]:
+    def _sum_over_world(self, values: list[float], *, patience: int = 1) -> list[float]:
         if self._world.group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        self._all_reduce(total, "their part of the loss")
+        self._all_reduce(total, "their part of the loss", patience=patience)
         return total.tolist()
 
-    def _all_reduce(self, values: Tensor, what: str) -> None:
-        """Add up all ranks' values on the CPU, waiting no longer than a step may take."""
+    def _all_reduce(self, values: Tensor, what: str, *, patience: int = 1) -> None:
+        """Add up all ranks' values on the CPU, waiting no longer than so many steps may take."""
         with waiting_for(what, self._world.group):
             work = dist.all_reduce(values, group=self._world.group, async_op=True)
             # The world's group itself allows for the longer waits of a transition.
-            work.wait(timedelta(seconds=self._timeout_s))
+            work.wait(timedelta(seconds=patience * self._timeout_s))
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as their first ranks hold them."""

@@ -61,12 +61,15 @@ class MicroBatches:
         rows: gives stage 0 their entries; asked once a step.
         next_ids: (m,) those that this rank will fetch in the coming step, where they are known;
             they are prepared meanwhile.
+        keeps: whether further steps are fetched before this one's backward, so that what is
+            fetched must be copied.
     """
 
     ids: Tensor
     sizes: Sequence[int]
     rows: Rows
     next_ids: Tensor | None = None
+    keeps: bool = False
 
 
 @dataclass
@@ -137,7 +140,7 @@ class LayerWork(StageWork):
             sender.send(micro_batch, batch)
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
-        copy = len(self._parts) > 1
+        copy = len(self._parts) > 1 or self._batches.keeps
         device = self.layers.device
         batch = {
             name: part.to(device, copy=copy, non_blocking=part.is_pinned())

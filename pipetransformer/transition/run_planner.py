@@ -153,12 +153,16 @@ class RunPlanner:
         topology = self._world.topology(plan.length)
         cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)
         slices = cut.slices(config.global_batch(topology.replicas))
-        return [
-            0.0
-            if topology.is_spare(rank)
-            else stages[topology.stage_of(rank)] * slices[topology.replica_of(rank)] / slices[0]
-            for rank in range(self._world.size)
-        ]
+        expected = []
+        for rank in range(self._world.size):
+            if topology.is_spare(rank):
+                expected.append(0.0)
+                continue
+            stage, share = topology.stage_of(rank), slices[topology.replica_of(rank)] / slices[0]
+            count = topology.workers[stage]
+            own = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
+            expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
+        return expected
 
     def _request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
         config, measured = self._task.config, self.measurements

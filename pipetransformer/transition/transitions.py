@@ -173,6 +173,11 @@ class Transitions:
             return change
         return None
 
+    @property
+    def review_step(self) -> int | None:
+        """Return the step before which a new plan is reviewed, if one will be."""
+        return None if self._review is None else self._review.step
+
     def look_back(self) -> None:
         """Look at what became of the layers, where looks are taken. Collective."""
         if self._observing.probe is not None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.engine import StageReport, run_program
 from autopipe.schedule import unflushed
@@ -54,16 +54,18 @@ class UnflushedStage(Stage):
             NonFiniteError: a loss or gradient was not finite in some step.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
+        self._check_versions(steps)
         start, intrusion = time.perf_counter(), self._begin_step()
         sizes = self._cut.sizes(len(self.share.slice_of(steps[0].ids)[0]))
         told = torch.zeros(len(steps), _COLUMNS, dtype=torch.float64)
-        done: dict[int, TrainWork] = {}
+        data_s: list[float] = []
 
         def work_of(number: int) -> TrainWork:
             return self._work(steps, number, rows)
 
         def update(number: int) -> None:
-            work = done[number] = stream.take(number)
+            work = stream.take(number)
+            data_s.append(work.data_s)
             told[number] = self._update_once(steps[number], work)
 
         report = StageReport(0.0, 0.0, 0)
@@ -74,12 +76,12 @@ class UnflushedStage(Stage):
             # A replica without samples has its part in the sums over the replicas alone.
             for number, coming in enumerate(steps):
                 told[number] = self._update_once(coming, None)
-        told[-1, _WRONG] = float(bool(intrusion or self._watch.find_written(trained=False)))
+        wrong = intrusion or self._watch.find_written(trained=False)
+        told[-1, _WRONG] = float(bool(wrong))
         told = self._told_by_all(told)
-        data_s = sum(work.data_s for work in done.values())
         total_s = time.perf_counter() - start
-        self._refuse(steps, told, intrusion)
-        shares = {"compute": report.compute_s, "bubble": report.wait_s, "data": data_s}
+        self._refuse(steps, told, wrong)
+        shares = {"compute": report.compute_s, "bubble": report.wait_s, "data": sum(data_s)}
         shares["other"] = total_s - sum(shares.values())
         breakdown = {name: seconds / len(steps) for name, seconds in shares.items()}
         return deque(
@@ -94,6 +96,21 @@ class UnflushedStage(Stage):
             for row in told
         )
 
+    def _check_versions(self, steps: Sequence[ComingStep]) -> None:
+        """Refuse, on all ranks alike, batches that have too few micro-batches somewhere."""
+        slices = [num for num in self._cut.slices(len(steps[0].ids)) if num]
+        fewest = min(len(self._cut.sizes(num)) for num in slices)
+        if len(steps) > 1:
+            check_versions(
+                self._versions, num_stages=self.topology.length, num_micro_batches=fewest
+            )
+
+    @property
+    def _versions(self) -> str:
+        versions = self._task.config.weight_versions
+        assert versions is not None
+        return versions
+
     def _run_stream(
         self,
         stream: StreamWork,
@@ -101,15 +118,16 @@ class UnflushedStage(Stage):
         num_steps: int,
         update: Callable[[int], None],
     ) -> StageReport:
-        length, versions = self.topology.length, self._task.config.weight_versions
-        assert versions is not None
-        if num_steps > 1:
-            check_versions(versions, num_stages=length, num_micro_batches=len(sizes))
+        length = self.topology.length
         work = StashedWork(
             stream,
-            [self._task.model.sublayers[index].module for index in self._trained],
+            [
+                *(self._task.model.sublayers[index].module for index in self._trained),
+                self._task.model.model,
+            ],
+            [p for p in self.parameters.values() if isinstance(p, nn.Parameter)],
             place=StagePlace(self._index, length, len(sizes)),
-            versions=versions,
+            versions=self._versions,
             update=update,
         )
         program = unflushed(length, num_steps, len(sizes))[self._index]
@@ -130,7 +148,7 @@ class UnflushedStage(Stage):
         if number + 1 < len(steps):
             following = self.share.read_of(steps[number + 1].ids)
         moment = TrainMoment(coming.step, self._task.config.seed, first, len(coming.ids))
-        batches = MicroBatches(own, self._cut.sizes(len(own)), rows, following)
+        batches = MicroBatches(own, self._cut.sizes(len(own)), rows, following, keeps=True)
         layers = layers_of_step(self._layers, number * len(batches.sizes))
         return TrainWork(
             layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
@@ -153,7 +171,8 @@ class UnflushedStage(Stage):
         return torch.tensor([*sums, 0.0, squares if is_first else 0.0], dtype=torch.float64)
 
     def _told_by_all(self, told: Tensor) -> Tensor:
-        values = self._sum_over_world(told.flatten().tolist())
+        # A rank without samples waits for the whole stream.
+        values = self._sum_over_world(told.flatten().tolist(), patience=len(told))
         return torch.tensor(values, dtype=torch.float64).view_as(told)
 
     def _refuse(self, steps: Sequence[ComingStep], told: Tensor, wrong: str) -> None:

@@ -140,7 +140,10 @@ def test_predictions_come_in_the_order_of_the_data_set(four_ranks: Pool) -> None
     [
         ({"stage_workers": (2, 1)}, "are 3 processes, but 2 were started"),
         ({"stage_workers": (1, 1), "pipeline_length": 2}, "leave pipeline_length out"),
-        ({"stage_workers": (1, 1), "global_batch_size": 1}, "smaller than the 2 processes"),
+        (
+            {"stage_workers": (1, 1), "global_batch_size": 1},
+            "no micro-batch for each of the 2 processes",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(

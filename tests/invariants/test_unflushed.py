@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
+import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
 from autopipe.schedule import micro_batch_sizes
 from autopipe.stashing import VERSION_RULES, StagePlace
-from pipetransformer import Callback
+from pipetransformer import Callback, Trainer
 from pipetransformer.optimizer import take_state
 from tests.measured import measuring, once
 from tests.pool import Pool
@@ -206,3 +209,36 @@ def test_two_buffers_want_micro_batches_enough(four_ranks: Pool) -> None:
     scenario = stream(Shape(4, 2), "double_buffered")
     for text in four_ranks.run(refusal, scenario, {}):
         assert "at least 3 micro-batches a batch on 4 stages" in text
+
+
+@pytest.mark.parametrize("length", [4])
+def test_cached_rows_stay_what_they_were_while_in_flight(four_ranks: Pool, length: int) -> None:
+    scenario = stream(Shape(length, 1), "stashed", frozen=(0, 1, 1, 1), settings={"epochs": 4})
+    outcome = merge(four_ranks.run(train, scenario))
+    assert outcome.extra["hits"] > 0
+    assert_equal(outcome, delayed(scenario))
+
+
+def test_weights_that_a_model_s_own_methods_read_are_trained() -> None:
+    weights = []
+    for versions in (None, "stashed"):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=3
+        )
+        data = TensorDataset(torch.randn(16, 3, 32, 32), torch.randint(0, 3, (16,)))
+        torch.manual_seed(1)
+        with Trainer(
+            model, data, loss_fn=torch.nn.CrossEntropyLoss(), epochs=1, global_batch_size=4,
+            weight_versions=versions, progress=False,
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+        weights.append(model.state_dict())
+    plainly, streamed = weights
+    torch.manual_seed(0)
+    before = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=3
+    ).state_dict()
+    for name, tensor in streamed.items():
+        assert not tensor.equal(before[name]), name
+        assert tensor.equal(plainly[name]), name

@@ -119,6 +119,7 @@ def train_unflushed(versions: str) -> tuple[dict[str, Tensor], int]:
     stashed = StashedWork(
         work,
         [layers],
+        layers.parameters(),
         place=StagePlace(stage, length, CHUNKS),
         versions=versions,
         update=lambda _: optimizer.step(),

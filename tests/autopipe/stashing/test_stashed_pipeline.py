@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from autopipe import StashedPipeline
+from autopipe import StashedPipeline, convert_deferred_batch_norm
 from autopipe.stashing import StagePlace, most_versions
 
 BATCHES, SAMPLES = 7, 12
@@ -184,3 +185,57 @@ def test_versions_that_cannot_be_are_refused() -> None:
         stashed(model(), [2, 4], versions="newest")
     with pytest.raises(ValueError, match="at least 2 micro-batches a batch on 3 stages"):
         stashed(model(), [2, 2, 2], versions="double_buffered")
+
+
+class Checkpointed(nn.Module):
+    """Repeat a layer's forward in its backward."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_repeats_its_forward_does_so_with_the_same_weights(reentrant: bool) -> None:
+    expected, actual = model(), model()
+    layers = [Checkpointed(layer, reentrant) for layer in actual]
+    layers[0] = actual[0]  # type: ignore[assignment]
+    losses = stashed(expected, [2, 2, 2], chunks=2).train_on(batches(), loss_fn)
+    found = stashed(nn.Sequential(*layers), [2, 2, 2], chunks=2).train_on(batches(), loss_fn)
+    assert found == losses
+    for p, q in zip(actual.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Sneaky(nn.Module):
+    """Use a weight that another module holds, too."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.hidden = layer, [layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.hidden[0] + self.layer.bias
+
+
+def test_a_weight_that_is_used_past_its_module_is_refused() -> None:
+    module = nn.Sequential(Sneaky(nn.Linear(5, 5)), nn.Linear(5, 5)).double()
+    module[0].hidden = [module[0].layer.weight]  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="has used '0.0.layer.weight' past the module"):
+        stashed(module, [1, 1]).train_on(batches(), loss_fn)
+
+
+def test_what_stages_alone_cannot_train_is_refused() -> None:
+    shared = nn.Linear(5, 5).double()
+    with pytest.raises(ValueError, match="a trained parameter is in two partitions"):
+        stashed(nn.Sequential(shared, nn.Sequential(nn.Tanh(), shared)), [1, 1])
+    deferred = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5)))
+    with pytest.raises(ValueError, match="DeferredBatchNorm waits for the end of a batch"):
+        stashed(deferred, [1, 1])
+    pipeline = stashed(model(), [2, 4])
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="keeps no graph"):
+        pipeline.train_on(batches(), loss_fn)
