@@ -17,6 +17,7 @@ from freeze.policy import (
     FreezePolicy,
     LayerStats,
     NeverFreeze,
+    PolicyError,
     as_policy,
     checked_decision,
 )
@@ -265,8 +266,9 @@ def test_decision_outside_the_layers_is_refused(num_frozen: int) -> None:
 
 @pytest.mark.parametrize("answer", [2.5, True, "2"])
 def test_decision_that_is_no_int_is_refused(answer: Any) -> None:
-    with pytest.raises(TypeError, match="a freeze decision must be an int"):
+    with pytest.raises(PolicyError, match="a freeze decision must be an int") as caught:
         checked_decision(as_policy(lambda context: answer), make_context())
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 def test_policy_class_returning_a_bare_number_is_refused() -> None:
