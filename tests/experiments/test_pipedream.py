@@ -32,6 +32,7 @@ def test_networks_take_small_images(name: str) -> None:
     assert network(torch.zeros(3, 1, 32, 32)).shape == (3, 10)
 
 
+@pytest.mark.slow
 def test_ways_that_flush_learn_alike_and_others_hold_two_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ GROW_SHRINK_AND_THAW = Scenario(
 )
 
 
+@pytest.mark.slow
 @example(scenario=GROW_SHRINK_AND_THAW)
 @FEW
 @given(scenario=scenarios(4))

@@ -135,6 +135,7 @@ def test_one_stage_is_ordinary_training(two_ranks: Pool, versions: str) -> None:
     assert merge(two_ranks.run(train, flushed)).losses == outcome.losses
 
 
+@pytest.mark.slow
 def test_replicas_of_a_pipeline_stay_equal(four_ranks: Pool) -> None:
     ranks = four_ranks.run(train, stream(Shape(2, 3), "stashed"))
     held = ranks[0].extra["replica_digests"]
@@ -205,6 +206,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(two_ranks: Pool) -> None:
     assert all("the loss counts" in text for text in two_ranks.run(refusal, ignoring, {}))
 
 
+@pytest.mark.slow
 def test_two_buffers_want_micro_batches_enough(four_ranks: Pool) -> None:
     scenario = stream(Shape(4, 2), "double_buffered")
     for text in four_ranks.run(refusal, scenario, {}):
