@@ -169,6 +169,16 @@ def test_large_float32_gradients_are_summed_accurately() -> None:
     )
 
 
+@pytest.mark.parametrize("size", [0, 1, 2**19 - 1, 2**20 + 3])
+def test_absolute_values_of_large_gradients_are_summed_accurately(size: int) -> None:
+    weight = nn.Parameter(torch.zeros(size))
+    weight.grad = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    signals = GradientSignals({"one": [weight]}, absolute=True)
+    signals.squared_norm()
+    expected = weight.grad.double().abs().sum().item()
+    assert signals.state()["absolute_sums"]["one"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_16_bit_gradients_do_not_overflow() -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 6e4)
