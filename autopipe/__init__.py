@@ -1,10 +1,10 @@
 """Run pipelines of micro-batches, and choose them.
 
-gpipe/     the drop-in module          engine/   one stage's program     trace/   what ran when
-balance/   layers over partitions      plan/     predict and choose      profile/ what layers cost
-skip/      skip connections            cluster/  a described machine     threads/ stages as threads
-stashing/ weights that go on            schedule  who runs what when
-partition split a chain                 pipedream/ plans of replicated stages
+gpipe/     the drop-in module       engine/    one stage's program    trace/   what ran when
+balance/   layers over partitions   plan/      predict and choose     profile/ what layers cost
+skip/      skip connections         cluster/   a described machine    threads/ stages as threads
+stashing/  weights that go on       pipedream/ replicated stages      schedule who runs what when
+partition  split a chain
 """
 
 from autopipe import balance, skip

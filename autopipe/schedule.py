@@ -43,11 +43,11 @@ torchgpipe section 2.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -91,19 +91,23 @@ class StageWorkers:
         if min(self.replicas, default=0) < 1:
             raise ValueError(f"stages have {self.replicas} workers; each needs one at least")
 
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """Return each stage's first worker; behind the last one's, how many workers there are."""
+        return tuple(accumulate(self.replicas, initial=0))
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Return each worker's stage."""
+        return tuple(stage for stage, count in enumerate(self.replicas) for _ in range(count))
+
     def of(self, stage: int, micro_batch: int) -> int:
         """Return the worker of a stage that takes a micro-batch."""
-        return sum(self.replicas[:stage]) + micro_batch % self.replicas[stage]
-
-    def place(self, worker: int) -> tuple[int, int]:
-        """Return a worker's stage, and which of its workers it is."""
-        stage = bisect_right(list(accumulate(self.replicas)), worker)
-        return stage, worker - sum(self.replicas[:stage])
+        return self.firsts[stage] + micro_batch % self.replicas[stage]
 
     def warm_up(self, stage: int) -> int:
         """Return how many forwards a worker of a stage runs ahead of its first backward."""
-        ahead = sum(self.replicas) - 1 - sum(self.replicas[:stage])
-        return ahead // self.replicas[stage]
+        return (self.firsts[-1] - 1 - self.firsts[stage]) // self.replicas[stage]
 
     def names(self) -> list[str]:
         """Name each worker by its stage, and its place among several."""
@@ -280,7 +284,7 @@ def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
     sources = {Op.FORWARD: -1, Op.BACKWARD: 1}  # Of an operation's input, from its stage.
 
     def source_of(worker: int, task: Instruction) -> int | None:
-        stage = workers.place(worker)[0] + sources.get(task.op, len(workers.replicas))
+        stage = workers.stages[worker] + sources.get(task.op, len(workers.replicas))
         return workers.of(stage, task.micro_batch) if 0 <= stage < len(workers.replicas) else None
 
     ticking = set(LETTERS) - {Op.UPDATE}

@@ -171,11 +171,11 @@ class NeverFreeze(FreezePolicy):
 PolicyFunction = Callable[[FreezeContext], "FreezeDecision | int | None"]
 
 
-@final
 class PolicyError(ValueError):
     """Name the freeze policy that raised, and at which step."""
 
 
+@final
 class _FunctionPolicy(FreezePolicy):
     signals = frozenset({"gradient_norm"})
 

@@ -77,6 +77,7 @@ class StashedPipeline(GPipe):
         Raises:
             TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
                 `chunks`. Some of the batches before it are trained on.
+            RuntimeError: inference mode is on.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("train_on trains, and inference mode keeps no graph")

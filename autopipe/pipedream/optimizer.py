@@ -71,6 +71,11 @@ class ReplicatedStage:
     replicas: int
     inner: tuple[ReplicatedStage, ...] = ()
 
+    def nodes(self, states: Sequence[CutState]) -> set[str]:
+        """Name the nodes that lie between its cuts."""
+        below = states[self.begin - 1].nodes if self.begin else ()
+        return set(states[self.end - 1].nodes) - set(below)
+
     @property
     def leaves(self) -> tuple[ReplicatedStage, ...]:
         """Return the innermost stages, with all their replicas."""

@@ -232,10 +232,7 @@ class StepModel:
                 tuple(link.seconds(size * self._boundary_bytes[unit]) for size in sizes)
                 for link, unit in zip(links, split[1:-1], strict=True)
             ),
-            lead_s=(
-                self.fetch_s(sizes, last_stage + 1) / self._workers_of(last_stage + 1)[0],
-                *(0.0,) * last_stage,
-            ),
+            lead_s=(self.fetch_s(sizes, last_stage + 1), *(0.0,) * last_stage),
             handling_s=tuple(link.overhead_s for link in links),
         )
 

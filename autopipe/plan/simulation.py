@@ -152,7 +152,7 @@ class _Clock:
                 f"{num_stages - 1} boundaries"
             )
         self._workers = workers
-        self.now_s = [lead_s[workers.place(w)[0]] for w in range(sum(workers.replicas))]
+        self.now_s = [lead_s[stage] for stage in workers.stages]
         self.busy_s = list(self.now_s)
         self.events: list[Span] = []
         # By what they carry, and the workers below and above.
@@ -161,7 +161,7 @@ class _Clock:
     def execute(self, worker: int, instruction: Instruction) -> bool:
         """Carry out one instruction; return False where its message has not been sent yet."""
         op, i, times = instruction.op, instruction.micro_batch, self._times
-        stage, _ = self._workers.place(worker)
+        stage = self._workers.stages[worker]
         if op in LETTERS:
             start_s = self.now_s[worker]
             self._spend(worker, self._compute_s(op, stage, i))

@@ -15,14 +15,14 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
         ValueError: they name none.
     """
     if replay is not None:
-        return Replay(read_decisions(Path(replay)))
+        return Replay(read_frozen(Path(replay)))
     try:
         return named_policy(freeze)
     except ValueError as error:
         raise ValueError(f"--freeze: {error}") from error
 
 
-def read_decisions(folder: Path) -> dict[int, int]:
+def read_frozen(folder: Path) -> dict[int, int]:
     """Return the frozen layers from each step on at which a run decided."""
     path = records_file(folder)
     if not path.exists():

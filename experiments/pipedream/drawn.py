@@ -195,8 +195,9 @@ def table(drawn: Mapping[str, Drawn], measured: Mapping[str, Measured]) -> str:
     head += ["kept: formula", "simulated", "measured", "activations kept"]
     rows = [[*head, "weights: formula", "measured", "sent / formula"]]
     for name, one in drawn.items():
-        busy = sum(sum(part.busy_s) for part in one.simulate())
-        idle = sum(sum(part.idle_s) for part in one.simulate())
+        parts = one.simulate()
+        busy = sum(sum(part.busy_s) for part in parts)
+        idle = sum(sum(part.idle_s) for part in parts)
         kept = max(peak_in_flight(schedule[0]) for schedule in one.schedules)
         seen = measured.get(name)
         rows.append(

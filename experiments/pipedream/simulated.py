@@ -22,7 +22,7 @@ from autopipe.pipedream import (
 )
 from autopipe.plan import StageTimes, simulate
 from autopipe.profile import LayerGraph
-from autopipe.schedule import gpipe, one_f_one_b, replicated_one_f_one_b
+from autopipe.schedule import replicated_one_f_one_b, schedule_of
 
 NUM_MICRO_BATCHES = 8
 _STREAM = 6
@@ -56,9 +56,7 @@ def predict(
     """
     states = cut_states(graph)
     sync_s = data_parallel_s(states, levels)
-    num_machines = 1
-    for level in levels:
-        num_machines *= level.count
+    num_machines = math.prod(level.count for level in levels)
     rows = [
         Predicted("data parallel", sync_s, str(num_machines)),
         Predicted("one machine", states[-1].compute_s, "1"),
@@ -117,11 +115,7 @@ class _Stages:
         nodes = {node.name: node for node in graph.nodes}
         leaves = plan.leaves
         self.replicas = tuple(leaf.replicas for leaf in leaves)
-        own = [
-            set(states[leaf.end - 1].nodes)
-            - (set(states[leaf.begin - 1].nodes) if leaf.begin else set())
-            for leaf in leaves
-        ]
+        own = [leaf.nodes(states) for leaf in leaves]
         self.forward_s = [sum(nodes[name].forward_s for name in names) for names in own]
         self.backward_s = [sum(nodes[name].backward_s for name in names) for names in own]
         outer = {stage.end for stage in plan.stages}
@@ -147,8 +141,7 @@ class _Stages:
 
     def flushed_s(self, schedule: str, num_micro_batches: int) -> float:
         """Return a minibatch's seconds in a pipeline that is empty behind it."""
-        make = {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule]
-        program = make(len(self.replicas), num_micro_batches)
+        program = schedule_of(schedule, self.replicas, num_micro_batches)
         return simulate(program, self._times(num_micro_batches, 1 / num_micro_batches)).step_s
 
     def unflushed_s(self) -> float:

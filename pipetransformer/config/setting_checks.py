@@ -216,11 +216,9 @@ def _check_workers(config: TrainConfig) -> None:
         "plan": config.plan == "published",
         "schedule": config.schedule == "gpipe",
     }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(
-            f"stage_workers is {workers}, which makes one 1F1B pipeline of all processes; leave "
-            f"{' and '.join(given)} out"
-        )
+    _leave_out(
+        f"stage_workers is {workers}, which makes one 1F1B pipeline of all processes", others
+    )
 
 
 def _check_versions(config: TrainConfig) -> None:
@@ -233,11 +231,17 @@ def _check_versions(config: TrainConfig) -> None:
         "schedule='gpipe'": config.schedule == "gpipe",
         "stage_workers": config.stage_workers is not None,
     }
+    _leave_out(
+        f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear of "
+        "the others' gradients, and runs 1F1B alone",
+        others,
+    )
+
+
+def _leave_out(why: str, others: Mapping[str, bool]) -> None:
+    """Refuse those of the others that are given."""
     if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(
-            f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear "
-            f"of the others' gradients, and runs 1F1B alone; leave {' and '.join(given)} out"
-        )
+        raise ValueError(f"{why}; leave {' and '.join(given)} out")
 
 
 def _check_learning_rate(config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from autopipe.pipedream import (
     CutState,
     Machines,
     ReplicatedPlan,
+    ReplicatedStage,
     cut_states,
     left_out,
     optimize,
@@ -63,7 +64,7 @@ class Replicated:
             "num_states": len(self.states),
             "left_out": self.left_out,
             **self.plan.to_json(),
-            "stage_nodes": [self.names(leaf.begin, leaf.end) for leaf in self.plan.leaves],
+            "stage_nodes": [self._names(leaf) for leaf in self.plan.leaves],
         }
 
     @property
@@ -71,10 +72,9 @@ class Replicated:
         """Name the nodes that no stage has: they have nothing to do with the others."""
         return left_out(self.graph, self.states)
 
-    def names(self, begin: int, end: int) -> list[str]:
+    def _names(self, stage: ReplicatedStage) -> list[str]:
         """Name the nodes of a stage, each behind those that it needs."""
-        own = set(self.states[end - 1].nodes)
-        own -= set(self.states[begin - 1].nodes) if begin else set()
+        own = stage.nodes(self.states)
         return [name for name in self.graph.in_order if name in own]
 
     def table(self) -> str:
@@ -82,7 +82,7 @@ class Replicated:
         costs = {node.name: node for node in self.graph.nodes}
         rows = [["stage", "nodes", "replicas", "compute ms", "parameters"]]
         for number, leaf in enumerate(self.plan.leaves):
-            names = self.names(leaf.begin, leaf.end)
+            names = self._names(leaf)
             seconds = sum(costs[name].compute_s for name in names)
             size = sum(costs[name].parameter_bytes for name in names)
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -152,17 +152,9 @@ class Stage:
         """
         start = time.perf_counter()
         intrusion = self._begin_step()
-        own, first = self.share.slice_of(ids)
-        moment = TrainMoment(
-            step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value
-        )
-        coming = None if next_ids is None else self.share.read_of(next_ids)
-        batches = MicroBatches(own, sizes := self._cut.sizes(len(own)), rows, coming)
         with naming_peers():
-            work = TrainWork(
-                self._layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
-            )
-            report = self._run(work, sizes)
+            work = self._train_work(ids, rows, step=step, next_ids=next_ids)
+            report = self._run(work)
         wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
@@ -173,10 +165,7 @@ class Stage:
         if self._reducer is not None:
             self._reducer.finish(again=num_early > 0)
         reduce_s = time.perf_counter() - reduce_start
-        if num_split:
-            self._probe.refuse()
-        if num_wrong:
-            raise ValueError(wrong or "another rank refuses to go on; it says why")
+        self._refuse(num_split, num_wrong, wrong)
         loss, norm = self._finish_gradients(sums, len(ids))
         skipped = self._must_skip(step, loss, norm, work)
         self._update(step, learning_rate_factor, skipped)
@@ -192,6 +181,35 @@ class Stage:
         set_modes(self._modes)
         self.signals.begin_step()
         return self._watch.begin()
+
+    def _train_work(
+        self,
+        ids: Tensor,
+        rows: Rows,
+        *,
+        step: int,
+        next_ids: Tensor | None,
+        layers: StageLayers | None = None,
+    ) -> TrainWork:
+        """Return what this rank computes of a global batch; other layers' are a stream's."""
+        own, first = self.share.slice_of(ids)
+        coming = None if next_ids is None else self.share.read_of(next_ids)
+        return TrainWork(
+            layers or self._layers,
+            MicroBatches(own, self._cut.sizes(len(own)), rows, coming, keeps=layers is not None),
+            loss_fn=self._task.loss_fn,
+            moment=TrainMoment(
+                step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value
+            ),
+            probe=self._probe,
+        )
+
+    def _refuse(self, num_split: float, num_wrong: float, wrong: str) -> None:
+        """Refuse to go on, if so many ranks found a loss split, or something else wrong."""
+        if num_split:
+            self._probe.refuse()
+        if num_wrong:
+            raise ValueError(wrong or "another rank refuses to go on; it says why")
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""
@@ -258,9 +276,9 @@ class Stage:
         work.finish_step()
         return self._evaluation_probe.finds_difference()
 
-    def _run(self, work: TrainWork, sizes: tuple[int, ...]) -> StageReport:
+    def _run(self, work: TrainWork) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
-        if not sizes:
+        if not (sizes := work.sizes):
             return StageReport(0.0, 0.0, 0)
         workers = self.topology.workers
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
@@ -358,12 +376,16 @@ class Stage:
             # The world's group itself allows for the longer waits of a transition.
             work.wait(timedelta(seconds=patience * self._timeout_s))
 
+    @property
+    def _speaks_for_stage(self) -> bool:
+        """Tell whether this rank is the first of those that hold its stage."""
+        return self._replica == self._layers.turn[0] == 0
+
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as their first ranks hold them."""
         if self._world.group is None:
             return value
-        is_first = self._replica == self._layers.turn[0] == 0
-        own = value.to("cpu") if is_first else torch.zeros((), dtype=value.dtype)
+        own = value.to("cpu") if self._speaks_for_stage else torch.zeros((), dtype=value.dtype)
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)
 

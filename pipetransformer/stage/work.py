@@ -131,6 +131,11 @@ class LayerWork(StageWork):
             layers.side_in.begin(batches.sizes, layers.own(len(batches.sizes)))
             self.data_s += time.perf_counter() - start
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the samples of every micro-batch."""
+        return self._batches.sizes
+
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
         # For the whole step at once: few samples at a time would fill few of the prefix's chunks.

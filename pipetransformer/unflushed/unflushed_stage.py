@@ -23,10 +23,8 @@ from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
 from pipetransformer.stage import (
-    MicroBatches,
     Stage,
     StepResult,
-    TrainMoment,
     TrainWork,
     naming_peers,
 )
@@ -61,7 +59,14 @@ class UnflushedStage(Stage):
         data_s: list[float] = []
 
         def work_of(number: int) -> TrainWork:
-            return self._work(steps, number, rows)
+            following = steps[number + 1].ids if number + 1 < len(steps) else None
+            return self._train_work(
+                steps[number].ids,
+                rows,
+                step=steps[number].step,
+                next_ids=following,
+                layers=layers_of_step(self._layers, number * len(sizes)),
+            )
 
         def update(number: int) -> None:
             work = stream.take(number)
@@ -80,7 +85,8 @@ class UnflushedStage(Stage):
         told[-1, _WRONG] = float(bool(wrong))
         told = self._told_by_all(told)
         total_s = time.perf_counter() - start
-        self._refuse(steps, told, wrong)
+        self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
+        _check_stream(steps, told)
         shares = {"compute": report.compute_s, "bubble": report.wait_s, "data": sum(data_s)}
         shares["other"] = total_s - sum(shares.values())
         breakdown = {name: seconds / len(steps) for name, seconds in shares.items()}
@@ -141,19 +147,6 @@ class UnflushedStage(Stage):
         self.peak_versions = work.peak_versions
         return report
 
-    def _work(self, steps: Sequence[ComingStep], number: int, rows: Rows) -> TrainWork:
-        coming = steps[number]
-        own, first = self.share.slice_of(coming.ids)
-        following = None
-        if number + 1 < len(steps):
-            following = self.share.read_of(steps[number + 1].ids)
-        moment = TrainMoment(coming.step, self._task.config.seed, first, len(coming.ids))
-        batches = MicroBatches(own, self._cut.sizes(len(own)), rows, following, keeps=True)
-        layers = layers_of_step(self._layers, number * len(batches.sizes))
-        return TrainWork(
-            layers, batches, loss_fn=self._task.loss_fn, moment=moment, probe=self._probe
-        )
-
     def _update_once(self, coming: ComingStep, work: TrainWork | None) -> Tensor:
         """Update by a step's gradients; return what all are to hear of it."""
         if self._reducer is not None:
@@ -167,33 +160,30 @@ class UnflushedStage(Stage):
                 parameter.grad = None
         self.signals.begin_step()
         sums = [0.0, 0.0, 0.0] if work is None else work.loss_sums()
-        is_first = self._replica == 0
-        return torch.tensor([*sums, 0.0, squares if is_first else 0.0], dtype=torch.float64)
+        squares = squares if self._speaks_for_stage else 0.0
+        return torch.tensor([*sums, 0.0, squares], dtype=torch.float64)
 
     def _told_by_all(self, told: Tensor) -> Tensor:
         # A rank without samples waits for the whole stream.
         values = self._sum_over_world(told.flatten().tolist(), patience=len(told))
         return torch.tensor(values, dtype=torch.float64).view_as(told)
 
-    def _refuse(self, steps: Sequence[ComingStep], told: Tensor, wrong: str) -> None:
-        """Refuse, on all ranks, what they have found out."""
-        if told[:, _SPLIT].any():
-            self._probe.refuse()
-        if told[:, _WRONG].any():
-            raise ValueError(wrong or "another rank refuses to go on; it says why")
-        for coming, row in zip(steps, told, strict=True):
-            loss, squares = float(row[_LOSS]), float(row[_SQUARES])
-            if not (math.isfinite(loss) and math.isfinite(squares)):
-                raise NonFiniteError(
-                    f"step {coming.step}: the loss is {loss}, the gradient's squared norm "
-                    f"{squares}, and later steps have trained on it; lower the learning rate"
-                )
-            if row[_COUNT] != len(coming.ids):
-                raise ValueError(
-                    f"in step {coming.step} the loss counts {row[_COUNT]:g} of "
-                    f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
-                    "could hear of that: use a mean over all samples"
-                )
+
+def _check_stream(steps: Sequence[ComingStep], told: Tensor) -> None:
+    """Refuse, on all ranks alike, what a step should not have been trained on."""
+    for coming, row in zip(steps, told, strict=True):
+        loss, squares = float(row[_LOSS]), float(row[_SQUARES])
+        if not (math.isfinite(loss) and math.isfinite(squares)):
+            raise NonFiniteError(
+                f"step {coming.step}: the loss is {loss}, the gradient's squared norm "
+                f"{squares}, and later steps have trained on it; lower the learning rate"
+            )
+        if row[_COUNT] != len(coming.ids):
+            raise ValueError(
+                f"in step {coming.step} the loss counts {row[_COUNT]:g} of "
+                f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
+                "could hear of that: use a mean over all samples"
+            )
 
 
 _COLUMNS = 5

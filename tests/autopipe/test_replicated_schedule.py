@@ -29,7 +29,8 @@ def times(forward_s: tuple[float, ...], num_micro_batches: int, transfer_s: floa
 
 def test_workers_are_numbered_stage_by_stage_and_take_turns() -> None:
     workers = StageWorkers((3, 1, 2))
-    assert [workers.place(w) for w in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert workers.stages == (0, 0, 0, 1, 2, 2)
+    assert workers.firsts == (0, 3, 4, 6)
     assert [workers.of(0, i) for i in range(4)] == [0, 1, 2, 0]
     assert [workers.of(2, i) for i in range(3)] == [4, 5, 4]
     assert workers.names() == [
@@ -47,7 +48,7 @@ def test_each_micro_batch_has_one_worker_of_each_stage_and_no_one_waits_forever(
     workers, schedule = StageWorkers(replicas), replicated_one_f_one_b(replicas, num_micro_batches)
     assert len(schedule) == sum(replicas)
     done = Counter(
-        (workers.place(worker)[0], ins.op, ins.micro_batch)
+        (workers.stages[worker], ins.op, ins.micro_batch)
         for worker, program in enumerate(schedule)
         for ins in program
         if ins.op in (Op.FORWARD, Op.BACKWARD)
@@ -55,7 +56,7 @@ def test_each_micro_batch_has_one_worker_of_each_stage_and_no_one_waits_forever(
     stages, kinds = range(len(replicas)), (Op.FORWARD, Op.BACKWARD)
     assert done == Counter(itertools.product(stages, kinds, range(num_micro_batches)))
     for worker, program in enumerate(schedule):
-        stage, _ = workers.place(worker)
+        stage = workers.stages[worker]
         assert peak_in_flight(program) <= workers.warm_up(stage) + 1
     simulate(schedule, times((1.0,) * len(replicas), num_micro_batches, 0.1), replicas=replicas)
 
@@ -77,8 +78,8 @@ def test_two_workers_for_a_stage_of_twice_the_cost_nearly_double_the_throughput(
 def test_an_update_follows_the_last_own_backward_of_each_batch(replicas: tuple[int, ...]) -> None:
     workers = StageWorkers(replicas)
     for worker, program in enumerate(replicated_one_f_one_b(replicas, 15, update_every=5)):
-        _, number = workers.place(worker)
-        count = replicas[workers.place(worker)[0]]
+        stage = workers.stages[worker]
+        count, number = replicas[stage], worker - workers.firsts[stage]
         backwards, since = [], []
         for ins in program:
             if ins.op is Op.BACKWARD:

@@ -19,7 +19,7 @@ from experiments.ablation.simulated import (
     sweep,
 )
 from experiments.ablation.trained import options_of
-from experiments.finetune.freezing import read_decisions
+from experiments.finetune.freezing import read_frozen
 from tests.costs import sums
 from tests.pipetransformer.test_planning import profile
 
@@ -138,7 +138,7 @@ def test_trained_rows_freeze_the_same_at_the_same_steps(
     given = ["train", "--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path)]
     main([*given, "--seeds", "0", "--scale_batch", "--", "--smoke"])
     assert "| all four | " in capsys.readouterr().out
-    expected = read_decisions(tmp_path / "freeze-only-seed0")
+    expected = read_frozen(tmp_path / "freeze-only-seed0")
     assert expected[0] == 0 and 2 in expected.values()
     for name in ("+-AutoPipe", "+-AutoPipe-+-AutoDP", "all-four"):
-        assert read_decisions(tmp_path / f"{name}-seed0") == expected
+        assert read_frozen(tmp_path / f"{name}-seed0") == expected

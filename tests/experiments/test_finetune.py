@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
 from experiments import bert, vit
-from experiments.finetune.freezing import policy_of, read_decisions
+from experiments.finetune.freezing import policy_of, read_frozen
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
@@ -51,7 +51,7 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
     assert model.config.num_hidden_layers == 4
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 33
-    assert read_decisions(tmp_path / "run") == {0: 0, 6: 2}
+    assert read_frozen(tmp_path / "run") == {0: 0, 6: 2}
     assert (tmp_path / "run" / "report.png").exists()
     with pytest.raises(ValueError, match="holds the results of another run"):
         smoke(tmp_path / "run")

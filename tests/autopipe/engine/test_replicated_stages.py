@@ -59,9 +59,9 @@ def routes(workers: StageWorkers, stage: int) -> StageLinks:
 def train_replicated(replicas: tuple[int, ...]) -> float:
     """Run two steps; return the largest difference from the plain model's gradient."""
     workers, worst = StageWorkers(replicas), 0.0
-    stage, _ = workers.place(dist.get_rank())
+    stage = workers.stages[dist.get_rank()]
     groups = [
-        dist.new_group([rank for rank in range(sum(replicas)) if workers.place(rank)[0] == one])
+        dist.new_group([rank for rank in range(sum(replicas)) if workers.stages[rank] == one])
         for one in range(len(replicas))
     ]
     links = routes(workers, stage)

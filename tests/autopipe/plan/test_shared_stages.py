@@ -39,6 +39,18 @@ def test_only_a_wide_stage_sums_gradients() -> None:
     assert explained[(1, 2)] == pytest.approx(1e6 / 1e3, rel=1e-3)
 
 
+def test_each_worker_of_the_first_stage_reads_its_own_samples_alone() -> None:
+    costs = profile(sublayer(0), sublayer(1), read_s=0.5)
+    asked = request(3, stage_workers=(2, 1), lengths=(2,), global_batch=60, micro_batches=(12,))
+    explained = explain(costs, asked, plan_pipeline(costs, asked))
+    computed_s = [sum(s.duration_s for s in explained.spans() if s.stage == w) for w in range(3)]
+    read_s = [
+        busy_s - own_s
+        for busy_s, own_s in zip(explained.simulation.busy_s, computed_s, strict=True)
+    ]
+    assert read_s == pytest.approx([60 / 2 * 0.5, 60 / 2 * 0.5, 0.0])
+
+
 def test_each_worker_has_its_peak_and_its_time() -> None:
     asked = request(4, stage_workers=(3, 1), lengths=(2,), global_batch=48)
     explained = explain(uniform(4), asked, plan_pipeline(uniform(4), asked))
