@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-_PIECE = 2**19
-"""Values of a gradient that are looked at together."""
+_PIECE = 2**17
+"""Values of a gradient that are looked at together: they stay in a core's cache."""
 
 
 @final
@@ -69,11 +69,10 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        squares = self._by_tensor(_square)
-        total = squares.sum()
+        found = self._by_tensor()
+        total = found[0].sum()
         if reduce is not None:
             total = reduce(total)
-        found = [squares, *(self._by_tensor(_absolute) for _ in self._kinds[1:])]
         step = torch.stack([torch.cat([self._members @ one, self._one[None]]) for one in found])
         self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
         return total
@@ -110,25 +109,33 @@ class GradientSignals:
             rows.append([*(sums[name] for name in self._names), state["num_steps"]])
         self._sums.copy_(torch.tensor(rows, dtype=torch.float64))
 
-    def _by_tensor(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Measure every gradient: (tensors,) float64."""
-        parameters = chain.from_iterable(self._parameters)
-        values = [self._zero if p.grad is None else measure(p.grad) for p in parameters]
-        return torch.stack(values).double() if values else self._one.new_empty(0)
+    def _by_tensor(self) -> list[Tensor]:
+        """Measure every gradient: (tensors,) float64, for each kind."""
+        measures = (_square, _absolute)[: len(self._kinds)]
+        nothing = [self._zero] * len(measures)
+        rows = [
+            nothing if p.grad is None else _measured(p.grad, measures)
+            for p in chain.from_iterable(self._parameters)
+        ]
+        if not rows:
+            return [self._one.new_empty(0)] * len(measures)
+        return [torch.stack(column).double() for column in zip(*rows, strict=True)]
 
 
-def _square(gradient: Tensor) -> Tensor:
-    # For an embedding of 30 M values in float32 it is off by 5e-5, a norm on CPU by 2e-3.
+def _measured(gradient: Tensor, measures: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+    """Add up measures of a gradient, whose pieces a CPU reads from its memory once for all."""
     flat = gradient.reshape(-1)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
-    return torch.dot(flat, flat)
+    pieces = flat.split(_PIECE) if flat.device.type == "cpu" else (flat,)
+    rows = [[measure(piece) for measure in measures] for piece in pieces]
+    return rows[0] if len(rows) == 1 else [torch.stack(c).sum() for c in zip(*rows, strict=True)]
 
 
-def _absolute(gradient: Tensor) -> Tensor:
-    small = gradient.dtype in (torch.float16, torch.bfloat16)
-    # What abs() writes stays in a CPU's caches, piece by piece; `linalg.vector_norm` needs no such
-    # memory, but takes longer, and is off by 2e-3 where the dot product above is off by 5e-5.
-    pieces = gradient.reshape(-1).split(_PIECE if gradient.device.type == "cpu" else 2**62)
-    sums = [piece.abs().sum(dtype=torch.float32 if small else None) for piece in pieces]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+def _square(values: Tensor) -> Tensor:
+    # For an embedding of 30 M values in float32 it is off by 5e-5, a norm on CPU by 2e-3.
+    return torch.dot(values, values)
+
+
+def _absolute(values: Tensor) -> Tensor:
+    return values.abs().sum()
