@@ -106,7 +106,7 @@ def measure(
     timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
     measured = spread(timed.costs, chosen, kinds=kinds, everyone=everyone)
     smallest, largest = min(batches), max(batches)
-    alone = partial(time_alone, world=world, repeats=max(2, rounds // 2))
+    alone = partial(time_alone, world=world, repeats=max(1, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)

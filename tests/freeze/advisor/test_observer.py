@@ -116,6 +116,83 @@ def test_costs_are_of_the_layers_that_have_them() -> None:
     assert times.close() is not None
 
 
+class Unruly(nn.Module):
+    """Draw, count, and write into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: torch.Tensor
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        drawn = nn.functional.dropout(self.linear(x), 0.5)  # In evaluation, too.
+        return self.norm(drawn.mul_(scale)) + x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_running_a_block_as_if_frozen_leaves_no_trace(compiled: bool) -> None:
+    def train(watched: bool) -> tuple[list[torch.Tensor], float]:
+        torch.manual_seed(0)
+        block, scale = Unruly().train(), torch.full((3,), 2.0)
+        if compiled:
+            block.compile(backend="eager")
+        fired: list[object] = []
+        block.linear.register_forward_hook(lambda *found: fired.append(found[0]))
+        model = nn.ModuleList([block])
+        model.forward = lambda x: block(x, scale=scale)  # type: ignore[method-assign]
+        times = StepTimes(model, [block]) if watched else None
+        for _ in range(3):
+            model(torch.ones(4, 3)).square().sum().backward()
+            if times is not None:
+                times.end_update()
+                times.end_step()
+        costs = times and times.close()
+        assert len(fired) == 3 or watched
+        gradients = [p.grad for p in block.parameters() if p.grad is not None]
+        return [*block.state_dict().values(), *gradients, torch.rand(2)], (
+            costs.frozen_s[0] / costs.forward_s[0] if costs else 0.0
+        )
+
+    (seen, share), (alone, _) = train(True), train(False)
+    assert all(torch.equal(one, other) for one, other in zip(seen, alone, strict=True))
+    assert share == 1 if compiled else 0 < share <= 1
+
+
+def test_a_frozen_forward_that_is_shorter_counts_as_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Timed(nn.Module):
+        """Take 4 s forward, 1 s without dropout, and 8 s backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            clock[0] += 4 if self.training else 1
+            output: torch.Tensor = self.linear(x)
+            if output.requires_grad:
+                output.register_hook(self._back)
+            return output
+
+        def _back(self, gradient: torch.Tensor) -> None:
+            clock[0] += 8
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Timed(), Timed()))
+    times = StepTimes(model, list(model[1]))
+    monkeypatch.setattr(times, "_now", lambda: clock[0])
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+        times.end_update()
+        times.end_step()
+    costs = times.close()
+    assert costs == StepCosts(24.0, (4.0, 4.0), (8.0, 8.0), (0.0, 0.0), (1.0, 1.0))
+    assert costs.saved_share(1, cached=False) == (4 + 8 - 1) / 24
+    assert costs.saved_share(1, cached=True) == (4 + 8) / 24
+
+
 def test_weights_that_move_are_measured_over_their_norm() -> None:
     layer = nn.Linear(2, 2, bias=False)
     fixed = nn.Linear(2, 2).requires_grad_(False)
@@ -157,10 +234,10 @@ def test_a_low_learning_rate_does_not_look_like_convergence() -> None:
 
 
 def test_the_advice_is_written_down_and_drawn(tmp_path: Path) -> None:
-    costs = StepCosts(1.0, (0.1,) * 3, (0.2,) * 3, (0.01,) * 3)
+    costs = StepCosts(1.0, (0.1,) * 3, (0.2,) * 3, (0.01,) * 3, frozen_s=(0.04,) * 3)
     looks = (Look(100, 1, (1e-6, 2e-3, 1e-3), "r"), Look(200, 2, (None, 1e-6, 1e-3), "r"))
     advice = Advice(3, False, looks, costs)
-    text = "layers 0-1 of 3 quiet since step 200: freezing them would save 42% of each step, 62%"
+    text = "layers 0-1 of 3 quiet since step 200: freezing them would save 54% of each step, 62%"
     assert str(advice) == f"{text} with a cache"
     advice.write(tmp_path)
     assert json.loads((tmp_path / "freeze_advice.json").read_text())["text"] == str(advice)
