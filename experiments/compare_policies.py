@@ -24,6 +24,9 @@ from freeze import POLICY_HELP
 
 NONE = "none"
 POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet", "freezeout")
+ADAPTIVE = ("paper", "auto", "plasticity", "cka", "quiet")
+"""Those that decide from what they see."""
+
 OTHERS = {
     "static": ("--baseline", "static", "--freeze", "none"),
     "lora": ("--baseline", "lora", "--freeze", "none"),
@@ -40,9 +43,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--others", nargs="*", choices=tuple(OTHERS), default=list(OTHERS))
     parser.add_argument("--static_layers", type=int, default=2, help="that `static` never trains")
     parser.add_argument(
-        "--short", nargs="*", default=[], metavar="POLICY", help="those given a shortened rival"
+        "--short",
+        nargs="*",
+        metavar="POLICY",
+        help="those given a shortened rival; else adaptive ones",
     )
     options = parser.parse_args(arguments)
+    if options.short is None:
+        adaptive = [name for name in options.policies if name.partition(":")[0] in ADAPTIVE]
+        options.short = adaptive
     if unknown := sorted(set(options.short) - set(options.policies)):
         parser.error(f"--short names {unknown}, which are not among --policies")
     return options

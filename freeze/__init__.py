@@ -36,6 +36,7 @@ from freeze.policy import (
     PolicyError,
     as_policy,
     checked_decision,
+    checked_scale,
 )
 from freeze.policy_names import POLICY_HELP, named_policy
 
@@ -43,6 +44,6 @@ __all__ = [
     "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
     "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
-    "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision", "find_layers",
-    "named_policy",
+    "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision", "checked_scale",
+    "find_layers", "named_policy",
 ]  # fmt: skip

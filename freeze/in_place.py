@@ -8,14 +8,18 @@ model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _NAMES = "_frozen_in_place"
-"""The model's attribute that names what trained before it froze; copies of the model have it."""
+"""A module's attribute that names its own parameters which trained before they froze.
+
+It is each module's, so that it is found through any wrapper, and copies have it.
+"""
 
 
 def apply(
@@ -24,24 +28,38 @@ def apply(
     """Freeze the bottom layers of a model, and thaw those above; to be called between two steps.
 
     Parameters that freeze lose their gradient, so that torch's optimizers leave them alone, weight
-    decay and momentum included, and keep their state for a thaw. Their modules stay in eval mode
-    (no dropout, no running statistics) whatever `.train()` is called. A thaw lets train again what
-    trained before, and nothing else. The same call twice changes nothing more. What
-    `torch.compile` made of the model is thrown away at a change, as it does not notice one.
+    decay and momentum included, and keep their state for a thaw. A thaw lets train again what
+    trained before, and nothing else. The same call twice changes nothing more, be it for the model
+    or for what `torch.compile` made of it; compiled code is thrown away at a change, as it does
+    not notice one.
+
+    Frozen modules run in eval mode (no dropout, no running statistics) whatever `.train()` is
+    called. A thaw gives each the mode that it had when it froze; where the model itself is no
+    longer in the mode of then, it gives the model's, and what was called for single frozen modules
+    meanwhile is forgotten.
 
     A parameter that a layer which still trains uses, too, such as a tied embedding, goes on
-    training.
+    training; a module all of whose parameters do, such as a block used twice, stays in its mode.
+
+    A parameter that the model, or another module around the blocks, holds directly freezes with
+    block 0: torch keeps no order between those and the blocks, which could tell a `cls_token` from
+    a `logit_scale`. Give one that is to go on training a module of its own behind the blocks.
+
+    With a `GradScaler`, leave out `scaler.step` for an optimizer while all of its parameters are
+    frozen: it finds no gradient there, and raises an AssertionError.
 
     Args:
         model: not wrapped by DistributedDataParallel, which counts on every gradient it found at
             the start: freeze, then wrap anew.
         num_frozen: layers from the bottom.
-        layers: the blocks, bottom first; None takes the model's largest ModuleList or Sequential
-            of equal blocks.
+        layers: the blocks, bottom first, as they are registered; None takes those of
+            `find_layers`.
     Returns:
-        the names of all parameters that are frozen by now.
+        the names of all parameters of the frozen layers, and of what is registered before them,
+        that are frozen by now, those that you froze included.
     Raises:
-        ValueError: there are not so many layers, or none were found; or the model is wrapped.
+        ValueError: there are not so many layers, or none were found; they are not the model's, or
+            not in its order; or the model is wrapped. Nothing has changed then.
     """
     _refuse_wrapped(model)
     blocks = list(layers) if layers is not None else find_layers(model)
@@ -50,43 +68,44 @@ def apply(
             f"{num_frozen} layers cannot freeze; the model has {len(blocks)}: give 0 to "
             f"{len(blocks)}"
         )
-    modules = _bottom(model, blocks, num_frozen)
-    names = _names_of(model, blocks, num_frozen)
-    before: set[str] = getattr(model, _NAMES, set())
-    parameters = dict(model.named_parameters())
-    freezing = {name for name in names if parameters[name].requires_grad}
-    thawing = before - names
-    for name in freezing:
-        parameters[name].requires_grad_(False)
-        parameters[name].grad = None
-    for name in thawing & parameters.keys():
-        parameters[name].requires_grad_(True)
-    after = (before | freezing) - thawing
-    setattr(model, _NAMES, after)
-    _keep_in_eval(model, set(modules))
-    if freezing or thawing:
+    bottom = _bottom(model, blocks, num_frozen)
+    changed = _freeze_only(model, bottom.parameters - bottom.shared)
+    if _keep_in_eval(model, bottom.modules) or changed:
         torch._dynamo.reset()
-    return tuple(sorted(after))
+    frozen = {p for p in bottom.parameters if not p.requires_grad}
+    return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
     Raises:
-        ValueError: there is none; give the layers yourself.
+        ValueError: there is none, or another such list with parameters lies before it, as an
+            encoder before a decoder; give the layers yourself.
     """
-    lists = [
-        list(module)
-        for module in model.modules()
+    lists = {
+        path: module
+        for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         and len(module) > 1
         and len({type(one) for one in module}) == 1
-    ]
+    }
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
         )
-    return max(lists, key=lambda own: sum(p.numel() for one in own for p in one.parameters()))
+    largest = max(
+        lists, key=lambda path: sum(p.numel() for one in lists[path] for p in one.parameters())
+    )
+    for path, module in lists.items():
+        if path == largest:
+            break
+        if not _holds(path, largest) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"{path!r} lies before {largest!r}, both lists of equal blocks, and would freeze "
+                "as a whole with block 0; give layers=, bottom first"
+            )
+    return list(lists[largest])
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -97,52 +116,139 @@ def _refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-def _bottom(model: nn.Module, blocks: Sequence[nn.Module], num_frozen: int) -> list[nn.Module]:
-    """Return what freezes: the first blocks, and modules that are registered before them."""
+def _holds(path: str, other: str) -> bool:
+    """Tell whether a module's path leads to another, deeper one."""
+    return other.startswith(f"{path}.") if path else bool(other)
+
+
+@dataclass(frozen=True)
+class _Bottom:
+    """Hold what freezes.
+
+    Args:
+        parameters: of the frozen layers and of what is registered before them.
+        shared: those of them that a layer which trains uses, too.
+        modules: those that run in eval mode.
+    """
+
+    parameters: set[nn.Parameter]
+    shared: set[nn.Parameter]
+    modules: set[nn.Module]
+
+
+def _bottom(model: nn.Module, blocks: Sequence[nn.Module], num_frozen: int) -> _Bottom:
+    """Find what freezes, at each place of the modules: one that is used twice has two."""
+    places = list(model.named_modules(remove_duplicate=False))
+    block_paths = _paths_of(places, blocks)
     if not num_frozen:
-        return []
-    return [*_before(model, blocks[0]), *blocks[:num_frozen]]
+        return _Bottom(set(), set(), set())
+    first, frozen_paths = block_paths[0], block_paths[:num_frozen]
+    parameters, training = set[nn.Parameter](), set[nn.Parameter]()
+    modules, others = set[nn.Module](), set[nn.Module]()
+    is_before = True
+    for path, module in places:
+        is_before = is_before and path != first
+        is_around = _holds(path, first)
+        is_frozen = is_before or any(path == own or _holds(own, path) for own in frozen_paths)
+        (parameters if is_frozen else training).update(module.parameters(recurse=False))
+        (modules if is_frozen and not is_around else others).add(module)
+    for module in modules - others:
+        own = set(module.parameters())
+        if own and own <= training:
+            others.update(module.modules())
+    return _Bottom(parameters, parameters & training, modules - others)
 
 
-def _before(module: nn.Module, block: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules that are registered before a block, at each level of the way to it."""
-    for child in module.children():
-        if child is block:
-            return
-        if any(one is block for one in child.modules()):
-            yield from _before(child, block)
-            return
-        yield child
+def _paths_of(places: Sequence[tuple[str, nn.Module]], blocks: Sequence[nn.Module]) -> list[str]:
+    """Return the blocks' paths; refuse blocks that do not lie one behind the other."""
+    paths: list[str] = []
+    rest = iter(places[1:])
+    for index, block in enumerate(blocks):
+        path = next(
+            (
+                path
+                for path, module in rest
+                if module is block and not (paths and _holds(paths[-1], path))
+            ),
+            None,
+        )
+        if path is None:
+            known = any(module is block for _, module in places[1:])
+            raise ValueError(
+                f"layer {index}, of {type(block).__name__}, is not registered "
+                f"{f'behind layer {index - 1}' if known and index else 'in the model'}; give each "
+                "of the model's blocks once, in the order in which they are registered"
+            )
+        paths.append(path)
+    return paths
 
 
-def _names_of(model: nn.Module, blocks: Sequence[nn.Module], num_frozen: int) -> set[str]:
-    """Name the parameters that freeze, but for those that also have a place that trains."""
-    if not num_frozen:
-        return set()
-    path_of = {module: path for path, module in model.named_modules()}
-    frozen = tuple(f"{path_of[block]}." for block in blocks[:num_frozen])
-    # A module's own parameters come before its children's.
-    places = list(model.named_parameters(remove_duplicate=False))
-    first = next(i for i, (name, _) in enumerate(places) if name.startswith(frozen[0]))
-    is_frozen = [i < first or name.startswith(frozen) for i, (name, _) in enumerate(places)]
-    training = {p for (_, p), own in zip(places, is_frozen, strict=True) if not own}
-    return {name for name, p in model.named_parameters() if p not in training}
+def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
+    """Freeze parameters, and thaw others that were frozen here; tell whether any changed."""
+    owners = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
+    # One that trains was thawed by its user: it is no longer ours.
+    before = {
+        own[name]
+        for module, own in owners
+        for name in vars(module).get(_NAMES, set()) & own.keys()
+        if not own[name].requires_grad
+    }
+    freezing = {p for p in wanted if p.requires_grad}
+    for p in freezing:
+        p.requires_grad_(False)
+        p.grad = None
+    for p in before - wanted:
+        p.requires_grad_(True)
+    after = before & wanted | freezing
+    for module, own in owners:
+        # Not by setattr: a compiled module passes that on to what it wraps.
+        vars(module)[_NAMES] = {name for name, p in own.items() if p in after}
+        if not vars(module)[_NAMES]:
+            del vars(module)[_NAMES]
+    return before != after
 
 
-def _keep_in_eval(model: nn.Module, frozen: set[nn.Module]) -> None:
-    """Put modules into eval mode for as long as they are frozen; others back into the model's."""
-    for module in model.modules():
-        hooks = module._forward_pre_hooks
-        own = [key for key, hook in hooks.items() if hook is _stay_in_eval]
-        if own and module not in frozen:
-            hooks.pop(own[0])
-            module.train(model.training)
-        elif module in frozen:
-            if not own:
-                module.register_forward_pre_hook(_stay_in_eval)
-            module.eval()
+@dataclass(frozen=True)
+class _StayInEval:
+    """Put a frozen module into eval mode, as a hook before its forward.
+
+    Args:
+        mode, model_mode: its own and the model's when it froze; True is training.
+    """
+
+    mode: bool
+    model_mode: bool
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if module.training:
+            # Its forward may read its parts' modes, without calling them.
+            for one in module.modules():
+                if _hook_of(one) is not None:
+                    one.training = False
 
 
-def _stay_in_eval(module: nn.Module, _: object) -> None:
-    if module.training:
-        module.eval()
+def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:
+    """Return a frozen module's hook behind its key, None for others."""
+    for key, hook in module._forward_pre_hooks.items():
+        if isinstance(hook, _StayInEval):
+            return key, hook
+    return None
+
+
+def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
+    """Put modules into eval mode while they are frozen; tell whether any changed.
+
+    Each has a hook of its own, as a block may be a list whose members are called one by one.
+    """
+    hooks = {module: found for module in model.modules() if (found := _hook_of(module))}
+    leaving, entering = hooks.keys() - wanted, wanted - hooks.keys()
+    new = {module: _StayInEval(module.training, model.training) for module in entering}
+    for module in leaving:
+        key, hook = hooks[module]
+        del module._forward_pre_hooks[key]
+        module.training = hook.mode if hook.model_mode == model.training else model.training
+    for module, own in new.items():
+        module.register_forward_pre_hook(own)
+    for module in wanted:
+        module.training = False
+    return bool(leaving or entering)

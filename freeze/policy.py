@@ -53,10 +53,12 @@ class FreezeContext:
         step, epoch: completed optimizer steps, and the epoch of the next one, both from 0.
         max_steps, steps_per_epoch: lengths of the whole training and of one epoch, in steps.
         learning_rate, peak_learning_rate: at the next step, and the largest of the training.
+        mean_learning_rate: over the steps since the last decision; None before the first.
         layers, num_frozen: by index, of which layers 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
         resting: layers above them whose weights do not train now.
         metrics: results of the last evaluation by name; empty before the first.
+        evaluated_at: steps that were done at that evaluation; None where that is not known.
         loss, loss_slope: mean of the training losses since the last decision, and by how much
             they grew a step; None where there are too few.
         predict: maps a number of frozen layers to the predicted seconds of one step; they come
@@ -77,6 +79,8 @@ class FreezeContext:
     loss: float | None = None
     loss_slope: float | None = None
     resting: tuple[int, ...] = ()
+    mean_learning_rate: float | None = None
+    evaluated_at: int | None = None
 
     def __post_init__(self) -> None:
         # A copy: the caller's dict must not change under a policy, nor a policy change it.
@@ -100,7 +104,7 @@ class FreezeDecision:
             run as in training, and nothing is moved or cached. The lowest layer that is not
             frozen cannot rest: freeze it instead.
     Raises:
-        TypeError: `num_frozen` is not an int.
+        TypeError: `num_frozen` is not an int, or `resting` no tuple of ints.
     """
 
     num_frozen: int
@@ -114,6 +118,10 @@ class FreezeDecision:
                 f"({type(self.num_frozen).__name__}); return the number of frozen layers, "
                 "rounded, e.g. int(math.ceil(x)), or None to keep it"
             )
+        if not isinstance(self.resting, (tuple, list)) or not all(
+            isinstance(layer, int) for layer in self.resting
+        ):
+            raise TypeError(f"resting layers must be a tuple of ints, got {self.resting!r}")
 
 
 class FreezePolicy(ABC):
@@ -221,6 +229,17 @@ def as_policy(
             "FreezePolicy such as PaperRule(1 / 3), a function of a FreezeContext, or None"
         )
     return _FunctionPolicy(freeze)
+
+
+def checked_scale(policy: FreezePolicy, layer: int, num_layers: int, done: float) -> float | None:
+    """Ask the policy for a layer's learning rate; raise PolicyError where it raises."""
+    try:
+        return policy.learning_rate_scale(layer, num_layers, done)
+    except Exception as error:
+        raise PolicyError(
+            f"the freeze policy {policy.name} raised {type(error).__name__} for the learning rate "
+            f"of layer {layer}: {error}"
+        ) from error
 
 
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -30,7 +32,8 @@ POLICY_HELP = (
 def named_policy(text: str) -> FreezePolicy:
     """Return the policy that a text names; see POLICY_HELP.
 
-    "module:policy" imports a module and takes a policy or a function of it. That runs the module.
+    "module:policy" imports a module, also of the working folder, and takes a policy of it, a class
+    of them that needs no arguments, or a function. That runs the module.
 
     Raises:
         ValueError: it names none.
@@ -39,11 +42,21 @@ def named_policy(text: str) -> FreezePolicy:
     try:
         if kind in _NAMED:
             return _NAMED[kind](value)
-        return as_policy(getattr(importlib.import_module(kind), value))
+        return _imported(kind, value)
     except (ImportError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{text!r} names no freeze policy ({error}); give {POLICY_HELP}"
         ) from error
+
+
+def _imported(module: str, name: str) -> FreezePolicy:
+    folder = os.getcwd()  # Where a console script does not look.
+    sys.path.insert(0, folder)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    finally:
+        sys.path.remove(folder)
+    return as_policy(found() if isinstance(found, type) else found)
 
 
 def _never(value: str) -> FreezePolicy:

@@ -30,7 +30,7 @@ from autodp import (
     shuffled_by_length,
 )
 from autopipe.trace import Span, Trace
-from freeze import FreezePolicy, NeverFreeze, as_policy
+from freeze import FreezePolicy, NeverFreeze, as_policy, checked_scale
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
@@ -158,7 +158,8 @@ class Run:
 
     def decide_if_due(self) -> Change | None:
         """Decide where a decision precedes the coming step, and carry it out. Collective there."""
-        change = self.transitions.decide_if_due(self.log.report.metrics)
+        report = self.log.report
+        change = self.transitions.decide_if_due(report.metrics, report.evaluated_at)
         if change is not None:
             self.log.change(change)
         return change
@@ -375,7 +376,8 @@ def _describe(
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:
         optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
-    if _rates_of(policy, layered)(0, 0.0) is not None:
+    rates, top = _rates_of(policy, layered), layered.num_layers
+    if any(rates(layer, n / 20) is not None for layer in range(top + 1) for n in range(21)):
         optimizer = split_by_layer(optimizer, layered)
     loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
     task = Task(
@@ -395,6 +397,4 @@ def _rates_of(
 ) -> Callable[[int | None, float], float | None]:
     """Return a policy's learning rates by layer, None for the head, and share of the run."""
     top = model.num_layers
-    return lambda layer, done: policy.learning_rate_scale(
-        top if layer is None else layer, top, done
-    )
+    return lambda layer, done: checked_scale(policy, top if layer is None else layer, top, done)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 
-from freeze.advisor.observer import Observer
+from freeze.advisor.observer import Observer, learning_rates
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -17,15 +18,17 @@ class LightningFreezeAdvisor(Observer, Callback):
     """Say which bottom layers of a run are quiet, and what freezing them would save.
 
     As `FreezeAdvisor`; its state is part of Lightning's checkpoint, so that a resumed run freezes
-    the same layers again, and no others. The advice goes to the trainer's default_root_dir.
+    the same layers again, and no others. The advice goes to the trainer's default_root_dir. A step
+    that a scaler of gradients has skipped is known by the scale, which it then lowers.
 
     Args:
         policy, every_steps, act, layers: see `Observer`.
     Raises:
-        ValueError: at the start: layers are to freeze in several processes.
+        ValueError: at the start: layers are to freeze in several processes, or nothing says how
+            long the training is.
     """
 
-    _seen = -1
+    _seen, _scale = 0, 1.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
@@ -34,9 +37,20 @@ class LightningFreezeAdvisor(Observer, Callback):
                 "LightningFreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has "
                 "wrapped; watch with act=False, and start anew with layers frozen by freeze.apply"
             )
-        steps = max(1, int(trainer.estimated_stepping_batches))
-        per_epoch = max(1, steps // max(1, trainer.max_epochs or 1))
-        self.begin(pl_module, max_steps=steps, steps_per_epoch=per_epoch)
+        steps = trainer.estimated_stepping_batches
+        if not 1 <= steps < math.inf:
+            raise ValueError(
+                "LightningFreezeAdvisor must know how many steps the training takes, which "
+                f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} with "
+                f"{trainer.num_training_batches} batches an epoch do not say; give max_steps, or "
+                "max_epochs with a dataset that has a length, or with limit_train_batches"
+            )
+        # Of data without a length all steps are one epoch.
+        per_epoch = math.ceil(
+            min(steps, trainer.num_training_batches / trainer.accumulate_grad_batches)
+        )
+        self._seen, self._scale = trainer.global_step, _gradient_scale(trainer)
+        self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -45,14 +59,14 @@ class LightningFreezeAdvisor(Observer, Callback):
         if trainer.global_step == self._seen:
             return  # Gradients are still being accumulated.
         self._seen = trainer.global_step
-        self.end_update()
-        groups = trainer.optimizers[0].param_groups
-        peak = max(group.get("initial_lr", group["lr"]) for group in groups)
+        scale_before, self._scale = self._scale, _gradient_scale(trainer)
+        self.end_update(skipped=self._scale < scale_before)
+        rate, peak = learning_rates(trainer.optimizers[0].param_groups)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         look = self.end_step(
             self._seen,
-            learning_rate=float(groups[0]["lr"]),
-            peak_learning_rate=float(peak),
+            learning_rate=rate,
+            peak_learning_rate=peak,
             metrics=metrics,
         )
         if look is not None and trainer.is_global_zero:
@@ -64,3 +78,8 @@ class LightningFreezeAdvisor(Observer, Callback):
         if trainer.is_global_zero:
             _LOGGER.warning("%s", advice)
             advice.write(Path(trainer.default_root_dir))
+
+
+def _gradient_scale(trainer: Any) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -22,8 +22,17 @@ from freeze.policy import (
 )
 from freeze.signals import WeightChanges
 
-_TIMED_STEPS = 6
 _SIGNALS = frozenset({"relative_update"})
+
+
+def learning_rates(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the largest learning rate of an optimizer's groups: now, and of the schedule.
+
+    Schedulers leave their own start in the groups, and OneCycleLR its height, too.
+    """
+    now = max(float(group["lr"]) for group in groups)
+    known = [group[key] for group in groups for key in ("initial_lr", "max_lr") if key in group]
+    return now, max([now, *map(float, known)])
 
 
 class Observer:
@@ -75,9 +84,9 @@ class Observer:
             self._times = StepTimes(model, self._blocks)
         self._begin_interval()
 
-    def end_update(self) -> None:
-        """Note that the optimizer has taken its step."""
-        self._num_updates += 1
+    def end_update(self, *, skipped: bool = False) -> None:
+        """Note that the optimizer has taken its step, or has `skipped` it: no weight moved."""
+        self._num_updates += not skipped
         if self._times is not None:
             self._times.end_update()
 
@@ -94,17 +103,18 @@ class Observer:
         Args:
             step: how many are done.
             learning_rate: of the next.
-            peak_learning_rate: the largest of the training; None takes the largest so far.
+            peak_learning_rate: the largest of the training, as far as it is known; what a policy
+                sees is never below a rate that was seen.
             metrics: of the last evaluation.
         """
-        self._peak = max(self._peak, learning_rate)
+        self._peak = max(self._peak, learning_rate, peak_learning_rate or 0.0)
         if self._times is not None:
             self._times.end_step()
-            if self._times.num_steps >= _TIMED_STEPS:
+            if self._times.is_done:
                 self._stop_timing()
         if step % self._every:
             return None
-        look = self._look(step, learning_rate, peak_learning_rate or self._peak, metrics or {})
+        look = self._look(step, learning_rate, metrics or {})
         self._looks.append(look)
         return look
 
@@ -138,9 +148,7 @@ class Observer:
             self._costs = StepCosts(costs["step_s"], **lists)
         self._looks = [Look(**{**one, "updates": tuple(one["updates"])}) for one in state["looks"]]
 
-    def _look(
-        self, step: int, learning_rate: float, peak: float, metrics: Mapping[str, float]
-    ) -> Look:
+    def _look(self, step: int, learning_rate: float, metrics: Mapping[str, float]) -> Look:
         assert self._model is not None
         updates = self._updates()
         context = FreezeContext(
@@ -149,7 +157,7 @@ class Observer:
             max_steps=self._max_steps,
             steps_per_epoch=self._per_epoch,
             learning_rate=learning_rate,
-            peak_learning_rate=peak,
+            peak_learning_rate=self._peak,
             layers=tuple(
                 LayerStats(
                     f"layer {index}",

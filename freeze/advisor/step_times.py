@@ -15,9 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from freeze.advisor.frozen_forward import can_run_apart, frozen_forward_s
+
+_TIMED_STEPS, _TRIALS = 6, 3
+"""Steps that are timed, and in which blocks run as if frozen; the first step is of the latter."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class StepCosts:
     Args:
         step_s: the whole.
         forward_s, backward_s, update_s: by layer; an embedding's are in layer 0's. Updates are
-            split by the number of weights.
+            split as the times to copy the weights.
         frozen_s: forwards of frozen layers, which need neither dropout nor a graph.
     """
 
@@ -52,11 +56,23 @@ class StepCosts:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Hold a step's seconds, those of blocks by block."""
+
+    step_s: float
+    embedding_s: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: float
+
+
 class StepTimes:
     """Watch a model's steps: micro-batches add up, and a repeated forward counts as backward.
 
-    After each block's forward it runs once more, as if it were frozen; that counts for itself. On
-    CUDA every mark waits for the device, which slows these few steps.
+    In the first step, which is not timed, and the last few, each block runs once more behind its
+    forward, as if it were frozen. On CUDA every mark waits for the device, which slows these few
+    steps.
 
     Args:
         model: what is called in the loop, or what that wraps.
@@ -66,14 +82,11 @@ class StepTimes:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._num = len(blocks)
         self._on_cuda = any(p.is_cuda for p in model.parameters())
-        self._sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-        total = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        first = dict.fromkeys(p for block in blocks for p in block.parameters())
-        self._sizes[0] += _before_blocks(model, first)
-        self._shares = [size / total for size in self._sizes]
+        self._weights = _trained_weights(model, blocks)
         self._marks: list[tuple[str, int, float]] = []
-        self._frozen_s = [0.0] * self._num
-        self._steps: list[StepCosts] = []
+        self._steps: list[_Step] = []
+        self._trial: list[float] | None = [0.0] * self._num
+        self._trials: list[list[float]] = []
         self._in_backward, self._depth = False, 0
         self._began: float | None = None
         self._hooks = []
@@ -82,27 +95,33 @@ class StepTimes:
             self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
             self._hooks.append(module.register_forward_hook(self._end_forward))
         for index, block in enumerate(blocks):
-            into, back = partial(self._in_block, index), partial(self._back_in_block, index)
+            into, after = partial(self._in_block, index), partial(self._after_block, index)
             self._hooks.append(block.register_forward_pre_hook(into))
-            after = partial(self._after_block, index)
             self._hooks.append(block.register_forward_hook(after, with_kwargs=True))
-            self._hooks.append(block.register_full_backward_pre_hook(back))
 
     def end_update(self) -> None:
         """Note that the optimizer's step is done."""
         self._mark("updated", 0)
 
     def end_step(self) -> None:
-        """Note the end of a step; the first one is left out."""
+        """Note the end of a step."""
         now = self._now()
-        if self._began is not None and self._marks:
-            self._steps.append(self._costs(now - self._began))
-        self._began, self._marks, self._frozen_s = now, [], [0.0] * self._num
+        if self._trial is not None:
+            self._trials.append(self._trial)
+        elif self._began is not None and self._marks:
+            self._steps.append(self._timed(now - self._began))
+        self._trial = [0.0] * self._num if self.num_steps >= _TIMED_STEPS else None
+        self._began, self._marks = now, []
 
     @property
     def num_steps(self) -> int:
         """Return how many steps were timed."""
         return len(self._steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether more steps would tell nothing more."""
+        return self.num_steps >= _TIMED_STEPS and len(self._trials) >= _TRIALS
 
     def close(self) -> StepCosts | None:
         """Take the hooks away; return the medians of the steps, None where there was none."""
@@ -111,14 +130,35 @@ class StepTimes:
         self._hooks = []
         if not self._steps:
             return None
+        forward = _medians([step.forward_s for step in self._steps])
+        # Of a block that cannot run apart it is not known that it would be faster.
+        frozen = [
+            min(own, trial) if trial > 0 else own
+            for own, trial in zip(forward, _medians(self._trials), strict=True)
+        ]
+        embedding_s = statistics.median(step.embedding_s for step in self._steps)
+        update_s = statistics.median(step.update_s for step in self._steps)
+        copies = [self._copy_s(weights) for weights in self._weights]
+        return StepCosts(
+            statistics.median(step.step_s for step in self._steps),
+            (forward[0] + embedding_s, *forward[1:]),
+            tuple(_medians([step.backward_s for step in self._steps])),
+            tuple(update_s * seconds / (sum(copies) or 1.0) for seconds in copies[:-1]),
+            (frozen[0] + embedding_s, *frozen[1:]),
+        )
 
-        def median(name: str) -> tuple[float, ...]:
-            columns = zip(*(getattr(step, name) for step in self._steps), strict=True)
-            return tuple(map(statistics.median, columns))
+    def _copy_s(self, weights: Sequence[nn.Parameter], *, repeats: int = 3) -> float:
+        """Return the seconds to write as many new values as an optimizer does for intermediates.
 
-        step_s = statistics.median(step.step_s for step in self._steps)
-        kinds = map(median, ("forward_s", "backward_s", "update_s", "frozen_s"))
-        return StepCosts(step_s, *kinds)
+        Large ones take longer than their number says, as fresh memory has to be found for them.
+        """
+        found = []
+        for _ in range(repeats):
+            start = self._now()
+            for weight in weights:
+                weight.detach().clone()
+            found.append(self._now() - start)
+        return statistics.median(found)
 
     def _begin_forward(self, *_: object) -> None:
         if self._depth == 0:
@@ -134,14 +174,16 @@ class StepTimes:
     def _after_block(
         self, index: int, block: nn.Module, inputs: Any, options: Any, output: Any
     ) -> None:
-        if self._in_backward or not block.training:
+        # Not a module's backward hook, which would hand on a view that nobody may write into.
+        first = next((one for one in tree_leaves(output) if _has_gradient(one)), None)
+        if first is not None:
+            first.register_hook(partial(self._back_in_block, index))
+        if self._trial is None or self._in_backward or not block.training:
             return
+        seconds = math.nan
         if can_run_apart(block):
-            self._mark("aside", index)
-            self._frozen_s[index] += frozen_forward_s(block, inputs, options, self._now)
-            self._mark("block", index)
-        else:
-            self._frozen_s[index] = math.nan
+            seconds = frozen_forward_s(block, inputs, options, self._now)
+        self._trial[index] += seconds
 
     def _end_forward(self, *_: object) -> None:
         self._depth -= 1
@@ -166,7 +208,7 @@ class StepTimes:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _costs(self, step_s: float) -> StepCosts:
+    def _timed(self, step_s: float) -> _Step:
         """Add a step's marks up: each lasts to the next one."""
         forward, backward = [0.0] * self._num, [0.0] * self._num
         embedding = update = 0.0
@@ -176,22 +218,20 @@ class StepTimes:
                 embedding += end - begin
             elif kind == "block":
                 forward[index] += end - begin
-            elif kind == "aside":
-                step_s -= end - begin
             elif kind == "back":
                 backward[index] += end - begin
             elif kind == "between":
                 # Clipping and the optimizer's step; before another micro-batch there is neither.
                 update = end - begin
-        shares = tuple(share * update for share in self._shares)
-        # Of a block that cannot run apart it is not known that it would be faster.
-        frozen = [
-            min(own, as_frozen) if as_frozen > 0 else own
-            for own, as_frozen in zip(forward, self._frozen_s, strict=True)
-        ]
-        forward[0] += embedding
-        frozen[0] += embedding
-        return StepCosts(step_s, tuple(forward), tuple(backward), shares, tuple(frozen))
+        return _Step(step_s, embedding, tuple(forward), tuple(backward), update)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def _ancestors(model: nn.Module, block: nn.Module) -> list[nn.Module]:
@@ -203,11 +243,16 @@ def _ancestors(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _before_blocks(model: nn.Module, of_blocks: dict[nn.Parameter, None]) -> int:
-    """Return how many weights are registered before the first block's."""
-    num = 0
+def _trained_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """Return each block's trained weights, and behind the last one's all others.
+
+    What is registered before the first block is an embedding's, and so the first block's.
+    """
+    of_block = {p: index for index, block in enumerate(blocks) for p in block.parameters()}
+    weights: list[list[nn.Parameter]] = [[] for _ in range(len(blocks) + 1)]
+    owner = 0
     for parameter in model.parameters():
-        if parameter in of_blocks:
-            break
-        num += parameter.numel()
-    return num
+        owner = len(blocks) if parameter in of_block else owner
+        if parameter.requires_grad:
+            weights[of_block.get(parameter, owner)].append(parameter)
+    return weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from freeze.advisor.observer import Observer
+from freeze.advisor.observer import Observer, learning_rates
 
-_STATE_FILE = "freeze_advisor.json"
+# Not a class's name: for those transformers may build the callback anew, without its arguments.
+_STATE = "freeze_advisor"
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -21,7 +21,8 @@ class FreezeAdvisor(Observer, TrainerCallback):
 
     At the end the advice is logged, and written to the output folder as freeze_advice.json and
     .png. Without `act` the run is what it is without the callback. With `act` layers freeze where
-    they are; a resumed run freezes them again.
+    they are; a resumed run freezes them again, as the advisor's state is in each checkpoint's
+    trainer_state.json.
 
     Args:
         policy, every_steps, act, layers: see `Observer`.
@@ -33,31 +34,32 @@ class FreezeAdvisor(Observer, TrainerCallback):
     _metrics: Mapping[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch; a resumed run goes on from its checkpoint's file."""
+        """Begin to watch; a resumed run goes on from its checkpoint's state."""
         if self.acts and args.world_size > 1:
             raise ValueError(
                 "FreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has wrapped; "
                 "watch with act=False, and start anew with layers frozen by freeze.apply"
             )
-        saved = self._folder(args, state) / _STATE_FILE
-        if state.global_step and saved.exists():
-            self.load_state_dict(json.loads(saved.read_text()))
+        if state.global_step:
+            self._resume(state)
         per_epoch = max(1, round(state.max_steps / max(1, state.num_train_epochs)))
         self.begin(kwargs["model"], max_steps=state.max_steps, steps_per_epoch=per_epoch)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the end of the update."""
-        self.end_update()
+        """Note the end of the update, which the scaler of gradients may have skipped."""
+        self.end_update(skipped=getattr(kwargs["optimizer"], "step_was_skipped", False))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the layers, where that is due."""
-        rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
+        rate, peak = learning_rates(kwargs["optimizer"].param_groups)
         look = self.end_step(
             state.global_step,
             learning_rate=rate,
-            peak_learning_rate=args.learning_rate,
+            peak_learning_rate=peak,
             metrics=self._metrics,
         )
+        # A checkpoint of this step is written after this, with all that this dict holds.
+        state.stateful_callbacks[_STATE] = self.state_dict()
         if look is not None and state.is_world_process_zero:
             _LOGGER.info("step %d: %s", state.global_step, self.advice)
 
@@ -67,12 +69,6 @@ class FreezeAdvisor(Observer, TrainerCallback):
         """Remember the metrics, for policies that look at them."""
         self._metrics = dict(metrics or {})
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the state beside the checkpoint that was just saved."""
-        folder = self._folder(args, state)
-        if state.is_world_process_zero and folder.exists():
-            (folder / _STATE_FILE).write_text(json.dumps(self.state_dict()))
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log and write the advice."""
         advice = self.end()
@@ -80,5 +76,13 @@ class FreezeAdvisor(Observer, TrainerCallback):
             _LOGGER.warning("%s", advice)
             advice.write(Path(args.output_dir))
 
-    def _folder(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir, f"checkpoint-{state.global_step}")
+    def _resume(self, state: Any) -> None:
+        if (saved := state.stateful_callbacks.get(_STATE)) is not None:
+            self.load_state_dict(saved)
+        elif state.is_world_process_zero:
+            _LOGGER.warning(
+                "the checkpoint's trainer_state.json has no %r, as it was saved without "
+                "FreezeAdvisor; it begins anew at step %d, with no layer frozen",
+                _STATE,
+                state.global_step,
+            )

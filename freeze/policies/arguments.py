@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from freeze.policy import FreezeContext
+
+
+def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) -> int:
+    """Return how many layers are frozen once those above that are all quiet freeze, too.
+
+    Layers without weights that train go with the next one above that has some.
+
+    Args:
+        context: says what is frozen.
+        most: layers that may freeze.
+        is_quiet: asked for layers with weights, from the bottom, until one is not.
+    """
+    num_frozen = context.num_frozen
+    for layer in context.layers[num_frozen:]:
+        if layer.index >= most or (layer.num_parameters and not is_quiet(layer.index)):
+            break
+        if layer.num_parameters:
+            num_frozen = layer.index + 1
+    return num_frozen
 
 
 def rounded_up(level: float) -> int:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from freeze.policies.arguments import checked_count, checked_limit
+from freeze.policies.arguments import checked_count, checked_limit, grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -51,10 +51,8 @@ class AutoFreeze(FreezePolicy):
         if not changes:
             return None
         limit = float(np.percentile(list(changes.values()), self._percentile))
-        num_frozen = context.num_frozen
         most = min(context.num_layers - self._min_active, self._max_frozen)
-        while num_frozen < most and changes.get(num_frozen, math.inf) < limit:
-            num_frozen += 1
+        num_frozen = grown(context, most, lambda layer: changes.get(layer, math.inf) < limit)
         found = changes.get(num_frozen)
         said = "not measured" if found is None else f"{found:.3g}"
         text = f"gradients changed by less than {limit:.3g}; layer {num_frozen}: {said}"

@@ -79,7 +79,11 @@ class PaperRule(FreezePolicy):
 
 def _active_norms(context: FreezeContext) -> dict[int, float]:
     """Map each active layer that has a gradient to its norm; {} if none was measured."""
-    active = [layer for layer in context.layers[context.num_frozen :] if layer.num_parameters]
+    active = [
+        layer
+        for layer in context.layers[context.num_frozen :]
+        if layer.num_parameters and layer.index not in context.resting
+    ]
     norms = {layer.index: layer.gradient_norm for layer in active}
     if not any(norm is not None for norm in norms.values()):
         return {}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from freeze.policies.arguments import checked_count
+from freeze.policies.arguments import checked_count, grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -24,8 +24,8 @@ class Plasticity(FreezePolicy):
         measure: "similarity" or "cka".
         window: decisions that a slope is fitted to, at least 2.
         min_active: layers that never freeze.
-        thaw_drop: everything thaws, and is judged anew, where the learning rate has fallen by this
-            factor since the first layer froze; None never thaws.
+        thaw_drop: everything thaws, and is judged anew, where the learning rate falls by this
+            factor from one decision to the next, as a step schedule's does; None never thaws.
     Raises:
         ValueError: an argument is out of its range.
     Source: Egeria (EuroSys 2023), whose reference is a quantised copy of the model, renewed while
@@ -57,23 +57,20 @@ class Plasticity(FreezePolicy):
         self._min_active = checked_count("min_active", min_active)
         self._values: list[list[float]] = []
         self._steepest: list[float] = []
-        self._frozen_rate: float | None = None
+        self._rate_before: float | None = None
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         if not self._values:
             self._begin(context.num_layers)
-        rate, drop = context.learning_rate, self._thaw_drop
-        if self._frozen_rate is not None and drop is not None and rate * drop <= self._frozen_rate:
+        rate, before = context.learning_rate, self._rate_before
+        self._rate_before = rate
+        drop = math.inf if self._thaw_drop is None else self._thaw_drop
+        if context.num_frozen and before is not None and rate * drop <= before:
             self._begin(context.num_layers)
-            return FreezeDecision(0, f"the learning rate fell to {rate:.2g}")
+            return FreezeDecision(0, f"the learning rate fell from {before:.2g} to {rate:.2g}")
         slopes = [self._slope(layer, context) for layer in range(context.num_layers)]
-        num_frozen = context.num_frozen
-        while num_frozen < context.num_layers - self._min_active and self._flat(
-            num_frozen, slopes[num_frozen]
-        ):
-            num_frozen += 1
-        if num_frozen and self._frozen_rate is None:
-            self._frozen_rate = rate
+        most = context.num_layers - self._min_active
+        num_frozen = grown(context, most, lambda layer: self._flat(layer, slopes[layer]))
         where = min(num_frozen, context.num_layers - 1)
         slope, steepest = slopes[where], self._steepest[where]
         said = "not known yet" if slope is None else f"{slope:.2g} of at most {steepest:.2g}"
@@ -83,22 +80,21 @@ class Plasticity(FreezePolicy):
         return {
             "values": [list(own) for own in self._values],
             "steepest": list(self._steepest),
-            "frozen_rate": self._frozen_rate,
+            "rate_before": self._rate_before,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"values", "steepest", "frozen_rate"}:
+        if set(state) != {"values", "steepest", "rate_before"}:
             raise ValueError(
                 f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
                 "policy that wrote the checkpoint"
             )
         self._values = [list(own) for own in state["values"]]
-        self._steepest, self._frozen_rate = list(state["steepest"]), state["frozen_rate"]
+        self._steepest, self._rate_before = list(state["steepest"]), state["rate_before"]
 
     def _begin(self, num_layers: int) -> None:
         self._values = [[] for _ in range(num_layers)]
         self._steepest = [0.0] * num_layers
-        self._frozen_rate = None
 
     def _slope(self, layer: int, context: FreezeContext) -> float | None:
         """Take up a layer's value; return its slope a decision, once there are enough."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import final
 
+from freeze.policies.arguments import grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -13,9 +14,9 @@ class QuietUpdates(FreezePolicy):
     """Freeze the bottom layers whose weights have all become quiet; a layer that froze stays so.
 
     A layer is quiet where ||w - w'|| / (k ||w'||), with w' its weights k steps ago, at the last
-    decision, is below `threshold` at the peak learning rate: at a lower one it counts as much more
-    as the rate is lower, so that a warm-up or a decay does not look like convergence. A layer
-    whose change is missing, zero or not finite is not quiet.
+    decision, is below `threshold` at the peak learning rate: where these steps' mean rate was
+    lower it counts as much more, so that a warm-up or a decay does not look like convergence. A
+    layer whose change is missing, zero or not finite is not quiet.
 
     Args:
         threshold: relative change per step.
@@ -42,20 +43,21 @@ class QuietUpdates(FreezePolicy):
         self._threshold, self._begin, self._min_active = threshold, begin, min_active
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
-        if context.step < self._begin * context.max_steps or not context.learning_rate > 0:
+        rate = context.mean_learning_rate
+        rate = context.learning_rate if rate is None else rate
+        if context.step < self._begin * context.max_steps or not rate > 0:
             return None
-        scale = max(1.0, context.peak_learning_rate / context.learning_rate)
-        num_frozen = context.num_frozen
-        most = context.num_layers - self._min_active
-        change = None
-        while num_frozen < most:
-            change = context.layers[num_frozen].relative_update
-            if change is None or not 0 < change * scale < self._threshold:
-                break
-            num_frozen += 1
+        scale = max(1.0, context.peak_learning_rate / rate)
+
+        def is_quiet(layer: int) -> bool:
+            change = context.layers[layer].relative_update
+            return change is not None and 0 < change * scale < self._threshold
+
+        num_frozen = grown(context, context.num_layers - self._min_active, is_quiet)
+        where = min(num_frozen, context.num_layers - 1)
+        change = context.layers[where].relative_update
         said = "not measured" if change is None else f"{change * scale:.2g}"
         if change is not None and not math.isfinite(change):
             said = "not finite"
-        where = min(num_frozen, context.num_layers - 1)
         text = f"quiet below {self._threshold:g} a step; layer {where}: {said}"
         return FreezeDecision(num_frozen, text)

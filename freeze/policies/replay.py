@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
@@ -38,6 +38,7 @@ class Replay(FreezePolicy):
             )
         self._frozen_from = dict(sorted(frozen_from.items()))
         self._resting = resting
+        self._asked: int | None = None
 
     def at(self, step: int) -> int:
         """Return what was frozen at a step."""
@@ -46,14 +47,30 @@ class Replay(FreezePolicy):
     def decide(self, context: FreezeContext) -> FreezeDecision:
         begun = [step for step in self._frozen_from if step <= context.step]
         num_frozen = self.at(context.step)
-        if begun and begun[-1] < context.step and num_frozen != context.num_frozen:
-            raise ValueError(
-                f"the run that is repeated froze {num_frozen} layers at step {begun[-1]}, but "
-                f"this one is asked at step {context.step}; decide at the same steps (with the "
-                "same freeze_interval_steps and global batch)"
-            )
         resting = self._resting.get(begun[-1], ()) if begun else ()
+        asked = -1 if self._asked is None else self._asked
+        held = (context.num_frozen, context.resting)
+        for step in begun:
+            late = asked < step < context.step
+            if late and (self._frozen_from[step], self._resting.get(step, ())) != held:
+                raise ValueError(
+                    f"the run that is repeated froze {self._frozen_from[step]} layers at step "
+                    f"{step}, but this one is asked at step {context.step}; decide at the same "
+                    "steps (with the same freeze_interval_steps and global batch)"
+                )
+        self._asked = context.step
         return FreezeDecision(num_frozen, "as the run that is repeated", resting)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self._asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"asked"}:
+            raise ValueError(
+                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
+                "policy that wrote the checkpoint"
+            )
+        self._asked = state["asked"]
 
 
 _Entry = tuple[int, int, tuple[int, ...]]

@@ -30,13 +30,15 @@ class Guarded(FreezePolicy):
         min_active: layers that never freeze.
         thaw_on: a metric's name. Where an evaluation finds it worse than the best so far by more
             than `tolerance`, what has frozen since that best thaws, and patience starts anew.
-        tolerance: of the metric, in its own unit. More of it is better, but of a name that ends in
-            "loss".
+        tolerance: of the metric, in its own unit.
+        greater_is_better: whether more of the metric is better; None takes it to be, but of a name
+            that ends in "loss".
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range; later, an evaluation lacks the metric.
     """
 
-    def __init__(
+    # What holds a policy back are bounds of their own.
+    def __init__(  # noqa: PLR0913
         self,
         policy: FreezePolicy | PolicyFunction,
         *,
@@ -45,6 +47,7 @@ class Guarded(FreezePolicy):
         min_active: int = 1,
         thaw_on: str | None = None,
         tolerance: float = 0.0,
+        greater_is_better: bool | None = None,
     ) -> None:
         for name, value, least in (
             ("warmup", warmup, 0),
@@ -58,11 +61,13 @@ class Guarded(FreezePolicy):
         self.signals = self._policy.signals
         self._warmup, self._patience, self._min_active = warmup, patience, min_active
         self._thaw_on, self._tolerance = thaw_on, tolerance
-        self._sign = -1 if (thaw_on or "").endswith("loss") else 1
+        if greater_is_better is None:
+            greater_is_better = not (thaw_on or "").endswith("loss")
+        self._sign = 1 if greater_is_better else -1
         self._wanted: list[int] = []
         self._best: float | None = None
         self._frozen_at_best = 0
-        self._seen: float | None = None
+        self._seen: list[float | int | None] = []
 
     @property
     def name(self) -> str:
@@ -100,14 +105,14 @@ class Guarded(FreezePolicy):
             "wanted": list(self._wanted),
             "best": self._best,
             "frozen_at_best": self._frozen_at_best,
-            "seen": self._seen,
+            "seen": list(self._seen),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
             self._policy.load_state_dict(state["policy"])
             self._wanted, self._best = list(state["wanted"]), state["best"]
-            self._frozen_at_best, self._seen = state["frozen_at_best"], state["seen"]
+            self._frozen_at_best, self._seen = state["frozen_at_best"], list(state["seen"])
         except KeyError as error:
             raise ValueError(
                 f"{self.name} was given a state without {error}; resume with the policy that "
@@ -116,14 +121,19 @@ class Guarded(FreezePolicy):
 
     def _regressed(self, context: FreezeContext) -> str | None:
         """Return why to thaw, where a new evaluation is worse; remember the best."""
-        if self._thaw_on is None or self._thaw_on not in context.metrics:
+        if self._thaw_on is None or not context.metrics:
             return None
+        if self._thaw_on not in context.metrics:
+            raise ValueError(
+                f"thaw_on is {self._thaw_on!r}, but an evaluation has {sorted(context.metrics)}"
+            )
         value = context.metrics[self._thaw_on]
-        if value == self._seen:
+        evaluation = [context.evaluated_at, value]
+        if evaluation == self._seen:
             return None
         gain = -math.inf  # What is no number is worse than any.
         if math.isfinite(value):
-            self._seen = value
+            self._seen = evaluation
             gain = math.inf if self._best is None else self._sign * (value - self._best)
         if gain >= 0:
             self._best, self._frozen_at_best = value, context.num_frozen

@@ -9,7 +9,6 @@ activations of a fixed batch ──► gram ─► linear_cka, similarity_change
 
 from freeze.signals.gradients import GradientSignals
 from freeze.signals.interval import (
-    PER_PARAMETER,
     IntervalSignals,
     Measured,
     is_signal_tensor,
@@ -20,7 +19,6 @@ from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
 from freeze.signals.weight_changes import WeightChanges
 
 __all__ = [
-    "PER_PARAMETER", "GradientSignals", "IntervalSignals", "LossTrend", "Measured",
-    "WeightChanges", "gram", "is_signal_tensor", "layer_values", "linear_cka", "similarity_change",
-    "svcca",
+    "GradientSignals", "IntervalSignals", "LossTrend", "Measured", "WeightChanges", "gram",
+    "is_signal_tensor", "layer_values", "linear_cka", "similarity_change", "svcca",
 ]  # fmt: skip

@@ -15,9 +15,6 @@ from freeze.signals.weight_changes import GradientSums, KeptTensors, Parameters,
 _BEFORE, _SUM = "signal:before", "signal:sum"
 """How the tensors are named that a stage keeps beside a parameter."""
 
-PER_PARAMETER = {"relative_update": 1, "accumulated_gradient": 1}
-"""How many tensors of a parameter's size a signal keeps on its device."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -164,8 +161,11 @@ def layer_values(
         "gradient_l1": [None if one is None else one / steps for one in absolute],
         "accumulated_gradient": list(sums.get("sum", nothing)),
         "relative_update": [
-            math.sqrt(change / before) / steps if change is not None and before else None
-            for change, before in zip(moved, size, strict=True)
+            # Without a gradient a layer moves by weight decay alone.
+            math.sqrt(change / before) / steps
+            if change is not None and before and square != 0
+            else None
+            for change, before, square in zip(moved, size, squares, strict=True)
         ],
     }
     return {

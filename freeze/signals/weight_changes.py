@@ -86,7 +86,11 @@ class GradientSums(KeptTensors):
             if not own:
                 continue
             if owner not in self.tensors:
-                self.tensors[owner] = {n: torch.zeros_like(p) for n, p in own.items()}
+                # In float32 at least, as many small gradients add up to a large sum.
+                self.tensors[owner] = {
+                    n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                    for n, p in own.items()
+                }
             pairs = [(self.tensors[owner][n], p.grad) for n, p in own.items()]
             sums = [total for total, gradient in pairs if gradient is not None]
             gradients = [gradient for _, gradient in pairs if gradient is not None]

@@ -24,13 +24,16 @@ class Observed:
     Args:
         measured: on gradients and weights, of all stages.
         looked: on the probe batch.
-        loss, loss_slope: of training; see `FreezeContext`.
+        loss, loss_slope, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
     """
 
     measured: Measured = field(default_factory=Measured)
     looked: Looked = field(default_factory=Looked)
     loss: float | None = None
     loss_slope: float | None = None
+    mean_learning_rate: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
 
     def layers(
         self, task: Task, num_frozen: int, resting: Collection[int]
@@ -76,11 +79,13 @@ class Observing:
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
         self._losses = LossTrend()
+        self._rates, self._num_rates = 0.0, 0
         self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
-    def note_loss(self, loss: float) -> None:
-        """Take note of a step's."""
+    def note_step(self, loss: float, learning_rate: float) -> None:
+        """Take note of a step."""
         self._losses.add(loss)
+        self._rates, self._num_rates = self._rates + learning_rate, self._num_rates + 1
 
     def collect(self, stage: Stage | None, step: int) -> Observed:
         """Return what was seen since the last call, on rank 0, and begin anew. Collective."""
@@ -92,17 +97,23 @@ class Observing:
         )
         stage.signals.reset()
         looked = Looked() if self.probe is None else self.probe.look(stage, step)
-        observed = Observed(measured, looked, self._losses.mean, self._losses.slope)
+        rate = self._rates / self._num_rates if self._num_rates else None
+        observed = Observed(measured, looked, self._losses.mean, self._losses.slope, rate)
         self._losses.reset()
+        self._rates, self._num_rates = 0.0, 0
         return observed
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know beside the stages' signals, as plain values."""
-        return {"losses": self._losses.state_dict()}
+        return {
+            "losses": self._losses.state_dict(),
+            "learning_rates": [self._rates, self._num_rates],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._losses.load_state_dict(state["losses"])
+        self._rates, self._num_rates = state["learning_rates"]
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

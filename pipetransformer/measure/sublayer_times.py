@@ -10,7 +10,7 @@ from torch import nn
 
 from autodp import gather_json
 from autopipe.profile import MeasuredChain, ProfiledSublayer, time_rounds
-from freeze.signals import PER_PARAMETER, IntervalSignals
+from freeze.signals import IntervalSignals
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.measure.timing import Displacer, typical_s
@@ -83,7 +83,6 @@ def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
     named = {name: p for own in copies.values() for name, p in own.items()}
     optimizer = task.optimizer(list(named.items()))
     signals = IntervalSignals(copies, task.signals)
-    kept = sum(PER_PARAMETER.get(name, 0) for name in task.signals)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -95,4 +94,5 @@ def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
 
     seconds = typical_s(update, repeats=5, before=Displacer())
     state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
-    return seconds / num_bytes, state_bytes / num_bytes + kept
+    kept = [t for name in copies for t in signals.tensors(name).values()]
+    return seconds / num_bytes, (state_bytes + sum(t.nbytes for t in kept)) / num_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,13 @@ _PLAIN = (
     "metrics",
     "loss",
     "loss_slope",
+    "mean_learning_rate",
+    "evaluated_at",
 )
-"""What of a context is recorded as it is."""
+"""What of a context is recorded as it is; the last two were not always."""
+
+_SPARE_S, _SPARE_SHARE = 0.01, 0.01
+"""What predicting may take at a decision, and as a share of the training since the last one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class RecordedDecision:
     """Hold a decision of a run.
 
     Attributes:
-        context: what its policy saw; `predict` answers as at the run's first decision.
+        context: what its policy saw; `predict` answers as it did then, or, where that was not
+            recorded, as at the last decision before of which it was.
         num_frozen, reason: what was decided.
     """
 
@@ -44,8 +52,21 @@ class RecordedDecision:
         return frozenset(s for s in _SIGNALS if any(getattr(one, s) is not None for one in layers))
 
 
-def decision_fields(context: FreezeContext, *, num_frozen: int, reason: str) -> dict[str, Any]:
-    """Return what a record of kind "decision" holds; at step 0 with the steps' predicted times."""
+def decision_fields(
+    context: FreezeContext, *, num_frozen: int, reason: str, interval_s: float
+) -> dict[str, Any]:
+    """Return what a record of kind "decision" holds.
+
+    That is also what steps are predicted to take by frozen layers, if predicting is quick: on 8
+    ranks a pipeline for each of 12 layers takes about half a second to find, and training waits.
+    At step 0 it is predicted in any case.
+
+    Args:
+        context: what the policy saw.
+        num_frozen, reason: what was decided.
+        interval_s: seconds of training since the last decision, about.
+    """
+    spare_s = max(_SPARE_S, _SPARE_SHARE * interval_s) if context.step else math.inf
     values = {
         name: [getattr(layer, name) for layer in context.layers]
         for name in _SIGNALS
@@ -62,12 +83,12 @@ def decision_fields(context: FreezeContext, *, num_frozen: int, reason: str) -> 
         "reason": reason,
         "parameters": [layer.num_parameters for layer in context.layers],
         "signals": values,
-        "predicted_step_s": None if context.step else _predictions(context),
+        "predicted_step_s": _predictions(context, spare_s),
     }
 
 
 def read_decisions(folder: Path) -> list[RecordedDecision]:
-    """Return a run's decisions in order; one that was repeated after a resume counts once.
+    """Return a run's decisions in order, without those that a resumed run has not gone on from.
 
     Raises:
         ValueError: the folder holds no records, or no decision, or they lack the first one.
@@ -75,13 +96,36 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
     path = folder / RECORDS_FILE
     if not path.exists():
         raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
-    found = {one["step"]: one for one in read_records(path) if one["kind"] == "decision"}
+    found = _latest_branch(read_records(path))
     if 0 not in found:
         raise ValueError(
             f"{path} holds no decision of step 0; a run of this version records all of them"
         )
-    seconds = found[0]["predicted_step_s"]
-    return [_read(found[step], seconds) for step in sorted(found)]
+    decisions, seconds = [], None
+    for step in sorted(found):
+        seconds = found[step]["predicted_step_s"] or seconds
+        decisions.append(_read(found[step], seconds))
+    return decisions
+
+
+def _latest_branch(records: Iterable[Record]) -> dict[int, Record]:
+    """Return decisions by step.
+
+    A resumed run trains steps again: what had been decided from there on is discarded, also where
+    it does not decide at the same steps.
+    """
+    found: dict[int, Record] = {}
+    num_done = 0
+    for record in records:
+        kind, step = record["kind"], record["step"]
+        if kind not in ("decision", "step"):  # A checkpoint's comes late, when it is written.
+            continue
+        if step < num_done:
+            found = {before: one for before, one in found.items() if before < step}
+        if kind == "decision":
+            found[step] = record
+        num_done = step + (kind == "step")
+    return found
 
 
 def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
@@ -98,7 +142,7 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
         return found
 
     context = FreezeContext(
-        **{name: record[name] for name in _PLAIN},
+        **{name: record[name] for name in _PLAIN if name in record},
         step=record["step"],
         layers=layers,
         num_frozen=record["frozen_before"],
@@ -109,12 +153,22 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
     return RecordedDecision(context, record["frozen"], record["reason"])
 
 
-def _predictions(context: FreezeContext) -> list[float | None]:
-    """Return the seconds of a step by frozen layers; None where no pipeline is possible."""
-    found: list[float | None] = []
-    for num_frozen in range(context.num_layers + 1):
-        try:
-            found.append(context.predict(num_frozen))
-        except ValueError:
-            found.append(None)
-    return found
+def _predictions(context: FreezeContext, spare_s: float) -> list[float | None] | None:
+    """Return the seconds of a step by frozen layers; None for one without a possible pipeline.
+
+    None for all if that would take longer than `spare_s`.
+    """
+    # This thread's time: what others do meanwhile says nothing of the planner.
+    start = time.thread_time()
+    found = [_prediction(context, 0)]
+    # The fewer layers are left to train, the sooner they are divided.
+    if (time.thread_time() - start) * context.num_layers / 2 > spare_s:
+        return None
+    return found + [_prediction(context, num) for num in range(1, context.num_layers + 1)]
+
+
+def _prediction(context: FreezeContext, num_frozen: int) -> float | None:
+    try:
+        return context.predict(num_frozen)
+    except ValueError:
+        return None

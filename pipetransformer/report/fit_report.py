@@ -13,11 +13,11 @@ from pipetransformer.transition import Change
 
 @dataclass
 class FitReport:
-    """Sum up a run; its seconds are training and transitions, without evaluation.
+    """Sum up a run; its seconds are training, observing and transitions, without evaluation.
 
     Args:
         cache_bytes: the most that rank 0's node took for activations of training samples.
-        metrics: of the last evaluation of the eval_dataset.
+        metrics, evaluated_at: of the last evaluation of the eval_dataset, and after which step.
         best_metric: the best `metric_for_best_model` of these evaluations, and after which step;
             None before the first.
     """
@@ -29,6 +29,7 @@ class FitReport:
     cache_bytes: int = 0
     transitions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
 
@@ -41,6 +42,7 @@ class FitReport:
 
     def add_change(self, change: Change, transition: dict[str, Any] | None) -> None:
         """Count in what happened between two steps, with its entry if it is a transition."""
+        self.seconds += change.observe_s
         if change.before is None:
             return
         self.seconds += change.seconds

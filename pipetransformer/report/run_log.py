@@ -147,8 +147,12 @@ class RunLog:
         """Note what happened between two steps."""
         decision, before = change.decision, change.before
         if change.context is not None and self._records is not None:
+            num_steps = decision.step - before.step if before else 0
             seen = decision_fields(
-                change.context, num_frozen=decision.num_frozen, reason=decision.reason
+                change.context,
+                num_frozen=decision.num_frozen,
+                reason=decision.reason,
+                interval_s=num_steps * (change.step_before_s or 0.0),
             )
             self._record("decision", decision.step, **seen, look_seconds=change.look_s)
         if not change.is_transition:
@@ -212,7 +216,7 @@ class RunLog:
         self._epoch_samples, self._epoch_loss = 0, 0.0
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
-        self.report.metrics = metrics
+        self.report.metrics, self.report.evaluated_at = metrics, step
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 

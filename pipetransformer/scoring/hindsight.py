@@ -44,8 +44,18 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
     of some layers are missing, and a policy that needs signals is not asked and keeps what is
     frozen; where it froze less, layers above would have had others.
 
+    Steps until the next decision take what the planner predicted at this one, see
+    `RecordedDecision`. It takes the cache to be read wherever rows that are stored from that
+    decision on are worth storing. Of a run that has frozen nothing it thus predicts the last
+    epoch as filling the cache, and earlier ones as reading it: a policy that freezes for good is
+    charged with one epoch of filling and with writing, at the end instead of at each new depth.
+
+    Not counted are: filling, where the run itself had layers cached by the end, or by the last
+    decision more than an epoch is left; filling for layers that thaw again; transitions.
+
     Raises:
-        ValueError: the policy needs a signal that the run has not recorded, or fails.
+        TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,
+            or no pipeline was found for what it would freeze.
     """
     have = frozenset[str]().union(*(one.signals for one in decisions))
     if missing := policy.signals - have:
@@ -93,9 +103,10 @@ def _scored(
     reasons: dict[int, str],
     unseen: int,
 ) -> Score:
-    last = decisions[-1].context
-    steps = [*frozen, last.max_steps]
-    predict = decisions[0].context.predict
-    spans = {begin: end - begin for begin, end in pairwise(steps)}
-    train_s = sum(span * predict(frozen[begin]) for begin, span in spans.items())
-    return Score(name, frozen, reasons, train_s, last.max_steps * predict(0), unseen)
+    train_s = unfrozen_s = 0.0
+    steps = [*frozen, decisions[-1].context.max_steps]
+    for one, (begin, end) in zip(decisions, pairwise(steps), strict=True):
+        predict = one.context.predict
+        train_s += (end - begin) * predict(frozen[begin])
+        unfrozen_s += (end - begin) * predict(0)
+    return Score(name, frozen, reasons, train_s, unfrozen_s, unseen)

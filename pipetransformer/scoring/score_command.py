@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,33 +25,38 @@ def add_score_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None:
-    """Score policies on a run's records.
+    """Score policies on a run's records; one that fails, or lacks a signal, is reported as such.
 
     Raises:
-        ValueError: there are no decisions, or a policy is not known or lacks a signal.
+        ValueError: there are no decisions, or a policy is not known.
     """
     decisions = read_decisions(options.folder)
-    scores = {"the run": recorded_score(decisions)}
-    for name in ["none", *options.policy]:
-        scores[name] = score(decisions, named_policy(name))
+    policies = {name: named_policy(name) for name in ["none", *options.policy]}
+    scores, failed = {"the run": recorded_score(decisions)}, {}
+    for name, policy in policies.items():
+        try:
+            scores[name] = score(decisions, policy)
+        except (TypeError, ValueError) as error:  # What a policy raises is a PolicyError.
+            failed[name] = str(error)
     if options.picture is not None:
         _draw(scores, options.picture, decisions[-1].context.max_steps)
     if options.json:
-        say(
-            json.dumps({name: {**asdict(one), "share": one.share} for name, one in scores.items()})
-        )
+        found = {name: {**asdict(one), "share": one.share} for name, one in scores.items()}
+        say(json.dumps({**found, **{name: {"error": text} for name, text in failed.items()}}))
         return
-    say(_table(scores))
+    say(_table(scores, failed))
+    for name, text in failed.items():
+        say(f"{name}: {text}")
     for name, one in scores.items():
         if one.unseen:
             say(f"{name}: not asked {one.unseen} times, when the run had more layers frozen")
 
 
-def _table(scores: dict[str, Score]) -> str:
+def _table(scores: dict[str, Score], failed: Iterable[str]) -> str:
     rows = [["policy", "frozen from step on", "predicted s", "of nothing frozen"]]
     for name, one in scores.items():
         rows.append([name, _changes(one.frozen), f"{one.train_s:.4g}", f"{one.share:.2f}"])
-    return text_table(rows)
+    return text_table([*rows, *([name, "failed"] for name in failed)])
 
 
 def _changes(frozen: dict[int, int]) -> str:

@@ -76,7 +76,7 @@ class Decider:
         if folder is not None and self._world.is_main:
             self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
 
-    def decide(self, clock: Clock, observed: Observed, metrics: Mapping[str, float]) -> Decision:
+    def decide(self, clock: Clock, observed: Observed) -> Decision:
         """Return what holds from the coming step on. Collective.
 
         On rank 0 `context` is then what the policy has seen.
@@ -84,7 +84,7 @@ class Decider:
         Raises:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
         """
-        return self._publish(clock.step, lambda: self._decide(clock, observed, metrics))
+        return self._publish(clock.step, lambda: self._decide(clock, observed))
 
     def replan(self, clock: Clock) -> None:
         """Plan what is frozen now anew, for a world of another size. Collective.
@@ -167,7 +167,7 @@ class Decider:
         if self._journal is not None:
             self._journal.close()
 
-    def _decide(self, clock: Clock, observed: Observed, metrics: Mapping[str, float]) -> Decision:
+    def _decide(self, clock: Clock, observed: Observed) -> Decision:
         current, plan_for = self.current, self.planner.plan
         num_frozen, resting = (current.num_frozen, current.resting) if current else (0, ())
         self.context = context = FreezeContext(
@@ -176,9 +176,11 @@ class Decider:
             num_frozen=num_frozen,
             resting=resting,
             frozen_since=self.frozen_since,
-            metrics=metrics,
+            metrics=observed.metrics,
+            evaluated_at=observed.evaluated_at,
             loss=observed.loss,
             loss_slope=observed.loss_slope,
+            mean_learning_rate=observed.mean_learning_rate,
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
         freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.

@@ -41,6 +41,7 @@ class Change:
             known.
         context: what the policy has seen, on rank 0; None where it was not asked.
         look_s: seconds of a forward of the probe batch.
+        observe_s: seconds of reading all signals, a look included.
     """
 
     before: Decision | None
@@ -52,6 +53,7 @@ class Change:
     step_before_s: float | None
     context: FreezeContext | None = None
     look_s: float = 0.0
+    observe_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,14 @@ class Transitions:
         self.decider.planner.use(self._measure())
         return self.decider.planner.measurements
 
-    def decide_if_due(self, metrics: Mapping[str, float]) -> Change | None:
-        """Decide where a decision, or its review, precedes the coming step. Collective there."""
+    def decide_if_due(
+        self, metrics: Mapping[str, float], evaluated_at: int | None
+    ) -> Change | None:
+        """Decide where a decision, or its review, precedes the coming step. Collective there.
+
+        Args:
+            metrics, evaluated_at: of the last evaluation, and after which step it was.
+        """
         current = self.decider.current
         if current is None or self.timeline.decision_due(current.step):
             if current is not None and (measured_s := self._pace.median_s) is not None:
@@ -162,7 +170,7 @@ class Transitions:
                     measured_s=measured_s,
                     computed_s=self._pace.computed_s,
                 )
-            return self._decide(metrics)
+            return self._decide(metrics, evaluated_at)
         review = self._review
         if review is not None and review.step == self.timeline.position.step:
             measured_s = self._pace.median_s if review.was_measured else None
@@ -186,7 +194,7 @@ class Transitions:
     def note_step(self, result: StepResult) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
         took = result.breakdown
-        self._observing.note_loss(result.loss)
+        self._observing.note_step(result.loss, self.clock().learning_rate)
         known = self._pace.note(result.seconds - took["data"], took["compute"])
         return self._pace.median_s if known else None
 
@@ -215,16 +223,24 @@ class Transitions:
         if (review := state.get("review")) is not None:
             self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
 
-    def _decide(self, metrics: Mapping[str, float]) -> Change:
+    def _decide(self, metrics: Mapping[str, float], evaluated_at: int | None) -> Change:
         """Decide on what was observed since the last decision. Collective."""
-        step, probe = self.timeline.position.step, self._observing.probe
+        step, probe, start = (
+            self.timeline.position.step,
+            self._observing.probe,
+            time.perf_counter(),
+        )
         observed = self._observing.collect(self.deployment.stage, step)
+        observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
+        observe_s, look_s = time.perf_counter() - start, observed.looked.seconds
         is_first = self.deployment.stage is None
-        change = self._carry_out(lambda: self.decider.decide(self.clock(), observed, metrics))
+        change = self._carry_out(lambda: self.decider.decide(self.clock(), observed))
         if probe is not None and is_first:
             # What layers are to be compared with.
-            probe.look(self.deployment.active_stage, step)
-        return replace(change, context=self.decider.context, look_s=observed.looked.seconds)
+            look_s = probe.look(self.deployment.active_stage, step).seconds
+            observe_s += look_s
+        context = self.decider.context
+        return replace(change, context=context, look_s=look_s, observe_s=observe_s)
 
     def _carry_out(self, decide: Callable[[], Decision]) -> Change:
         """Take a decision and carry it out. Collective."""

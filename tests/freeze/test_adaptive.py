@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from freeze import (
     Linear,
     PaperRule,
     Plasticity,
+    PolicyError,
     QuietUpdates,
     checked_decision,
     named_policy,
@@ -99,12 +102,14 @@ def test_plasticity_thaws_where_the_learning_rate_drops() -> None:
     policy = Plasticity(window=2, measure="cka")
     flat = [[0.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     assert run(policy, "probe_cka", flat, learning_rate=1e-3) == [0, 0, 1]
-    kept = context_with("probe_cka", [1.0, 3.0], step=3, num_frozen=1, learning_rate=2e-4)
-    assert checked_decision(policy, kept).num_frozen == 1
-    low = context_with("probe_cka", [1.0, 3.0], step=4, num_frozen=1, learning_rate=1e-4)
+    # A smooth decay is no drop, however far it goes.
+    for step, rate in enumerate((2e-4, 4e-5, 1e-5), start=3):
+        kept = context_with("probe_cka", [1.0, 3.0], step=step, num_frozen=1, learning_rate=rate)
+        assert checked_decision(policy, kept).num_frozen == 1
+    low = context_with("probe_cka", [1.0, 3.0], step=6, num_frozen=1, learning_rate=1e-6)
     thawed = checked_decision(policy, low)
-    assert thawed.num_frozen == 0 and "fell to 0.0001" in thawed.reason
-    again = context_with("probe_cka", [1.0, 3.0], step=5, learning_rate=1e-4)
+    assert thawed.num_frozen == 0 and "fell from 1e-05 to 1e-06" in thawed.reason
+    again = context_with("probe_cka", [1.0, 3.0], step=7, learning_rate=1e-6)
     assert checked_decision(policy, again).num_frozen == 0
 
 
@@ -144,7 +149,9 @@ ADAPTIVE: dict[str, tuple[Any, str]] = {
 def test_what_is_no_measurement_freezes_nothing(name: str, bad: float | None) -> None:
     build, signal = ADAPTIVE[name]
     if name == "paper" and bad not in (0.0, None):
-        return  # It raises, where others do not: see test_rules.
+        with pytest.raises(PolicyError, match="missing or not finite"):
+            run(build(), signal, [[bad] * 4] * 4)
+        return
     assert run(build(), signal, [[bad] * 4] * 4) == [0] * 4
 
 
@@ -159,6 +166,37 @@ def test_a_layer_without_a_measurement_is_where_freezing_ends(
     assert max(run(build(), signal, values)) >= 2
     spoiled = [[row[0], bad, *row[2:]] for row in values]
     assert max(run(build(), signal, spoiled)) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTIVE if name != "paper"])
+def test_a_layer_without_weights_goes_with_the_one_above(name: str) -> None:
+    build, signal = ADAPTIVE[name]
+    values = [[None, 4.0, 4.0, 4.0], [None, 2.5, 2.0, 8.0], [None, 2.4, 1.9, 1.0]]
+    policy, frozen = build(), [0]
+    for step, row in enumerate(values):
+        context = context_with(signal, row, step=step, num_frozen=frozen[-1])
+        bare = dataclasses.replace(context.layers[0], num_parameters=0)
+        context = dataclasses.replace(context, layers=(bare, *context.layers[1:]))
+        frozen.append(checked_decision(policy, context).num_frozen)
+    assert 1 not in frozen and frozen[-1] >= 2
+
+
+@pytest.mark.parametrize(
+    ("mean", "num_frozen"), [(1e-3, 3), (None, 3), (1e-5, 0), (2e-4, 0), (9e-4, 3), (0.0, 0)]
+)
+def test_a_change_at_a_low_rate_is_not_quiet_whatever_rate_comes_next(
+    mean: float | None, num_frozen: int
+) -> None:
+    context = context_with("relative_update", [5e-6] * 4, step=4, mean_learning_rate=mean)
+    assert checked_decision(QuietUpdates(), context).num_frozen == num_frozen
+
+
+def test_the_paper_s_rule_compares_the_layers_that_do_not_rest() -> None:
+    context = make_context([4.0, None, 3.0, 2.0])
+    with pytest.raises(PolicyError, match="missing or not finite"):
+        checked_decision(PaperRule(1 / 2), context)
+    resting = dataclasses.replace(context, resting=(1,))
+    assert checked_decision(PaperRule(1 / 2), resting).num_frozen == 2
 
 
 def test_a_layer_whose_gradient_is_zero_does_not_lead_the_paper_s_rule() -> None:
@@ -183,6 +221,20 @@ def test_a_layer_whose_gradient_is_zero_does_not_lead_the_paper_s_rule() -> None
 def test_a_word_names_a_policy(text: str, kind: type) -> None:
     policy = named_policy(text)
     assert isinstance(policy, kind) and policy.signals <= MEASURED_SIGNALS
+
+
+def test_a_module_of_the_working_folder_names_a_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_policies.py").write_text(
+        "from freeze import Linear, NeverFreeze\n"
+        "Class, made = NeverFreeze, Linear(end=0.5)\n"
+        "def function(context): return 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    names = [named_policy(f"own_policies:{one}").name for one in ("Class", "made", "function")]
+    assert names == ["NeverFreeze", "Linear", "function"]
+    assert str(tmp_path) not in sys.path
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from freeze import apply, find_layers
 
@@ -56,6 +64,16 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    wrapper = torch.compile(module, backend="eager")
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -170,6 +188,195 @@ def test_a_compiled_model_trains_what_was_thawed() -> None:
     apply(model, 0)
     compiled(torch.ones(6, 3)).sum().backward()
     assert model.blocks[2].linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("wrap", [compiled, lambda model: nn.Sequential(model)])
+def test_a_thaw_does_not_depend_on_the_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Net()
+    model.embed.bias.requires_grad_(False)
+    wrapper = wrap(model)
+    apply(wrapper, 2)
+    assert apply(model, 2) == tuple(n for n, p in sorted(model.named_parameters()) if frozen(p))
+    assert not any(map(frozen, model.blocks[2].parameters()))
+    assert apply(model, 0) == ()
+    assert [name for name, p in model.named_parameters() if frozen(p)] == ["embed.bias"]
+    apply(model, 3)
+    apply(wrapper, 1)
+    assert not any(map(frozen, model.blocks[1].parameters()))
+    assert all(map(frozen, model.blocks[0].parameters()))
+
+
+def test_blocks_that_were_compiled_while_frozen_thaw() -> None:
+    model = Net()
+    apply(model, 2)
+    for index, block in enumerate(list(model.blocks)):
+        model.blocks[index] = compiled(block)
+    apply(model, 1)
+    assert all(map(frozen, model.blocks[0].parameters()))
+    assert not any(map(frozen, model.blocks[1].parameters()))
+    apply(model, 0)
+    assert not any(map(frozen, model.parameters()))
+    assert all(module.training for module in model.modules())
+
+
+def test_names_are_also_of_what_its_user_froze_within_the_frozen_layers() -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[3].requires_grad_(False)
+    names = apply(model, 1)
+    assert {f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()} <= set(names)
+    assert not any(name.startswith("blocks.3") for name in names)
+
+
+class Listed(nn.Module):
+    """Call the members of blocks that are lists, and of a dictionary before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.ModuleDict({"first": Block()})
+        self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed["first"](x)
+        for pair in self.layers:
+            assert isinstance(pair, nn.ModuleList)
+            for part in pair:
+                x = part(x)
+        return x
+
+
+def test_members_of_frozen_lists_stay_in_eval_mode() -> None:
+    model = Listed()
+    apply(model, 2)
+    before = [state(part) for part in (model.embed, *model.layers)]
+    model.train()
+    model(torch.randn(5, 4))
+    after = [state(part) for part in (model.embed, *model.layers)]
+    assert [same(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, False]
+    called = [part for one in (*model.layers[:2], model.embed) for part in one.children()]
+    assert not any(one.training for part in called for one in part.modules())
+
+
+def test_a_part_whose_mode_is_read_by_its_owner_alone_is_in_eval_mode() -> None:
+    class Reader(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(self.dropout.training)
+            return x
+
+    modes: list[bool] = []
+    model = nn.Sequential(Reader(), Reader())
+    apply(model, 1, layers=list(model))
+    model.train()
+    model(torch.ones(2, 4))
+    assert modes == [False, True]
+
+
+def test_a_thaw_gives_back_the_modes_that_were_there() -> None:
+    model = Net()
+    model.blocks[0].norm.eval()
+    before = [module.training for module in model.modules()]
+    apply(model, 3)
+    model.eval()
+    model.train()
+    model(torch.ones(6, 3))
+    apply(model, 0)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_thaw_gives_the_mode_that_the_model_took_meanwhile(mode: bool) -> None:
+    model = Net()
+    model.train(not mode)
+    apply(model, 2)
+    model.train(mode)
+    apply(model, 0)
+    assert all(module.training is mode for module in model.modules())
+
+
+REFUSED: dict[str, tuple[Callable[[Net], list[nn.Module]], str]] = {
+    "reversed": (lambda net: list(net.blocks)[::-1], "layer 1, of Block, is not .*behind layer 0"),
+    "twice": (lambda net: [net.blocks[0]] * 2, "layer 1, of Block, is not .*behind layer 0"),
+    "nested": (lambda net: [net.blocks, net.blocks[1]], "layer 1, .* is not .*behind layer 0"),
+    "foreign": (lambda net: [net.blocks[0], Block()], "layer 1, .* is not registered in the mod"),
+    "the model": (lambda net: [net], "layer 0, of Net, is not registered in the model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_layers_that_are_not_one_behind_the_other_are_refused(case: str) -> None:
+    model = Net()
+    make, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        apply(model, 1, layers=make(model))
+    assert not any(map(frozen, model.parameters()))
+    assert all(module.training for module in model.modules())
+
+
+def test_a_block_without_parameters_may_freeze() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert apply(model, 1, layers=list(model)) == () and not model[0].training
+    assert apply(model, 2, layers=list(model)) == ("1.bias", "1.weight")
+
+
+def test_an_encoder_before_the_decoder_is_refused_unless_layers_are_given() -> None:
+    shape = {
+        f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "ffn_dim")
+    }
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=11, d_model=8, max_position_embeddings=8, **shape, **heads)
+    model = BartForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="encoder.layers' lies before .*give layers=, bottom"):
+        apply(model, 1)
+    assert not any(map(frozen, model.parameters()))
+    names = apply(model, 1, layers=[*model.model.encoder.layers, *model.model.decoder.layers])
+    assert any(name.startswith("model.encoder.layers.0.") for name in names)
+    assert not any(name.startswith(("model.encoder.layers.1", "model.decoder")) for name in names)
+
+
+def test_lists_within_and_behind_the_blocks_are_no_others() -> None:
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
+    activations = nn.Sequential(nn.ReLU(), nn.ReLU())
+    heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    model = nn.ModuleDict({"in": activations, "body": stages, "heads": heads})
+    assert find_layers(model) == list(stages)
+
+
+def test_a_block_used_several_times_trains_in_its_mode_until_all_uses_freeze() -> None:
+    block = Block()
+    model = nn.Sequential(nn.Linear(3, 4), nn.ModuleList([block] * 3), nn.Linear(4, 2))
+    assert apply(model, 2) == ("0.bias", "0.weight")
+    assert all(one.training for one in block.modules()) and not model[0].training
+    assert set(apply(model, 3)) == {n for n, _ in model.named_parameters() if n[0] in "01"}
+    assert not any(one.training for one in block.modules())
+
+
+def test_a_part_shared_with_a_layer_that_trains_stays_in_its_mode() -> None:
+    model = Net()
+    model.blocks[0].shared = model.blocks[3].shared = Block()
+    model.blocks[1].dropout = model.blocks[3].dropout
+    for own, other in zip(model.blocks[2].modules(), model.blocks[3].modules(), strict=False):
+        own._parameters.update(other._parameters)
+    names = apply(model, 3)
+    modes = [[one.training for one in block.modules()] for block in model.blocks]
+    assert modes[0] == [False, False, False, False, True, True, True, True]
+    assert modes[1] == [False, False, False, True]
+    assert all(modes[2]) and all(modes[3])
+    assert not any("shared" in name or name.startswith("blocks.2") for name in names)
+
+
+def test_the_scaled_step_of_a_fully_frozen_optimizer_is_left_out() -> None:
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu")
+    below = torch.optim.SGD([*model.embed.parameters(), *model.blocks.parameters()], lr=0.1)
+    above = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    apply(model, 4)
+    head = state(model.head)
+    scaler.scale(model(torch.ones(6, 3)).square().mean()).backward()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(below)
+    scaler.step(above)
+    scaler.update()
+    assert not same(head, state(model.head))
 
 
 @pytest.mark.parametrize("num_frozen", [-1, 5])

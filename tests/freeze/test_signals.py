@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from freeze.signals import GradientSignals, Measured, layer_values
+from freeze.signals import GradientSignals, IntervalSignals, Measured, layer_values
 
 NAMES = ("embed", "attention", "mlp")
 Parameters = dict[str, list[nn.Parameter]]
@@ -226,6 +226,26 @@ def test_layers_combine_sublayers_and_ignore_the_head() -> None:
     assert values["accumulated_gradient"] == (25.0, 4.0, None)
     assert values["relative_update"] == (math.sqrt(4 / 25) / 2, None, None)
     assert set(layer_values(Measured(), layer_of, 3).values()) == {(None, None, None)}
+
+
+def test_a_layer_that_moves_without_a_gradient_has_no_update() -> None:
+    sums = {
+        "squared_sums": {"a": 0.0, "b": 4.0},
+        "moved": {"a": 1.0, "b": 1.0},
+        "size": {"a": 4.0, "b": 4.0},
+    }
+    values = layer_values(Measured(1, sums), {"a": 0, "b": 1}, 2)
+    assert values["relative_update"] == (None, 0.5)
+
+
+def test_gradients_of_16_bits_add_up_in_32() -> None:
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    signals = IntervalSignals({"one": {"w": weight}}, frozenset({"accumulated_gradient"}))
+    for _ in range(1000):
+        weight.grad = torch.ones_like(weight)
+        signals.squared_norm()
+        signals.add_gradients()
+    assert signals.measured().sums["sum"]["one"] == 4000
 
 
 def test_layers_do_not_depend_on_the_order_of_the_stages() -> None:

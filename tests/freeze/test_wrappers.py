@@ -17,6 +17,7 @@ from freeze import (
     Guarded,
     Linear,
     PaperRule,
+    PolicyError,
     Replay,
     Shadow,
     checked_decision,
@@ -73,6 +74,26 @@ def test_a_guard_thaws_what_froze_since_the_best_metric(
     policy = Guarded(wanting(3, 3, 6), thaw_on=name, tolerance=tolerance)
     metrics = [{name: value} for value in values]
     assert run(policy, 5, metrics=metrics) == expected
+
+
+def test_a_guard_tells_evaluations_apart_by_their_steps() -> None:
+    def frozen(accuracies: list[float], steps: list[int]) -> list[int]:
+        metrics = [{"accuracy": value} for value in accuracies]
+        policy = Guarded(wanting(*range(0, 12, 2)), thaw_on="accuracy")
+        return run(policy, len(steps), metrics=metrics, evaluated_at=steps)
+
+    # The same evaluation seen twice, then one that found the same.
+    assert frozen([0.9, 0.9, 0.8], [0, 0, 2]) == [0, 2, 0]
+    assert frozen([0.9, 0.9, 0.9, 0.8], [0, 1, 2, 3]) == [0, 2, 4, 2]
+    assert frozen([0.9, 0.8, 0.8], [0, 1, 2]) == [0, 2, 0]
+
+
+def test_a_guard_is_told_which_way_its_metric_goes() -> None:
+    rates = [{"wer": value} for value in (0.5, 0.4, 0.6)]
+    policy = Guarded(wanting(2, 4, 6), thaw_on="wer", greater_is_better=False)
+    assert run(policy, 3, metrics=rates) == [2, 4, 2]
+    with pytest.raises(PolicyError, match="thaw_on is 'F1', but an evaluation has \\['wer'\\]"):
+        run(Guarded(wanting(2), thaw_on="F1"), 1, metrics=rates)
 
 
 def test_a_guard_goes_on_from_its_state() -> None:
@@ -133,6 +154,11 @@ def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
     assert run(Replay(tmp_path), 4) == run(Replay(path), 4) == [0, 0, 5, 5]
     with pytest.raises(ValueError, match="froze 5 layers at step 2, but this one is asked at"):
         Replay(tmp_path).decide(context_of(3, 0))
+    # Nor may what was thawed again pass unseen.
+    policy = Replay({0: 0, 10: 4, 15: 0})
+    assert policy.decide(context_of(0, 0)).num_frozen == 0
+    with pytest.raises(ValueError, match="froze 4 layers at step 10, but this one is asked at"):
+        policy.decide(context_of(20, 0))
     path.write_bytes(whole.replace(b'"num_frozen": 5', b'"num_frozen": 4'))
     with pytest.raises(ValueError, match="of step 2 does not fit its check value"):
         Replay(tmp_path)

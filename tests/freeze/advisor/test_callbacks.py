@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from freeze import FreezeContext
@@ -47,7 +48,8 @@ def bert() -> nn.Module:
 
 
 def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) -> Trainer:
-    resume = further.pop("resume", None)
+    resume, scaler = further.pop("resume", None), further.pop("scaler", None)
+    chosen = further.pop("optimizers", (None, None))
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=4,
@@ -60,7 +62,10 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
         seed=3,
         **further,
     )
-    trainer = Trainer(model, arguments, train_dataset=Sentences(), callbacks=callbacks)
+    trainer = Trainer(
+        model, arguments, train_dataset=Sentences(), callbacks=callbacks, optimizers=chosen
+    )
+    trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -90,49 +95,202 @@ def test_a_run_of_transformers_freezes_and_resumes_frozen(tmp_path: Path) -> Non
     assert again.advice.num_frozen == 2 and again.advice.since == 4
 
 
-def test_lightning_s_trainer_freezes_and_resumes_frozen(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    from freeze.advisor import LightningFreezeAdvisor
+def test_a_run_of_transformers_resumes_frozen_in_another_folder(tmp_path: Path) -> None:
+    train(tmp_path / "one", [FreezeAdvisor(two_by_step_four, every_steps=2, act=True)], bert())
+    again, resumed = FreezeAdvisor(lambda context: None, every_steps=2, act=True), bert()
+    further = {"restore_callback_states_from_checkpoint": True, "max_steps": 6}
+    train(tmp_path / "other", [again], resumed, resume=tmp_path / "one/checkpoint-4", **further)
+    assert again.advice.num_frozen == 2 and again.advice.since == 4
+    assert not any(p.requires_grad for p in resumed.bert.encoder.layer[:2].parameters())
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        """Train the net as Lightning wants it."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = Net()
+def test_a_resume_without_a_state_says_that_nothing_is_frozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, [], bert(), max_steps=4)
+    again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", max_steps=8)
+    assert "trainer_state.json has no 'freeze_advisor'" in caplog.text
+    assert again.advice.since == 6
 
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            loss: Tensor = self.net(batch[0]).square().mean()
-            return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+@pytest.mark.parametrize("one_cycle", [False, True])
+def test_policies_in_transformers_see_the_optimizer_s_own_peak(
+    tmp_path: Path, one_cycle: bool
+) -> None:
+    seen: list[FreezeContext] = []
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    make = torch.optim.lr_scheduler
+    scheduler = (
+        make.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+        if one_cycle
+        else make.LinearLR(optimizer, 1.0, 0.01, 8)
+    )
+    chosen = {"optimizers": (optimizer, scheduler), "max_steps": 2}
+    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=1)], model, **chosen)
+    assert [one.peak_learning_rate for one in seen] == [1e-2 if one_cycle else 1e-3] * 2
 
-    def fit(module: Any, advisor: Any, **further: Any) -> None:
-        data = torch.utils.data.TensorDataset(torch.ones(32, 3))
-        every = lightning.pytorch.callbacks.ModelCheckpoint(
-            tmp_path / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}"
+
+def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path) -> None:
+    model = bert()
+    advisor = FreezeAdvisor(two_by_step_four, every_steps=1)
+    spoil_second(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    train(tmp_path, [advisor], model, scaler=scaler, max_steps=3, max_grad_norm=0.0)
+    assert [one.updates[0] is None for one in advisor.advice.looks] == [False, True, False]
+
+
+def spoil_second(model: nn.Module) -> None:
+    """Make the gradients of the second micro-batch infinite."""
+    calls: list[None] = []
+
+    def spoil(gradient: Tensor) -> Tensor:
+        calls.append(None)
+        return gradient * torch.inf if len(calls) == 2 else gradient
+
+    next(p for p in reversed(list(model.parameters()))).register_hook(spoil)
+
+
+class Fit:
+    """Fit the net as Lightning wants it, with what a test makes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lightning = folder, pytest.importorskip("lightning")
+
+    def module(self, *, one_cycle: bool = False) -> Any:
+        """Return a module of the net."""
+
+        class Module(self.lightning.LightningModule):  # type: ignore[misc, name-defined]
+            """Train the net."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.net = Net()
+
+            def training_step(self, batch: Any, index: int) -> Tensor:
+                loss: Tensor = self.net(batch[0]).square().mean()
+                return loss
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+                if not one_cycle:
+                    return optimizer
+                cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=8)
+                return {
+                    "optimizer": optimizer,
+                    "lr_scheduler": {"scheduler": cycle, "interval": "step"},
+                }
+
+        return Module()
+
+    def __call__(
+        self, module: Any, advisor: Any, *, data: Any = None, resume: Any = None, **further: Any
+    ) -> None:
+        every = self.lightning.pytorch.callbacks.ModelCheckpoint(
+            self.folder / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}"
         )
-        trainer = lightning.Trainer(
-            max_epochs=1,
+        trainer = self.lightning.Trainer(
+            **{"max_epochs": 1, **further},
             accelerator="cpu",
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[advisor, every],
-            default_root_dir=tmp_path,
+            default_root_dir=self.folder,
         )
-        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), **further)
+        data = TensorDataset(torch.ones(32, 3)) if data is None else data
+        trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=resume)
 
-    module, advisor = Module(), LightningFreezeAdvisor(two_by_step_four, every_steps=2, act=True)
-    fit(module, advisor)
+
+class Stream(IterableDataset[tuple[Tensor]]):
+    """Yield rows without telling how many."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return iter([(torch.ones(3),)] * 32)
+
+
+def test_lightning_s_trainer_freezes_and_resumes_frozen(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    advisor = LightningFreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    fit(fit.module(), advisor)
     assert str(advisor.advice).startswith("layers 0-1 of 4 frozen since step 4: saves")
     (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
     middle = torch.load(saved, weights_only=True)["state_dict"]
-    resumed = Module()
+    resumed = fit.module()
     again = LightningFreezeAdvisor(two_by_step_four, every_steps=2, act=True)
-    fit(resumed, again, ckpt_path=saved)
+    fit(resumed, again, resume=saved)
     assert again.advice.num_frozen == 2
     assert torch.equal(resumed.net.blocks[1].linear.weight, middle["net.blocks.1.linear.weight"])
     assert not torch.equal(resumed.net.head.weight, middle["net.head.weight"])
+
+
+def test_lightning_is_looked_at_once_a_step_while_gradients_accumulate(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    seen: list[FreezeContext] = []
+    advisor = LightningFreezeAdvisor(seen.append, every_steps=2)
+    fit(fit.module(), advisor, accumulate_grad_batches=2)
+    assert [(one.step, one.max_steps, one.steps_per_epoch) for one in seen] == [
+        (2, 4, 4),
+        (4, 4, 4),
+    ]
+    (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
+    again = LightningFreezeAdvisor(seen.append, every_steps=2)
+    fit(fit.module(), again, resume=saved, accumulate_grad_batches=2, max_epochs=2)
+    assert [one.step for one in seen] == [2, 4, 6, 8]
+
+
+def test_policies_in_lightning_see_the_peak_of_one_cycle(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    seen: list[FreezeContext] = []
+    fit(fit.module(one_cycle=True), LightningFreezeAdvisor(seen.append, every_steps=2))
+    assert [one.peak_learning_rate for one in seen] == [1.0] * 4
+    assert max(one.learning_rate for one in seen) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("data", "further"),
+    [(Stream(), {"max_epochs": 2}), (None, {"max_epochs": -1})],
+)
+def test_lightning_must_say_how_long_it_trains(
+    tmp_path: Path, data: Any, further: dict[str, Any]
+) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    module = fit.module()
+    before = state(module)
+    with pytest.raises(ValueError, match="do not say; give max_steps, or max_epochs with a data"):
+        fit(module, LightningFreezeAdvisor(two_by_step_four), data=data, **further)
+    assert same(before, state(module))
+
+
+def test_what_is_skipped_in_lightning_is_no_update(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    seen: list[FreezeContext] = []
+    module = fit.module()
+    spoil_second(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    precision = fit.lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    advisor = LightningFreezeAdvisor(seen.append, every_steps=1)
+    fit(module, advisor, plugins=[precision], max_steps=3)
+    assert [one.layers[0].relative_update is None for one in seen] == [False, True, False]
+
+
+def test_data_without_a_length_is_one_epoch_of_all_steps(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    seen: list[FreezeContext] = []
+    advisor = LightningFreezeAdvisor(seen.append, every_steps=2)
+    fit(fit.module(), advisor, data=Stream(), max_epochs=-1, max_steps=4)
+    assert [(one.max_steps, one.steps_per_epoch) for one in seen] == [(4, 4)] * 2

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from autopipe.plan import PipelinePlan
 from freeze import (
     AlphaSchedule,
     AutoFreeze,
+    FreezeContext,
     FreezePolicy,
+    FreezeSchedule,
     Linear,
     NeverFreeze,
     PaperRule,
@@ -21,8 +28,9 @@ from freeze import (
     QuietUpdates,
     Shadow,
 )
-from pipetransformer import Trainer
+from pipetransformer import PlanSituation, Trainer, fastest_plan
 from pipetransformer.cli import main
+from pipetransformer.report import decisions as decisions_module
 from pipetransformer.report import read_decisions
 from pipetransformer.scoring import recorded_score, score
 from tests.models import tiny_data, tiny_model
@@ -30,19 +38,20 @@ from tests.models import tiny_data, tiny_model
 ALL = ("accumulated_gradient", "relative_update", "probe_change", "probe_cka")
 
 
-def train(folder: Path, policy: FreezePolicy, **settings: Any) -> None:
-    """Train the tiny model in this process, deciding every 3 of 50 steps."""
+def train(
+    folder: Path, policy: FreezePolicy, *, model: nn.Module | None = None, **changes: Any
+) -> None:
+    """Train a model, or the tiny one, in this process, deciding every 3 of 50 steps."""
+    settings: dict[str, Any] = {"epochs": 10, "freeze_interval_steps": 3, **changes}
     with Trainer(
-        tiny_model(),
+        tiny_model() if model is None else model,
         tiny_data(),
         loss_fn=nn.CrossEntropyLoss(),
         freeze=policy,
         folder=folder,
-        epochs=10,
         global_batch_size=6,
         micro_batches=2,
         progress=False,
-        freeze_interval_steps=3,
         probe_samples=8,
         **settings,
     ) as trainer:
@@ -81,15 +90,61 @@ def test_a_policy_that_froze_nothing_else_scores_as_a_shadow_s(tmp_path: Path) -
         assert wanted[step].startswith(f"keep: would have {num_frozen} frozen")
 
 
-def test_seconds_add_up_by_steps_and_depth(tmp_path: Path) -> None:
-    train(tmp_path, NeverFreeze())
+def test_seconds_add_up_by_what_each_decision_predicted(tmp_path: Path) -> None:
+    train(tmp_path, NeverFreeze(), plan=getting_slower)
     decisions = read_decisions(tmp_path)
-    predict = decisions[0].context.predict
     found = score(decisions, AlphaSchedule(0.5, start_epoch=2, max_frozen=2))
     # Epoch 2 begins with step 10, the next decision is before step 12.
     assert found.frozen[9] == 0 and found.frozen[12] == 2
-    assert found.train_s == pytest.approx(12 * predict(0) + 38 * predict(2))
-    assert found.unfrozen_s == pytest.approx(50 * predict(0))
+    spans = {step: min(3, 50 - step) for step in range(0, 50, 3)}
+    early = sum(num * (100.0 + step) for step, num in spans.items() if step < 12)
+    late = sum(num * (80.0 + step) for step, num in spans.items() if step >= 12)
+    assert found.train_s == pytest.approx(early + late)
+    assert found.unfrozen_s == sum(num * (100.0 + step) for step, num in spans.items())
+
+
+def getting_slower(situation: PlanSituation) -> PipelinePlan:
+    """Plan as ever; predict 100 s a step, 1 s more with each, and 10 s less by frozen layer."""
+    seconds = 100.0 + situation.step - 10 * situation.request.num_frozen
+    return replace(fastest_plan(situation), predicted_step_s=seconds)
+
+
+def test_filling_the_cache_is_charged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def priced(situation: PlanSituation) -> PipelinePlan:
+        request = situation.request
+        frozen_s = 0.9 if request.prefix_cached_s is None else 0.5
+        seconds = frozen_s if request.num_frozen else 1.0
+        return replace(fastest_plan(situation), predicted_step_s=seconds)
+
+    monkeypatch.setattr(decisions_module, "_SPARE_S", math.inf)
+    model = nn.Sequential(*(Slow() for _ in range(3)), nn.Linear(8, 3, dtype=torch.float64))
+    settings: dict[str, Any] = {"epochs": 4, "freeze_interval_steps": None, "plan": priced}
+    train(tmp_path, NeverFreeze(), model=model, **settings)
+    decisions = read_decisions(tmp_path)
+    for begin, seconds in {
+        4: [1.0, 1.0, 1.0, 1.0],
+        3: [1.0, 1.0, 1.0, 0.9],
+        2: [1.0, 1.0, 0.9, 0.5],
+        1: [1.0, 0.9, 0.5, 0.5],
+    }.items():
+        found = score(decisions, FreezeSchedule({begin: 2}))
+        assert found.share == pytest.approx(sum(seconds) / 4)
+    deeper = score(decisions, FreezeSchedule({1: 1, 2: 2}))
+    assert deeper.share == pytest.approx((1.0 + 0.9 + 0.5 + 0.5) / 4)
+
+
+class Slow(nn.Module):
+    """A layer that takes much longer to compute than its output to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return hidden + torch.tanh(self.inner(hidden))
 
 
 def test_a_policy_is_not_asked_about_layers_that_the_run_had_frozen(tmp_path: Path) -> None:
@@ -104,6 +159,32 @@ def test_a_missing_signal_is_named(tmp_path: Path) -> None:
     train(tmp_path, NeverFreeze())
     with pytest.raises(ValueError, match=r"AutoFreeze needs \['accumulated_gradient'\]"):
         score(read_decisions(tmp_path), AutoFreeze())
+
+
+def never_ready(context: FreezeContext) -> int:
+    """Fail at every decision, as a user's policy may."""
+    raise KeyError("not ready")
+
+
+def test_a_policy_that_fails_leaves_the_others_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    train(tmp_path, NeverFreeze())
+    raising = f"{__name__}:never_ready"
+    command = ["score", str(tmp_path), "--policy", "auto", raising, "alpha:1/2"]
+    assert main(command) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[:6]] == [
+        "policy", "the", "none", "alpha:1/2", "auto", raising,
+    ]  # fmt: skip
+    assert [row.split()[1:] for row in rows[4:6]] == [["failed"], ["failed"]]
+    assert rows[6].startswith("auto: AutoFreeze needs ['accumulated_gradient'], which the run")
+    assert rows[7].startswith(f"{raising}: the freeze policy never_ready raised KeyError at step")
+    assert main([*command, "--json", "--picture", str(tmp_path / "score.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["none"]["share"] == 1.0
+    assert "not ready" in found[raising]["error"]
 
 
 def test_the_commands_print_and_draw(
