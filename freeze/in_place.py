@@ -76,6 +76,18 @@ def apply(
     return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
 
 
+def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0.
+
+    Args:
+        model, layers: as for `apply`.
+    """
+    first = _bottom(model, layers, 1)
+    own = first.parameters - first.shared
+    bottom = {name: p for name, p in model.named_parameters() if p in own}
+    return [bottom, *(dict(layer.named_parameters()) for layer in layers[1:])]
+
+
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 

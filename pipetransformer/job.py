@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
@@ -58,6 +59,16 @@ def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
         for name, tensor in task.model.tensors(index).items()
         if isinstance(tensor, nn.Parameter) and name in task.trainable
     }
+
+
+def build_optimizer(task: Task, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:
+    """Return the task's optimizer over parameters; None without any."""
+    if not parameters:
+        return None
+    optimizer = task.optimizer(list(parameters.items()))
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer
 
 
 def set_training(

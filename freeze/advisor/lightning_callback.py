@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from freeze.advisor.observer import Observer, learning_rates
+from freeze.advisor.observer import Observer, gradient_scale, learning_rates
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LightningFreezeAdvisor(Observer, Callback):
         per_epoch = math.ceil(
             min(steps, trainer.num_training_batches / trainer.accumulate_grad_batches)
         )
-        self._seen, self._scale = trainer.global_step, _gradient_scale(trainer)
+        self._seen, self._scale = trainer.global_step, self._new_scale(trainer)
         self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch)
 
     def on_train_batch_end(
@@ -59,8 +59,8 @@ class LightningFreezeAdvisor(Observer, Callback):
         if trainer.global_step == self._seen:
             return  # Gradients are still being accumulated.
         self._seen = trainer.global_step
-        scale_before, self._scale = self._scale, _gradient_scale(trainer)
-        self.end_update(skipped=self._scale < scale_before)
+        before, self._scale = self._scale, self._new_scale(trainer)
+        self.end_update(skipped=self._scale < before)
         rate, peak = learning_rates(trainer.optimizers[0].param_groups)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         look = self.end_step(
@@ -79,7 +79,6 @@ class LightningFreezeAdvisor(Observer, Callback):
             _LOGGER.warning("%s", advice)
             advice.write(Path(trainer.default_root_dir))
 
-
-def _gradient_scale(trainer: Any) -> float:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return 1.0 if scaler is None else float(scaler.get_scale())
+    def _new_scale(self, trainer: Any) -> float:
+        # Only plugins of mixed precision have a scaler.
+        return gradient_scale(getattr(trainer.precision_plugin, "scaler", None))

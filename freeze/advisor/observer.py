@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from freeze.advisor.advice import Advice, Look
 from freeze.advisor.step_times import StepCosts, StepTimes
-from freeze.in_place import apply, find_layers
+from freeze.in_place import apply, find_layers, freezing_with
 from freeze.policies import QuietUpdates
 from freeze.policy import (
     FreezeContext,
@@ -33,6 +34,14 @@ def learning_rates(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     now = max(float(group["lr"]) for group in groups)
     known = [group[key] for group in groups for key in ("initial_lr", "max_lr") if key in group]
     return now, max([now, *map(float, known)])
+
+
+def gradient_scale(scaler: Any) -> float:
+    """Return the scale of a `GradScaler`, 1 without one: only where it skips a step it falls.
+
+    That the optimizer's step was called says nothing: fused ones are, and skip it themselves.
+    """
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 class Observer:
@@ -68,6 +77,8 @@ class Observer:
         self._times: StepTimes | None = None
         self._model: nn.Module | None = None
         self._peak = 0.0
+        self._coming_rate: float | None = None
+        self._has_gradient: list[bool] = []
 
     def begin(self, model: nn.Module, *, max_steps: int, steps_per_epoch: int) -> None:
         """Begin to watch a model that is about to train; what was frozen before freezes again.
@@ -86,6 +97,8 @@ class Observer:
 
     def end_update(self, *, skipped: bool = False) -> None:
         """Note that the optimizer has taken its step, or has `skipped` it: no weight moved."""
+        if not skipped and not self._num_updates:
+            self._has_gradient = [_moves(own.values()) for own in self._weights]
         self._num_updates += not skipped
         if self._times is not None:
             self._times.end_update()
@@ -108,6 +121,9 @@ class Observer:
             metrics: of the last evaluation.
         """
         self._peak = max(self._peak, learning_rate, peak_learning_rate or 0.0)
+        if self._coming_rate is not None:
+            self._rates.append(self._coming_rate)
+        self._coming_rate = learning_rate
         if self._times is not None:
             self._times.end_step()
             if self._times.is_done:
@@ -157,15 +173,16 @@ class Observer:
             max_steps=self._max_steps,
             steps_per_epoch=self._per_epoch,
             learning_rate=learning_rate,
+            mean_learning_rate=statistics.fmean(self._rates) if self._rates else None,
             peak_learning_rate=self._peak,
             layers=tuple(
                 LayerStats(
                     f"layer {index}",
                     index,
-                    sum(p.numel() for p in block.parameters()),
+                    sum(p.numel() for p in own.values() if p.requires_grad),
                     relative_update=update,
                 )
-                for index, (block, update) in enumerate(zip(self._blocks, updates, strict=True))
+                for index, (own, update) in enumerate(zip(self._weights, updates, strict=True))
             ),
             num_frozen=len(self._since),
             frozen_since=self._since,
@@ -187,13 +204,23 @@ class Observer:
         return self._costs.step_s * (1 - self._costs.saved_share(num_frozen, cached=False))
 
     def _begin_interval(self) -> None:
-        own = {str(i): dict(block.named_parameters()) for i, block in enumerate(self._blocks)}
-        self._changes, self._num_updates = WeightChanges(own), 0
+        assert self._model is not None
+        self._weights = freezing_with(self._model, self._blocks)
+        self._changes = WeightChanges({str(i): own for i, own in enumerate(self._weights)})
         self._changes.begin()
+        self._num_updates, self._rates = 0, list[float]()
+        self._has_gradient.clear()
 
     def _updates(self) -> tuple[float | None, ...]:
-        """Return each layer's relative change an update; None where nothing is known."""
+        """Return each layer's relative change an update; None where nothing is known.
+
+        Without a gradient a layer moves by weight decay alone, which says nothing of it.
+        """
         squares = self._changes.squares() if self._num_updates else {}
+        # Where no layer has one any more, the loop has let go of them before it told of the step.
+        still = [i for i, has in enumerate(self._has_gradient) if not has]
+        for index in still if any(self._has_gradient) else ():
+            squares.pop(str(index), None)
         found = []
         for index in range(len(self._blocks)):
             moved, size = squares.get(str(index), (0.0, 0.0))
@@ -204,3 +231,9 @@ class Observer:
     def _stop_timing(self) -> None:
         if self._times is not None:
             self._costs, self._times = self._times.close(), None
+
+
+def _moves(parameters: Iterable[nn.Parameter]) -> bool:
+    """Tell whether some gradient is not zero everywhere."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return any(bool(gradient.any()) for gradient in gradients)

@@ -19,6 +19,8 @@ _PLAIN = (
     "steps_per_epoch",
     "learning_rate",
     "peak_learning_rate",
+    "mean_learning_rate",
+    "evaluated_at",
     "metrics",
     "loss",
     "loss_slope",
@@ -37,7 +39,7 @@ class RecordedDecision:
 
     Attributes:
         context: what its policy saw; `predict` answers as it did then, or, where that was not
-            recorded, as at the last decision before of which it was.
+            recorded, as at the nearest earlier decision with recorded predictions.
         num_frozen, reason: what was decided.
     """
 
@@ -88,7 +90,7 @@ def decision_fields(
 
 
 def read_decisions(folder: Path) -> list[RecordedDecision]:
-    """Return a run's decisions in order, without those that a resumed run has not gone on from.
+    """Return a run's decisions in order, without those that a resume has discarded.
 
     Raises:
         ValueError: the folder holds no records, or no decision, or they lack the first one.
@@ -101,7 +103,8 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
         raise ValueError(
             f"{path} holds no decision of step 0; a run of this version records all of them"
         )
-    decisions, seconds = [], None
+    decisions = []
+    seconds: list[float | None] = []  # Step 0 always has them.
     for step in sorted(found):
         seconds = found[step]["predicted_step_s"] or seconds
         decisions.append(_read(found[step], seconds))

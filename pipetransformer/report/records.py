@@ -12,8 +12,8 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
                  predicted_step_before_s, measured_step_before_s
     decision     what the policy saw (see `FreezeContext`): epoch, frozen_before, frozen_since,
                  resting_before, loss, loss_slope, metrics, ..., signals (lists by layer);
-                 frozen, reason; look_seconds (of the probe), at step 0 predicted_step_s (by
-                 frozen layers)
+                 frozen, reason; look_seconds (of the probe), predicted_step_s (by frozen layers;
+                 null where predicting would have taken long)
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 

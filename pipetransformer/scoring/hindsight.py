@@ -44,14 +44,14 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
     of some layers are missing, and a policy that needs signals is not asked and keeps what is
     frozen; where it froze less, layers above would have had others.
 
-    Steps until the next decision take what the planner predicted at this one, see
-    `RecordedDecision`. It takes the cache to be read wherever rows that are stored from that
-    decision on are worth storing. Of a run that has frozen nothing it thus predicts the last
-    epoch as filling the cache, and earlier ones as reading it: a policy that freezes for good is
-    charged with one epoch of filling and with writing, at the end instead of at each new depth.
+    The steps until the next decision take what the planner predicted at this one, see
+    `RecordedDecision`. It takes the cache to be read where that pays for layers that freeze only
+    then. So of a run that has nothing frozen it predicts the last epoch, in which filling does not
+    pay, as uncached, and earlier ones as cached. That charges a policy that freezes for good with
+    filling just once, if at the end and not in the first epoch at each depth, where it belongs.
 
-    Not counted are: filling, where the run itself had layers cached by the end, or by the last
-    decision more than an epoch is left; filling for layers that thaw again; transitions.
+    Not counted are transitions, filling for layers that thaw again, and all filling where the run
+    itself has layers cached in its last epoch, or has no predictions of that epoch.
 
     Raises:
         TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,

@@ -9,18 +9,17 @@ from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import written_text
 from pipetransformer.stage.side_inputs import SideRoutes, SideSources
 from pipetransformer.stage.stage import Stage
-from pipetransformer.stage.step_result import StepResult
+from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import naming_peers
 from pipetransformer.stage.work import (
     LossSums,
     MicroBatches,
     Results,
     StageLayers,
-    TrainMoment,
     TrainWork,
 )
 
 __all__ = [
     "BatchCut", "LossSums", "MicroBatches", "Results", "SideRoutes", "SideSources", "Stage",
-    "StageLayers", "StepResult", "TrainMoment", "TrainWork", "naming_peers", "written_text",
+    "StageLayers", "StepResult", "TrainWork", "broken_down", "naming_peers", "written_text",
 ]  # fmt: skip

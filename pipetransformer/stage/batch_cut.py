@@ -67,6 +67,16 @@ class RankShare:
         first = sum(sizes[: self.replica])
         return ids[first : first + sizes[self.replica]], first
 
+    def rounds(self, num_samples: int, batch_size: int) -> list[Tensor]:
+        """Return the replica's part of the samples 0..num_samples-1, a batch's at a time.
+
+        As many rounds as the largest replica has; the last ones may be empty.
+        """
+        own, _ = self.slice_of(torch.arange(num_samples))
+        size = max(1, batch_size // self.cut.replicas)
+        most = self.cut.slices(num_samples)[0]
+        return [own[begin : begin + size] for begin in range(0, most, size)]
+
     def read_of(self, ids: Tensor) -> Tensor:
         """Return what the rank reads of a batch."""
         return self.read_of_slice(self.slice_of(ids)[0])

@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
 from autopipe.engine import StageReport, run_program
@@ -21,7 +20,14 @@ from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
-from pipetransformer.job import Task, modes_of, set_modes, set_training, trained_parameters
+from pipetransformer.job import (
+    Task,
+    build_optimizer,
+    modes_of,
+    set_modes,
+    set_training,
+    trained_parameters,
+)
 from pipetransformer.loss import LossScale, SplitProbe, mean_of
 from pipetransformer.optimizer import LAYER
 from pipetransformer.processes import World
@@ -29,7 +35,7 @@ from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.look import LookWork
 from pipetransformer.stage.nonfinite import find_nonfinite, locate
-from pipetransformer.stage.step_result import StepResult
+from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import StageWiring, naming_peers
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -38,7 +44,7 @@ from pipetransformer.stage.work import (
     StageLayers,
     TrainMoment,
     TrainWork,
-)
+)  # fmt: skip
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -88,7 +94,7 @@ class Stage:
         self.share = RankShare(self._cut, self._replica, self._layers.turn)
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
-        self.optimizer = self._build_optimizer()
+        self.optimizer = build_optimizer(task, self.parameters)
         self.signals = IntervalSignals(
             {
                 task.model.sublayers[i].name: trained_parameters(task, range(i, i + 1))
@@ -150,8 +156,7 @@ class Stage:
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
-        start = time.perf_counter()
-        intrusion = self._begin_step()
+        start, intrusion = time.perf_counter(), self._begin_step()
         with naming_peers():
             work = self._train_work(ids, rows, step=step, next_ids=next_ids)
             report = self._run(work)
@@ -170,7 +175,14 @@ class Stage:
         skipped = self._must_skip(step, loss, norm, work)
         self._update(step, learning_rate_factor, skipped)
         total = time.perf_counter() - start
-        breakdown = self._breakdown(work, report, reduce_s, total)
+        idle_s = reduce_s if self._is_spare else 0.0  # It has nothing to sum, and waits.
+        breakdown = broken_down(
+            total,
+            compute=report.compute_s,
+            bubble=report.wait_s + idle_s,
+            all_reduce=reduce_s - idle_s,
+            data=work.data_s,
+        )
         return StepResult(loss, norm, skipped, total, breakdown, num_stops > 0)
 
     def _begin_step(self) -> str:
@@ -227,19 +239,12 @@ class Stage:
                         differs = self._evaluate_round(layers, batches, results)
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
-        set_training(model, layers.indices, num_frozen=self._first_active_layer())
+        self._set_training()
 
     def rounds(self, num_samples: int) -> list[Tensor]:
-        """Return this replica's share of the examples 0..num_samples-1, as it evaluates them.
-
-        As many rounds as the largest replica has; the last ones may be empty.
-        """
-        own, _ = self.share.slice_of(torch.arange(num_samples))
+        """Return this replica's share of the examples 0..num_samples-1, as it evaluates them."""
         config = self._task.config
-        whole = config.eval_batch_size or config.global_batch_size
-        size = max(1, whole // self.topology.replicas)
-        most = self._cut.slices(num_samples)[0]
-        return [own[begin : begin + size] for begin in range(0, most, size)]
+        return self.share.rounds(num_samples, config.eval_batch_size or config.global_batch_size)
 
     def look(self, ids: Tensor, rows: Rows) -> dict[int, Tensor]:
         """Return this stage's active layers' Gram matrices, (n, n) each, over samples.
@@ -255,7 +260,7 @@ class Stage:
             program = forward_only(self.topology.length, 1)[self._index]
             run_program(program, work, self._links, (len(ids),))
             work.finish_step()
-        set_training(model, layers.indices, num_frozen=self._first_active_layer())
+        self._set_training()
         return work.grams
 
     def _evaluate_round(
@@ -389,26 +394,7 @@ class Stage:
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)
 
-    def _breakdown(
-        self, work: TrainWork, report: StageReport, reduce_s: float, total_s: float
-    ) -> dict[str, float]:
-        # A spare has nothing to sum, and waits all the time.
-        idle_s = reduce_s if self._is_spare else 0.0
-        parts = {
-            "compute": report.compute_s,
-            "bubble": report.wait_s + idle_s,
-            "all_reduce": reduce_s - idle_s,
-            "data": work.data_s,
-        }
-        return {**parts, "other": total_s - sum(parts.values())}
-
-    def _build_optimizer(self) -> Optimizer | None:
-        if not self.parameters:
-            return None
-        optimizer = self._task.optimizer(list(self.parameters.items()))
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        return optimizer
-
-    def _first_active_layer(self) -> int:
-        return self._task.model.sublayers[self.plan.boundaries[0]].layer
+    def _set_training(self) -> None:
+        model = self._task.model
+        first_active = model.sublayers[self.plan.boundaries[0]].layer
+        set_training(model, self._layers.indices, num_frozen=first_active)

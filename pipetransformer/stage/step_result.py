@@ -24,3 +24,8 @@ class StepResult:
     seconds: float
     breakdown: Mapping[str, float]
     stops: bool = False
+
+
+def broken_down(seconds: float, **parts: float) -> dict[str, float]:
+    """Return a step's seconds by what they were spent on; "other" is what the parts leave."""
+    return {**parts, "other": seconds - sum(parts.values())}

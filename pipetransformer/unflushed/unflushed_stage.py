@@ -26,6 +26,7 @@ from pipetransformer.stage import (
     Stage,
     StepResult,
     TrainWork,
+    broken_down,
     naming_peers,
 )
 from pipetransformer.unflushed.stream_work import ComingStep, StreamWork, layers_of_step
@@ -87,16 +88,21 @@ class UnflushedStage(Stage):
         total_s = time.perf_counter() - start
         self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
         _check_stream(steps, told)
-        shares = {"compute": report.compute_s, "bubble": report.wait_s, "data": sum(data_s)}
-        shares["other"] = total_s - sum(shares.values())
-        breakdown = {name: seconds / len(steps) for name, seconds in shares.items()}
+        num = len(steps)
+        breakdown = broken_down(
+            total_s / num,
+            compute=report.compute_s / num,
+            bubble=report.wait_s / num,
+            all_reduce=0.0,
+            data=sum(data_s) / num,
+        )
         return deque(
             StepResult(
                 mean_of(float(row[_LOSS]), float(row[_COUNT])),
                 math.sqrt(max(0.0, float(row[_SQUARES]))),
                 False,
                 total_s / len(steps),
-                {**breakdown, "all_reduce": 0.0},
+                breakdown,
                 False,
             )
             for row in told

@@ -132,12 +132,14 @@ def test_policies_in_transformers_see_the_optimizer_s_own_peak(
     assert [one.peak_learning_rate for one in seen] == [1e-2 if one_cycle else 1e-3] * 2
 
 
-def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path, optim: str) -> None:
     model = bert()
     advisor = FreezeAdvisor(two_by_step_four, every_steps=1)
     spoil_second(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    train(tmp_path, [advisor], model, scaler=scaler, max_steps=3, max_grad_norm=0.0)
+    further = {"scaler": scaler, "max_steps": 3, "max_grad_norm": 0.0, "optim": optim}
+    train(tmp_path, [advisor], model, **further)
     assert [one.updates[0] is None for one in advisor.advice.looks] == [False, True, False]
 
 
@@ -282,7 +284,8 @@ def test_what_is_skipped_in_lightning_is_no_update(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     precision = fit.lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
     advisor = LightningFreezeAdvisor(seen.append, every_steps=1)
-    fit(module, advisor, plugins=[precision], max_steps=3)
+    data = TensorDataset(torch.rand(32, 3, generator=torch.Generator().manual_seed(0)))
+    fit(module, advisor, data=data, plugins=[precision], max_steps=3)
     assert [one.layers[0].relative_update is None for one in seen] == [False, True, False]
 
 
