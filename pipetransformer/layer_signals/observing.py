@@ -113,7 +113,7 @@ class Observing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._losses.load_state_dict(state["losses"])
-        self._rates, self._num_rates = state["learning_rates"]
+        self._rates, self._num_rates = state.get("learning_rates", (0.0, 0))
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
