@@ -177,11 +177,12 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
                 plan = plan_pipeline(situation.profile, of_length(situation, length))
                 plans[length] = plan.lengthened(situation.correction(plan))
             except ValueError as error:
-                refusals.append(error)
+                # Not the error: its frames hold the world's group, and themselves.
+                refusals.append(str(error))
         if plans:
             return plans
     # What the longest of the lengths that use all slots lacks says most.
-    raise refusals[len(choices[0]) - 1]
+    raise ValueError(refusals[len(choices[0]) - 1])
 
 
 def of_length(situation: PlanSituation, length: int) -> PlanRequest:

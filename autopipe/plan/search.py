@@ -149,9 +149,10 @@ def _possible_shapes(
         try:
             choices.append(_shapes(model, request, lengths))
         except ValueError as error:
-            refusals.append(error)
+            # Not the error, which with its frames would hold itself until garbage is collected.
+            refusals.append(str(error))
     if not choices:
-        raise refusals[0]
+        raise ValueError(refusals[0])
     return choices
 
 

@@ -41,11 +41,13 @@ class RecordedDecision:
         context: what its policy saw; `predict` answers as it did then, or, where that was not
             recorded, as at the nearest earlier decision with recorded predictions.
         num_frozen, reason: what was decided.
+        look_s: what looking at the probe batch took before it.
     """
 
     context: FreezeContext
     num_frozen: int
     reason: str
+    look_s: float = 0.0
 
     @property
     def signals(self) -> frozenset[str]:
@@ -153,7 +155,8 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
         resting=tuple(record["resting_before"]),
         predict=predict,
     )
-    return RecordedDecision(context, record["frozen"], record["reason"])
+    look_s = record.get("look_seconds", 0.0)
+    return RecordedDecision(context, record["frozen"], record["reason"], look_s)
 
 
 def _predictions(context: FreezeContext, spare_s: float) -> list[float | None] | None:

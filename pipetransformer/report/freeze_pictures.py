@@ -28,7 +28,10 @@ _TITLES = {
 
 
 def decision_table(decisions: Sequence[RecordedDecision]) -> str:
-    """Write one line for every decision that changed what is frozen, and for the last."""
+    """Write one line for every decision that changed what is frozen, and for the last.
+
+    Below them stands what looks at the probe batch took, if there were any.
+    """
     rows = [["step", "epoch", "frozen", "loss", "reason"]]
     for one in decisions:
         seen = one.context
@@ -36,7 +39,9 @@ def decision_table(decisions: Sequence[RecordedDecision]) -> str:
             loss = "" if seen.loss is None else f"{seen.loss:.4g}"
             frozen = f"{seen.num_frozen} -> {one.num_frozen}"
             rows.append([str(seen.step), str(seen.epoch), frozen, loss, one.reason])
-    return text_table(rows)
+    looks_s = [one.look_s for one in decisions if one.look_s]
+    looks = f"{len(looks_s)} looks at the probe batch took {sum(looks_s):.3g} s"
+    return "\n".join([text_table(rows), *([looks] if looks_s else [])])
 
 
 def draw_freezing(folder: Path) -> str:

@@ -235,6 +235,23 @@ def test_a_frozen_forward_that_is_shorter_counts_as_saved(monkeypatch: pytest.Mo
     assert costs.saved_share(1, cached=True) == (4 + 8) / 24
 
 
+def test_no_more_than_the_whole_step_is_saved_where_few_weights_train() -> None:
+    model = nn.Sequential(nn.Linear(2, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    for parameter in list(model.parameters())[:-1]:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    times = StepTimes(model, list(model[1]))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(8, 2)).sum().backward()
+        optimizer.step()
+        times.end_update()
+        times.end_step()
+    costs = times.close()
+    assert costs is not None and max(costs.update_s[:3]) < costs.update_s[3]
+    assert 0 < costs.saved_share(4, cached=True) <= 1
+
+
 def test_weights_that_move_are_measured_over_their_norm() -> None:
     layer = nn.Linear(2, 2, bias=False)
     fixed = nn.Linear(2, 2).requires_grad_(False)

@@ -205,7 +205,8 @@ def test_the_commands_print_and_draw(
     found = json.loads(capsys.readouterr().out)
     assert found["none"]["share"] == pytest.approx(1.0) and found["the run"]["frozen"]["48"] == 0
     assert main(["report", run, "--freeze"]) == 0
-    assert "freezing.png" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "freezing.png" in said and "looks at the probe batch took" in said
     assert (tmp_path / "run" / "freezing.png").stat().st_size > 10_000
     assert main(["score", run, "--policy", "nothing:at_all"]) == 1
     assert "names no freeze policy" in capsys.readouterr().err
