@@ -119,6 +119,7 @@ def test_the_parts_product_is_what_rows_gain_over_each_other() -> None:
     assert product_of_parts(speed_ups).endswith("= 2.25; all four together 2.90")
 
 
+@pytest.mark.slow
 def test_the_published_machines_stand_beside_the_published_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

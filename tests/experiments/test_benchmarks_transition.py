@@ -92,6 +92,7 @@ def spoil(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])
+@pytest.mark.slow
 def test_a_single_changed_value_is_found_by_all_ranks(two_ranks: Pool, kind: str) -> None:
     for told in two_ranks.run(spoil, kind):
         assert told.startswith("1 of ") and "tensors of rank 1 are not what" in told

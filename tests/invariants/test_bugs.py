@@ -43,6 +43,7 @@ def evaluate_one_example() -> dict[str, float]:
         return trainer.evaluate(TensorDataset(x[:1], y[:1]))
 
 
+@pytest.mark.slow
 def test_a_replica_without_examples_takes_part_in_evaluation(four_ranks: Pool) -> None:
     # split() of an empty tensor yields one empty piece, which was cut into zero micro-batches; and
     # a trainer that had not trained yet had no stage to evaluate with.

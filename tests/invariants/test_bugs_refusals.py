@@ -112,6 +112,7 @@ def short_world_waits(seconds: float) -> Iterator[None]:
         group.set_timeout(timedelta(seconds=60))
 
 
+@pytest.mark.slow
 def test_a_spare_waits_for_an_evaluation_however_long_it_takes(four_ranks: Pool) -> None:
     # It waited for the sums of the whole evaluation, and lost patience after setup_timeout_s.
     start = time.perf_counter()

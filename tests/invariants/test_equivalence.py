@@ -123,6 +123,7 @@ def test_a_fixed_micro_batch_size_makes_dropout_the_same_for_any_k_and_r(
     assert_equal(pipeline, both)
 
 
+@pytest.mark.slow
 def test_a_fixed_micro_batch_size_holds_on_four_processes(four_ranks: Pool) -> None:
     settings = {"micro_batch_size": 1}
     deep, mixed, wide = (

@@ -78,6 +78,7 @@ def test_a_run_survives_kills_while_it_saves_and_resumes(
     survive(whole, tmp_path, faults)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_waited_for_no_longer_than_a_step_may_take(
     whole: tuple[Run, Ending], tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_a_step_may_take(
     survive(whole, tmp_path, faults, step_timeout_s=5.0, setup_timeout_s=600.0)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_user_s_code_on_one_rank_restarts_the_run(
     whole: tuple[Run, Ending], tmp_path: Path
 ) -> None:
