@@ -250,8 +250,10 @@ def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:
 def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
     """Put modules into eval mode while they are frozen; tell whether any changed.
 
-    Each has a hook of its own, as a block may be a list whose members are called one by one.
+    Each has a hook of its own, as a block may be a list whose members are called one by one. A
+    compiled module has neither: its mode is that of what it wraps and calls.
     """
+    wanted = {one for one in wanted if not isinstance(one, torch._dynamo.OptimizedModule)}
     hooks = {module: found for module in model.modules() if (found := _hook_of(module))}
     leaving, entering = hooks.keys() - wanted, wanted - hooks.keys()
     new = {module: _StayInEval(module.training, model.training) for module in entering}
