@@ -84,6 +84,7 @@ def test_a_script_is_proper_bash_and_says_how_it_is_used(path: Path) -> None:
     assert asked.returncode == 2 and "usage: " in asked.stderr
 
 
+@pytest.mark.slow
 def test_ssh_starts_a_launcher_on_every_host_with_the_settings(
     tmp_path: Path, stubs: dict[str, str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_images_are_read_from_files_in_their_usual_layouts(tmp_path: Path, datas
 
 
 @pytest.mark.parametrize("task", ["sst2", "squad"])
+@pytest.mark.slow
 def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
     # Two epochs: the first fills what the second reads; or reads, and brings deeper.
     freeze = ("--freeze", "schedule:2,2", "--num_train_epochs", "2")

@@ -65,6 +65,7 @@ def test_a_run_survives_kills_within_steps_and_in_every_phase_of_a_transition(
     survive(whole, tmp_path, faults)
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_while_it_saves_and_resumes(
     whole: tuple[Run, Ending], tmp_path: Path
 ) -> None:

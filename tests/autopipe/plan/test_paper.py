@@ -202,6 +202,7 @@ def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Pat
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_processes_plan_as_published_and_train_as_a_plain_loop_does(two_ranks: Pool) -> None:
     scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "published"})
     outcome = merge(two_ranks.run(train, scenario))
