@@ -191,10 +191,10 @@ class Transitions:
         if self._observing.probe is not None:
             self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
 
-    def note_step(self, result: StepResult) -> float | None:
+    def note_step(self, result: StepResult, learning_rate: float) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
         took = result.breakdown
-        self._observing.note_step(result.loss, self.clock().learning_rate)
+        self._observing.note_step(result.loss, learning_rate)
         known = self._pace.note(result.seconds - took["data"], took["compute"])
         return self._pace.median_s if known else None
 
@@ -225,11 +225,8 @@ class Transitions:
 
     def _decide(self, metrics: Mapping[str, float], evaluated_at: int | None) -> Change:
         """Decide on what was observed since the last decision. Collective."""
-        step, probe, start = (
-            self.timeline.position.step,
-            self._observing.probe,
-            time.perf_counter(),
-        )
+        start = time.perf_counter()
+        step, probe = self.timeline.position.step, self._observing.probe
         observed = self._observing.collect(self.deployment.stage, step)
         observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
         observe_s, look_s = time.perf_counter() - start, observed.looked.seconds

@@ -88,25 +88,7 @@ class UnflushedStage(Stage):
         total_s = time.perf_counter() - start
         self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
         _check_stream(steps, told)
-        num = len(steps)
-        breakdown = broken_down(
-            total_s / num,
-            compute=report.compute_s / num,
-            bubble=report.wait_s / num,
-            all_reduce=0.0,
-            data=sum(data_s) / num,
-        )
-        return deque(
-            StepResult(
-                mean_of(float(row[_LOSS]), float(row[_COUNT])),
-                math.sqrt(max(0.0, float(row[_SQUARES]))),
-                False,
-                total_s / len(steps),
-                breakdown,
-                False,
-            )
-            for row in told
-        )
+        return _results(told, report, total_s=total_s, data_s=sum(data_s))
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, batches that have too few micro-batches somewhere."""
@@ -173,6 +155,31 @@ class UnflushedStage(Stage):
         # A rank without samples waits for the whole stream.
         values = self._sum_over_world(told.flatten().tolist(), patience=len(told))
         return torch.tensor(values, dtype=torch.float64).view_as(told)
+
+
+def _results(
+    told: Tensor, report: StageReport, *, total_s: float, data_s: float
+) -> deque[StepResult]:
+    """Return what each step came to, with its equal part of the stream's seconds."""
+    num = len(told)
+    breakdown = broken_down(
+        total_s / num,
+        compute=report.compute_s / num,
+        bubble=report.wait_s / num,
+        all_reduce=0.0,
+        data=data_s / num,
+    )
+    return deque(
+        StepResult(
+            mean_of(float(row[_LOSS]), float(row[_COUNT])),
+            math.sqrt(max(0.0, float(row[_SQUARES]))),
+            False,
+            total_s / num,
+            breakdown,
+            False,
+        )
+        for row in told
+    )
 
 
 def _check_stream(steps: Sequence[ComingStep], told: Tensor) -> None:
