@@ -19,8 +19,6 @@ _PLAIN = (
     "steps_per_epoch",
     "learning_rate",
     "peak_learning_rate",
-    "mean_learning_rate",
-    "evaluated_at",
     "metrics",
     "loss",
     "loss_slope",
