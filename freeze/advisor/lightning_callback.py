@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from freeze.advisor.observer import Observer, gradient_scale, learning_rates
+from freeze.advisor.observer import Observer, learning_rates
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LightningFreezeAdvisor(Observer, Callback):
             long the training is.
     """
 
-    _seen, _scale = 0, 1.0
+    _seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
@@ -49,8 +49,10 @@ class LightningFreezeAdvisor(Observer, Callback):
         per_epoch = math.ceil(
             min(steps, trainer.num_training_batches / trainer.accumulate_grad_batches)
         )
-        self._seen, self._scale = trainer.global_step, self._new_scale(trainer)
-        self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch)
+        self._seen = trainer.global_step
+        # Only plugins of mixed precision have one.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch, scaler=scaler)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -59,8 +61,7 @@ class LightningFreezeAdvisor(Observer, Callback):
         if trainer.global_step == self._seen:
             return  # Gradients are still being accumulated.
         self._seen = trainer.global_step
-        before, self._scale = self._scale, self._new_scale(trainer)
-        self.end_update(skipped=self._scale < before)
+        self.end_update()
         rate, peak = learning_rates(trainer.optimizers[0].param_groups)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         look = self.end_step(
@@ -78,7 +79,3 @@ class LightningFreezeAdvisor(Observer, Callback):
         if trainer.is_global_zero:
             _LOGGER.warning("%s", advice)
             advice.write(Path(trainer.default_root_dir))
-
-    def _new_scale(self, trainer: Any) -> float:
-        # Only plugins of mixed precision have a scaler.
-        return gradient_scale(getattr(trainer.precision_plugin, "scaler", None))

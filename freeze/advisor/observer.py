@@ -36,11 +36,7 @@ def learning_rates(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return now, max([now, *map(float, known)])
 
 
-def gradient_scale(scaler: Any) -> float:
-    """Return the scale of a `GradScaler`, 1 without one: only where it skips a step it falls.
-
-    That the optimizer's step was called says nothing: fused ones are, and skip it themselves.
-    """
+def _scale_of(scaler: Any) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
@@ -80,13 +76,17 @@ class Observer:
         self._coming_rate: float | None = None
         self._has_gradient: list[bool] = []
 
-    def begin(self, model: nn.Module, *, max_steps: int, steps_per_epoch: int) -> None:
+    def begin(
+        self, model: nn.Module, *, max_steps: int, steps_per_epoch: int, scaler: Any = None
+    ) -> None:
         """Begin to watch a model that is about to train; what was frozen before freezes again.
 
         Args:
             model: not wrapped by DistributedDataParallel where layers are to freeze.
             max_steps, steps_per_epoch: of the whole training.
+            scaler: a `GradScaler`, if there is one.
         """
+        self._scaler, self._scale = scaler, _scale_of(scaler)
         self._model, self._max_steps, self._per_epoch = model, max_steps, steps_per_epoch
         self._blocks = list(self._given) if self._given is not None else find_layers(model)
         if self.acts and self._since:
@@ -96,7 +96,13 @@ class Observer:
         self._begin_interval()
 
     def end_update(self, *, skipped: bool = False) -> None:
-        """Note that the optimizer has taken its step, or has `skipped` it: no weight moved."""
+        """Note that the optimizer has taken its step, or has `skipped` it: no weight moved.
+
+        A scaler that skips a step lowers its scale. That the optimizer's step was called says
+        nothing: fused ones are, and skip it themselves.
+        """
+        before, self._scale = self._scale, _scale_of(self._scaler)
+        skipped = skipped or self._scale < before
         if not skipped and not self._num_updates:
             self._has_gradient = [_moves(own.values()) for own in self._weights]
         self._num_updates += not skipped

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from freeze.advisor.observer import Observer, gradient_scale, learning_rates
+from freeze.advisor.observer import Observer, learning_rates
 
 # Not a class's name: for those transformers may build the callback anew, without its arguments.
 _STATE = "freeze_advisor"
@@ -32,7 +32,6 @@ class FreezeAdvisor(Observer, TrainerCallback):
     """
 
     _metrics: Mapping[str, float] = {}
-    _scale = 1.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch; a resumed run goes on from its checkpoint's state."""
@@ -43,17 +42,20 @@ class FreezeAdvisor(Observer, TrainerCallback):
             )
         if state.global_step:
             self._resume(state)
-        self._scale = self._new_scale(kwargs["optimizer"])
         # Of data without a length all steps are one epoch.
         per_epoch = round(state.max_steps / max(1, state.num_train_epochs)) or state.max_steps
-        self.begin(kwargs["model"], max_steps=state.max_steps, steps_per_epoch=per_epoch)
+        self.begin(
+            kwargs["model"],
+            max_steps=state.max_steps,
+            steps_per_epoch=per_epoch,
+            # Only accelerate's wrapper of an optimizer has one.
+            scaler=getattr(kwargs["optimizer"], "scaler", None),
+        )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the end of the update, which the scaler of gradients may have skipped."""
-        optimizer = kwargs["optimizer"]
-        before, self._scale = self._scale, self._new_scale(optimizer)
-        skipped = getattr(optimizer, "step_was_skipped", False)  # DeepSpeed has its own scaler.
-        self.end_update(skipped=skipped or self._scale < before)
+        # DeepSpeed has its own scaler.
+        self.end_update(skipped=getattr(kwargs["optimizer"], "step_was_skipped", False))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the layers, where that is due."""
@@ -81,10 +83,6 @@ class FreezeAdvisor(Observer, TrainerCallback):
         if state.is_world_process_zero:
             _LOGGER.warning("%s", advice)
             advice.write(Path(args.output_dir))
-
-    def _new_scale(self, optimizer: Any) -> float:
-        # Only accelerate's wrapper of an optimizer has a scaler.
-        return gradient_scale(getattr(optimizer, "scaler", None))
 
     def _resume(self, state: Any) -> None:
         if (saved := state.stateful_callbacks.get(_STATE)) is not None:
