@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from experiments.benchmarks.plain_loop import RivalTask, Sentences, sentences_task
+from experiments.benchmarks.plain_loop import RivalTask, Sentences, add_folders, sentences_task
 from experiments.benchmarks.rounds import num_cores
 from freeze import FreezeContext
 from freeze.advisor import FreezeAdvisor
@@ -93,8 +93,7 @@ def run(task: RivalTask, num_frozen: int, folder: str) -> Outcome:
 def main() -> int:
     """Measure every depth; fail where the median prediction is too far off."""
     parser = argparse.ArgumentParser(description="Compare the advisor's savings with real ones.")
-    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
-    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
+    add_folders(parser)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(num_cores())

@@ -7,6 +7,7 @@ compared.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 import statistics
@@ -89,6 +90,12 @@ class Sentences:
                 "padding is 'longest', but random tokens are all of one length; give the folders "
                 "of MiniLM, with its tokenizer, and of SST-2, or choose 'max_length'"
             )
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model and its sentences; see `Sentences`."""
+    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
+    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
 
 
 def digits_task() -> RivalTask:

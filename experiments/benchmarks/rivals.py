@@ -38,6 +38,7 @@ from experiments.benchmarks.plain_loop import (
     PlainLoop,
     RivalTask,
     Sentences,
+    add_folders,
     digits_task,
     sentences_task,
 )
@@ -227,8 +228,7 @@ def compare(sentences: Sentences) -> dict[str, object]:
 def main() -> int:
     """Compare; fail where ours is slower than it may be."""
     parser = argparse.ArgumentParser(description="Compare with a plain loop that freezes alike.")
-    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
-    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
+    add_folders(parser)
     parser.add_argument("--padding", choices=("max_length", "longest"), default="max_length")
     parser.add_argument("--workers", type=int, default=0, help="processes that read sentences")
     options = parser.parse_args()

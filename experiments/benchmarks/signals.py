@@ -26,7 +26,13 @@ import torch
 
 from experiments.benchmarks.engine_workloads import ResultsDifferError
 from experiments.benchmarks.pairs import bootstrap
-from experiments.benchmarks.plain_loop import RivalTask, Sentences, digits_task, sentences_task
+from experiments.benchmarks.plain_loop import (
+    RivalTask,
+    Sentences,
+    add_folders,
+    digits_task,
+    sentences_task,
+)
 from experiments.benchmarks.rounds import Seconds, interleave, num_cores
 from freeze import FreezeContext
 from pipetransformer import Trainer, adamw
@@ -136,8 +142,7 @@ def measure(task: RivalTask, epochs: int) -> dict[str, object]:
 def main() -> int:
     """Measure; fail where a signal that needs no probe is certainly above the limit."""
     parser = argparse.ArgumentParser(description="Measure what freeze signals cost.")
-    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
-    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
+    add_folders(parser)
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(num_cores())
