@@ -20,8 +20,8 @@ from pipetransformer.predictions import (
     judge,
 )
 from pipetransformer.processes import World
-from pipetransformer.run_position import Timeline
 from pipetransformer.stage import LossSums, Results
+from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Deployment
 
 

@@ -9,33 +9,26 @@ state: what checkpoints hold          log: records, progress and the report
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autodp import (
-    EpochSampler,
     broadcast_json,
-    checked_order,
     gather_json,
-    shuffled,
-    shuffled_by_length,
 )
 from autopipe.trace import Span, Trace
 from freeze import FreezePolicy, NeverFreeze, as_policy, checked_scale
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
-from pipetransformer.data import Batch, SizedDataset, check_dataset, read_lengths
-from pipetransformer.durable_files import hash_json
+from pipetransformer.data import Batch, SizedDataset, check_dataset
 from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
@@ -60,16 +53,13 @@ from pipetransformer.processes import (
 )
 from pipetransformer.refusals import check_selection, check_world, probe_sublayers, refuse_model
 from pipetransformer.report import RunLog
-from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
+from pipetransformer.timeline import Clock, ComingBatches, Timeline
 from pipetransformer.transition import Change, Deployment, Transitions
-from pipetransformer.unflushed import ComingStep, UnflushedStage
+from pipetransformer.unflushed import UnflushedStage
 from pipetransformer.verification import Verification, verify
 
 _LOGGER = logging.getLogger(__name__)
-
-_MOST_STEPS_A_STREAM = 64
-"""So that results keep coming."""
 
 
 class Run:
@@ -103,16 +93,16 @@ class Run:
         resumes(config)  # Refuses a folder before anything is started.
         self._stream: deque[StepResult] = deque()
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
-        self._sampler = self._sampler_of(train_dataset, config)
+        self.timeline = Timeline(
+            config, len(train_dataset), traits.peak_learning_rate, _rates_of(policy, layered)
+        )
+        self._coming = ComingBatches(task, train_dataset, self.timeline)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
         world.max_replicas = config.max_replicas
         world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
-        self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._to_come)
-        self.timeline = Timeline(
-            config, len(train_dataset), traits.peak_learning_rate, _rates_of(policy, layered)
-        )
+        self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._own_to_come)
         self.deployment = Deployment(task, world, self.feed)
         self.evaluator = Evaluator(
             task,
@@ -204,13 +194,7 @@ class Run:
 
     def batches(self) -> tuple[Tensor, Tensor | None]:
         """Return the samples of the coming step, and of the next where nothing comes between."""
-        timeline, position = self.timeline, self.timeline.position
-        size = timeline.global_batch(self.transitions.replicas)
-        ids = self._sampler.global_batch(position.epoch, position.sample, size)
-        sample = position.sample + len(ids)
-        if sample >= timeline.num_samples or timeline.decision_follows():
-            return ids, None
-        return ids, self._sampler.global_batch(position.epoch, sample, size)
+        return self._coming.next_two(self.transitions.replicas)
 
     def train_in_stream(self, *, stops: bool) -> StepResult:
         """Return the coming step's result, of a stream that is trained to the next pause.
@@ -222,7 +206,9 @@ class Run:
         assert isinstance(stage, UnflushedStage)
         if not self._stream:
             rows = self.feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
-            self._stream = stage.train_stream(steps := self._coming_steps(), rows)
+            replicas, review = self.transitions.replicas, self.transitions.review_step
+            steps = self._coming.to_next_pause(replicas, review)
+            self._stream = stage.train_stream(steps, rows)
             timeline.trained_to = steps[-1].step + 1
         result = self._stream.popleft()
         if self._stream:
@@ -230,38 +216,10 @@ class Run:
         all_stop = gather_json(stops, group=self.world.group)
         return replace(result, stops=any(all_stop))
 
-    def _coming_steps(self) -> list[ComingStep]:
-        """Return the steps up to the next pause, as far as their batches have one size."""
-        replicas, ahead = self.transitions.replicas, self.timeline.ahead()
-        steps: list[ComingStep] = []
-        while len(steps) < _MOST_STEPS_A_STREAM:
-            at, now = ahead.position, ahead.ahead()
-            if steps and (ahead.pauses or at.step == self.transitions.review_step):
-                break
-            ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
-            if steps and len(ids) != len(steps[0].ids):
-                break
-            steps.append(ComingStep(ids, at.step, partial(now.learning_rate_factor, replicas)))
-            ahead.advance(len(ids))
-        return steps
-
-    def _to_come(self) -> Iterator[tuple[int, Tensor]]:
+    def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and this replica's samples of the coming step and of all after it."""
-        replicas, sampler = self.transitions.replicas, copy.copy(self._sampler)
-        size = self.timeline.global_batch(replicas)
-        for epoch, sample in self.timeline.to_come(replicas):
-            batch = sampler.global_batch(epoch, sample, size)
+        for epoch, batch in self._coming.to_the_end(self.transitions.replicas):
             yield epoch, self.deployment.active_stage.share.read_of(batch)
-
-    def _sampler_of(self, dataset: SizedDataset, config: TrainConfig) -> EpochSampler:
-        num, seed = len(dataset), config.seed
-        if config.sample_order is not None:
-            return EpochSampler(num, checked_order(num, config.sample_order))
-        if not config.group_by_length:
-            return EpochSampler(num, shuffled(num, seed=seed))
-        lengths = read_lengths(dataset, self.task.model.inputs[0])
-        size = config.global_batch_size
-        return EpochSampler(num, shuffled_by_length(lengths, seed=seed, batch_size=size))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state on rank 0, {} elsewhere. Collective.
@@ -338,19 +296,9 @@ class Run:
         if self._caches:
             self.feed.check_repeatable()
         self.feed.warn_of_padding()
-        self._refuse_other_orders()
+        self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)
-
-    def _refuse_other_orders(self) -> None:
-        if self.task.config.sample_order is None:
-            return
-        order = self._sampler.global_batch(0, 0, self.timeline.num_samples)
-        if len(set(gather_json(hash_json(order.tolist()), group=self.world.group))) > 1:
-            raise ValueError(
-                "sample_order gives ranks other orders, so that samples would be left out; let it "
-                "depend on nothing but the epoch"
-            )
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile

@@ -136,6 +136,17 @@ def _receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
+def _leave_groups() -> None:
+    """Leave what an interrupted run has left open, as its process was to end: all groups but the
+    world's. Each keeps three threads, one of which polls.
+    """
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
@@ -153,5 +164,6 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
             os._exit(0)
         try:
             _send(connection, (True, function(*arguments)))
+            _leave_groups()
         except Exception:
             _send(connection, (False, f"[rank {environment['RANK']}] {traceback.format_exc()}"))

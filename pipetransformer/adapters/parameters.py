@@ -17,6 +17,8 @@ def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) ->
     """Name the first tensor that is not as it was, or return ""; a NaN that stays is no change."""
     for name, old in before.items():
         now = tensors[name]
+        if torch.equal(now, old):
+            continue
         if now.shape != old.shape or not torch.equal(now.nan_to_num(), old.nan_to_num()):
             return name
     return ""

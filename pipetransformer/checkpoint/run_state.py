@@ -33,7 +33,7 @@ from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
 from pipetransformer.processes import World, agree, is_restarted
-from pipetransformer.run_position import Position
+from pipetransformer.timeline import Position
 from pipetransformer.transition import Decision, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pipetransformer.checkpoint import Saved
 from pipetransformer.errors import CallbackError
 from pipetransformer.events.callback import Callback
 from pipetransformer.processes import World
-from pipetransformer.run_position import Timeline
+from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Change
 
 

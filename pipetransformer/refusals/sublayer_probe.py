@@ -145,20 +145,9 @@ class _Probe:
             )
 
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
-        """Run a sublayer, and refuse what it writes."""
-        model = self.task.model
-        before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
         # A copy, on which a layer may work in place.
         given = value.clone() if isinstance(value, Tensor) else value
-        output = self.task.call(index, given, sides=batch)
-        now = model.tensors(index)
-        if written := find_changed(now, before):
-            with torch.no_grad():
-                for name, tensor in now.items():
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.copy_(before[name])
-            raise ValueError(written_text(written, model.sublayers[index].name))
-        return output
+        return self.task.call(index, given, sides=batch)
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         if one.shape != other.shape or one.numel() == 0:
@@ -172,7 +161,9 @@ class _Probe:
 
     @contextmanager
     def _lent(self, index: int, *, training: bool) -> Iterator[None]:
-        """Hold a sublayer on the device, in a mode; leave it as it was found."""
+        """Hold a sublayer on the device, in a mode; leave it as it was found, and refuse it if it
+        has written into its tensors.
+        """
         model = self.task.model
         with (
             held_on(self.task, self.device, range(index, index + 1)),
@@ -180,7 +171,24 @@ class _Probe:
             torch.set_grad_enabled(training),
         ):
             set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
-            yield
+            before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
+            try:
+                yield
+            finally:
+                written = _put_back(model.tensors(index), before)
+        if written:
+            raise ValueError(written_text(written, model.sublayers[index].name))
+
+
+def _put_back(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
+    """Undo what was written into parameters; name the first tensor that was written, if any."""
+    written = find_changed(tensors, before)
+    if written:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if isinstance(tensor, nn.Parameter):
+                    tensor.copy_(before[name])
+    return written
 
 
 def _random_state(device: torch.device) -> bytes:

@@ -22,8 +22,8 @@ from pipetransformer.processes import World
 from pipetransformer.report.decisions import decision_fields
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.records import RecordListener, Records
-from pipetransformer.run_position import Clock
 from pipetransformer.stage import StepResult
+from pipetransformer.timeline import Clock
 from pipetransformer.transition import Change, Decision
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from freeze import FreezeContext, FreezePolicy, PolicyError, checked_decision
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observed
 from pipetransformer.processes import World
-from pipetransformer.run_position import Clock
+from pipetransformer.timeline import Clock
 from pipetransformer.transition.costs import plan_name
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.journal import JOURNAL_FILE, Journal

@@ -18,8 +18,8 @@ from pipetransformer.planning import (
     same_stages,
 )
 from pipetransformer.processes import World
-from pipetransformer.run_position import Clock
 from pipetransformer.stage import BatchCut
+from pipetransformer.timeline import Clock
 from pipetransformer.transition.costs import Calibration, TransitionCost, rested
 from pipetransformer.transition.decision import Decision
 

@@ -17,8 +17,8 @@ from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observing
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.processes import World, free_bytes, tightest
-from pipetransformer.run_position import Clock, Timeline
 from pipetransformer.stage import StepResult
+from pipetransformer.timeline import Clock, Timeline
 from pipetransformer.transition.costs import REVIEW_STEPS, Pace
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision
@@ -105,6 +105,7 @@ class Transitions:
         self._decider: Decider | None = None
         self._pace = Pace()
         self._review: Review | None = None
+        self._has_just_measured = False
 
     @property
     def have_begun(self) -> bool:
@@ -139,7 +140,7 @@ class Transitions:
 
     def begin(self, kept: Measurements | None) -> None:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
-        limit = self._memory_limit_bytes()
+        limit, self._has_just_measured = self._memory_limit_bytes(), kept is None
         planner = RunPlanner(
             self._task,
             self._world,
@@ -149,8 +150,10 @@ class Transitions:
         self._decider = Decider(self._task, self._world, policy=self._policy, planner=planner)
 
     def measure(self) -> Measurements:
-        """Measure anew, for the decisions to come. Collective."""
-        self.decider.planner.use(self._measure())
+        """Measure for the decisions to come, unless the beginning just did. Collective."""
+        if not self._has_just_measured:
+            self.decider.planner.use(self._measure())
+        self._has_just_measured = False
         return self.decider.planner.measurements
 
     def decide_if_due(
@@ -193,7 +196,7 @@ class Transitions:
 
     def note_step(self, result: StepResult, learning_rate: float) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
-        took = result.breakdown
+        took, self._has_just_measured = result.breakdown, False
         self._observing.note_step(result.loss, learning_rate)
         known = self._pace.note(result.seconds - took["data"], took["compute"])
         return self._pace.median_s if known else None

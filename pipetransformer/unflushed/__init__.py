@@ -3,7 +3,6 @@
 stream_work: what a stage computes on a stream of steps ─► unflushed_stage ◄─ stage/
 """
 
-from pipetransformer.unflushed.stream_work import ComingStep
 from pipetransformer.unflushed.unflushed_stage import UnflushedStage
 
-__all__ = ["ComingStep", "UnflushedStage"]
+__all__ = ["UnflushedStage"]

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from autopipe.engine import Payload, StageWork
 from pipetransformer.stage import SideRoutes, SideSources, StageLayers, TrainWork
-
-
-@dataclass(frozen=True)
-class ComingStep:
-    """Say what is trained on in a step.
-
-    Args:
-        ids: (B,) int64, the whole global batch.
-        step: position in the run.
-        learning_rate_factor: maps a layer, None for the head, to what its own learning rate is
-            multiplied by.
-    """
-
-    ids: Tensor
-    step: int
-    learning_rate_factor: Callable[[int | None], float]
 
 
 class _StepRoutes(SideRoutes):

@@ -29,7 +29,8 @@ from pipetransformer.stage import (
     broken_down,
     naming_peers,
 )
-from pipetransformer.unflushed.stream_work import ComingStep, StreamWork, layers_of_step
+from pipetransformer.timeline import ComingStep
+from pipetransformer.unflushed.stream_work import StreamWork, layers_of_step
 
 
 class UnflushedStage(Stage):

@@ -18,7 +18,7 @@ from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
 from pipetransformer.processes.world import World
-from pipetransformer.run_position import Clock
+from pipetransformer.timeline import Clock
 from pipetransformer.transition import run_planner
 from pipetransformer.transition.costs import Calibration
 from pipetransformer.transition.decision import Decision

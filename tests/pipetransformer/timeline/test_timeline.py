@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetransformer.config import TrainConfig
-from pipetransformer.run_position import Timeline
+from pipetransformer.timeline import Timeline
 
 
 # 5 steps an epoch, 3 epochs.

@@ -1,0 +1,9 @@
+"""Say where a run is, and what comes: its steps, decisions and pauses, and their samples.
+
+timeline: position, clock ─► coming_batches
+"""
+
+from pipetransformer.timeline.coming_batches import ComingBatches, ComingStep
+from pipetransformer.timeline.timeline import Clock, Position, Timeline
+
+__all__ = ["Clock", "ComingBatches", "ComingStep", "Position", "Timeline"]
