@@ -1,8 +1,9 @@
 """Build the process groups of topologies: over gloo ahead of the first step, else at transitions.
 
 A gloo group costs a rank 11-15 ms to build (2 to 8 ranks on two cores, meeting through a file),
-and to keep nothing but idle sockets: all lengths' groups are built at the start, and no transition
-waits for one. An NCCL communicator holds memory of its GPU, and is built when it is needed.
+and to keep idle sockets and three threads, one of which wakes 100 times a second: all lengths'
+groups are built at the start, and no transition waits for one. An NCCL communicator holds memory
+of its GPU, and is built when it is needed.
 """
 
 from __future__ import annotations
