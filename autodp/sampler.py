@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_POOLED_BATCHES = 50
-"""Batches whose samples are sorted together, where each is to have about equal lengths."""
+_POOLED_BATCHES, _POOLS = 50, 4
+"""Batches, at most, whose samples are sorted together, and pools, at least, of an epoch: batches
+are to have about equal lengths, and other samples in every epoch."""
 
 
 EpochOrder = Callable[[int], Tensor]
@@ -72,14 +73,15 @@ def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochO
     Args:
         lengths: (N,) of the samples.
         seed: of the shuffling.
-        batch_size: of a global batch; samples of so many batches at a time are sorted, the
+        batch_size: of a global batch; samples of several batches at a time are sorted, the
             longest first.
     Source: the grouping of transformers' LengthGroupedSampler.
     """
     shuffle = shuffled(len(lengths), seed=seed)
+    pooled = max(1, min(_POOLED_BATCHES, len(lengths) // (_POOLS * batch_size)))
 
     def order(epoch: int) -> Tensor:
-        pools = shuffle(epoch).split(_POOLED_BATCHES * batch_size)
+        pools = shuffle(epoch).split(pooled * batch_size)
         return torch.cat(
             [pool[lengths[pool].argsort(descending=True, stable=True)] for pool in pools]
         )

@@ -92,6 +92,7 @@ class Run:
         check_world(config, world_size(), slots_of_a_node())
         resumes(config)  # Refuses a folder before anything is started.
         self._stream: deque[StepResult] = deque()
+        self._last_rate: float | None = None
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
         self.timeline = Timeline(
             config, len(train_dataset), traits.peak_learning_rate, _rates_of(policy, layered)
@@ -179,6 +180,7 @@ class Run:
         """Go on to the next step, and record what this one tells. Collective after an epoch."""
         decision = self.transitions.decider.current
         assert decision is not None
+        self._last_rate = clock.learning_rate
         stats, report = self.feed.take_stats(), self.log.report
         report.cache_bytes = max(report.cache_bytes, self.feed.cache_bytes)
         self.log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
@@ -191,6 +193,12 @@ class Run:
             timeline.stop()
         if timeline.at_epoch_start:
             self.log.epoch(timeline.position.step, timeline.position.epoch)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the last step's, or before any the first one's."""
+        last = self._last_rate
+        return self.transitions.clock().learning_rate if last is None else last
 
     def batches(self) -> tuple[Tensor, Tensor | None]:
         """Return the samples of the coming step, and of the next where nothing comes between."""

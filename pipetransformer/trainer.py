@@ -239,6 +239,16 @@ class Trainer:
         return self._run.timeline.position.step
 
     @property
+    def epoch(self) -> float:
+        """Return how many epochs are done, with the share of the coming one's steps."""
+        return self._run.timeline.epochs_done(self._run.transitions.replicas)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the last step's rate, of the first parameter group; the first's before any."""
+        return self._run.learning_rate
+
+    @property
     def max_steps(self) -> int:
         """Return how many steps the whole run has, if the global batch stays what it is."""
         return self._run.timeline.max_steps(self._run.transitions.replicas)

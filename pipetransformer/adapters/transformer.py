@@ -101,12 +101,18 @@ def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
     exact when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
     """
 
-    def loss(output: Tensor, target: Tensor) -> LossValue:
-        problem = config.problem_type
-        if problem == "regression" or (problem is None and config.num_labels == 1):
-            return F.mse_loss(output, target.reshape(output.shape))
+    def guess(target: Tensor) -> str:
+        if config.num_labels == 1:
+            return "regression"
         integer = target.dtype in (torch.int64, torch.int32)
-        if problem == "single_label_classification" or (problem is None and integer):
+        return "single_label_classification" if integer else "multi_label_classification"
+
+    def loss(output: Tensor, target: Tensor) -> LossValue:
+        # What is saved says it, too: a pipeline turns scores into probabilities by it.
+        problem = config.problem_type = config.problem_type or guess(target)
+        if problem == "regression":
+            return F.mse_loss(output, target.reshape(output.shape))
+        if problem == "single_label_classification":
             keywords = {"label_smoothing": label_smoothing}
             return sum_over_targets(F.cross_entropy, output, target.reshape(-1), keywords)
         if label_smoothing:

@@ -24,6 +24,11 @@ def build(model: Any) -> LayeredModel:
     vit = model.vit
     require_class(f"{MODULE}.ViTModel", vit)
     refuse_checkpointing(model)
+    if hasattr(model, "_loss_function"):
+        raise ValueError(
+            "model.loss_function was set, and would not be called; give loss_fn= to "
+            "pipetransformer.Trainer"
+        )
     require_class(f"{MODULE}.ViTLayer", *vit.layers)
     blocks = [
         (

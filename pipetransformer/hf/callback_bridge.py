@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from pipetransformer.events import Callback
-from pipetransformer.report import FitReport
 from pipetransformer.stage import StepResult
 
 _UNHEARD = (
@@ -38,8 +38,6 @@ class CallbackBridge(Callback):
     Attributes:
         state, control: transformers' own.
         prefix: of the metrics of the evaluation that goes on.
-        learning_rate: of a step.
-        steps_per_epoch: of the run.
         total_loss, num_steps: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
@@ -60,9 +58,7 @@ class CallbackBridge(Callback):
         )
         self.control = TrainerControl()
         self.prefix = "eval"
-        self.learning_rate: Callable[[int], float] = lambda step: 0.0
-        self.steps_per_epoch = 1
-        self._args = args
+        self._args, self._is_asked = args, False
         self._handler = CallbackHandler([_NoFlow()], model, processing_class, None, None)
         self._loss, self._num_losses = 0.0, 0
         self.total_loss, self.num_steps = 0.0, 0
@@ -107,6 +103,8 @@ class CallbackBridge(Callback):
     def on_train_begin(self, trainer: Any) -> None:
         state = self.state
         state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
+        state.train_batch_size = self._args.per_device_train_batch_size
+        state.compute_steps(self._args, state.max_steps)
         self._note(trainer)
         self._take_up(trainer)
         self.tell(trainer, "on_train_begin")
@@ -114,14 +112,13 @@ class CallbackBridge(Callback):
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self._note(trainer)
-        state, norm = self.state, result.gradient_norm
+        norm = result.gradient_norm
         self._loss, self._num_losses = self._loss + result.loss, self._num_losses + 1
         self.total_loss, self.num_steps = self.total_loss + result.loss, self.num_steps + 1
         self.tell(trainer, "on_step_end")
-        ends_epoch = state.global_step % self.steps_per_epoch == 0 or trainer.is_over
+        ends_epoch = trainer.epoch.is_integer() or trainer.is_over
         if self._logs_now(ends_epoch=ends_epoch):
-            rate = self.learning_rate(state.global_step - 1)
-            mean = self._loss / self._num_losses
+            rate, mean = trainer.learning_rate, self._loss / self._num_losses
             self._loss, self._num_losses = 0.0, 0
             self.log(trainer, {"loss": mean, "grad_norm": norm, "learning_rate": rate})
         if ends_epoch:
@@ -134,15 +131,22 @@ class CallbackBridge(Callback):
         named = prefixed(metrics, self.prefix)
         self.log(trainer, named)
         self.tell(trainer, "on_evaluate", metrics=named)
-        self._note_best(named)  # After it, as an early stop compares with the best so far.
+        if not self._is_asked:
+            self._note_best(named)  # After it, as an early stop compares with the best so far.
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         if trainer.is_main_process:
             self.state.save_to_json(str(self._state_file))
         self.tell(trainer, "on_save")
 
-    def on_train_end(self, trainer: Any, report: FitReport) -> None:
-        self.tell(trainer, "on_train_end")
+    @contextmanager
+    def asked_for(self, prefix: str) -> Iterator[None]:
+        """Give metrics a prefix; they are a script's, and none of the run's evaluations."""
+        self.prefix, self._is_asked = prefix, True
+        try:
+            yield
+        finally:
+            self.prefix, self._is_asked = "eval", False
 
     def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
         """Take down numbers of this step, and tell of them."""
@@ -168,7 +172,7 @@ class CallbackBridge(Callback):
 
     def _note(self, trainer: Any) -> None:
         self.state.global_step = trainer.global_step
-        self.state.epoch = trainer.global_step / self.steps_per_epoch
+        self.state.epoch = trainer.epoch
 
     def _note_best(self, metrics: Mapping[str, float], *, at: int | None = None) -> None:
         """Keep the best value of the metric that the arguments name."""

@@ -6,6 +6,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import transformers
 from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
+from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.training_arguments import (
-    learning_rate_of,
-    length_of,
     optimizer_of,
+    peak_learning_rate_of,
     refuse_unknown,
     settings_of,
 )
@@ -88,11 +90,14 @@ class HFTrainer:
         _refuse_given(unhonoured)
         if model is None or args is None:
             raise ValueError("model and args are needed; give both")
+        _refuse_overrides(type(self))
         refuse_unknown(args)
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
-        pads = hasattr(type(processing_class), "pad")
+        pads = isinstance(
+            processing_class, (transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor)
+        )
         self.data_collator = data_collator or (
             DataCollatorWithPadding(processing_class) if pads else default_data_collator
         )
@@ -106,20 +111,24 @@ class HFTrainer:
         self._freeze, self._settings = freeze, settings
         self._optimizer = optimizer_of(args, model, optimizer_cls_and_kwargs)
         self._trainer: Trainer | None = None
+        self._made_of: dict[str, Any] = {}
 
     @property
     def state(self) -> transformers.TrainerState:
         """Return what has been logged, and how far the run is."""
         return self._bridge.state
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | PathLike[str] | bool | None = None
+    ) -> TrainOutput:
         """Train to the end.
 
         Args:
-            resume_from_checkpoint: True, or output_dir or a checkpoint within it, goes on from the
-                newest checkpoint there.
+            resume_from_checkpoint: True, or output_dir or its newest checkpoint, goes on from
+                there.
         Raises:
-            ValueError: there is no training set, or another folder is named.
+            ValueError: there is no training set, another folder or an older checkpoint is named,
+                or something was changed since `evaluate` or `predict` were called.
         """
         if self.train_dataset is None:
             raise ValueError("there is no train_dataset; give one to train")
@@ -140,17 +149,23 @@ class HFTrainer:
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}
         bridge.log(trainer, metrics)
+        bridge.tell(trainer, "on_train_end")
         return TrainOutput(trainer.global_step, mean_loss, {**metrics, "epoch": self.state.epoch})
 
     def evaluate(
         self,
-        eval_dataset: SizedDataset | Mapping[str, SizedDataset] | None = None,
+        eval_dataset: SizedDataset | Mapping[str, SizedDataset] | str | None = None,
         ignore_keys: None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Return loss and metrics of a data set, or of each of several, under a prefix."""
+        """Return loss and metrics of a data set, or of each of several, under a prefix.
+
+        A name stands for one of several that the Trainer was given.
+        """
         _refuse_given({"ignore_keys": ignore_keys})
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = _one_of(self.eval_dataset, dataset)
         if dataset is None:
             raise ValueError("there is no eval_dataset; give one")
         if isinstance(dataset, Mapping):
@@ -159,11 +174,9 @@ class HFTrainer:
                 found |= self.evaluate(one, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
         trainer, start = self._begun(), time.time()
-        self._bridge.prefix = metric_key_prefix
-        try:
+        with self._bridge.asked_for(metric_key_prefix):
             metrics = trainer.evaluate(dataset)
-        finally:
-            self._bridge.prefix = "eval"
+        self.model.eval()  # As transformers leaves it.
         named = self._named(metrics, metric_key_prefix, start, len(dataset))
         return {**named, "epoch": self.state.epoch} if self.state.global_step else named
 
@@ -179,7 +192,9 @@ class HFTrainer:
         """
         _refuse_given({"ignore_keys": ignore_keys})
         trainer, start = self._begun(stand_in=test_dataset), time.time()
-        found: Any = trainer.predict(test_dataset)
+        with self._bridge.asked_for(metric_key_prefix):
+            found: Any = trainer.predict(test_dataset)
+        self.model.eval()
         metrics = self._named(found.metrics, metric_key_prefix, start, len(test_dataset))
         self._bridge.tell(trainer, "on_predict", metrics=metrics)
         return PredictionOutput(self._shaped(found.predictions), found.label_ids, metrics)
@@ -223,22 +238,33 @@ class HFTrainer:
 
     def _begun(self, resumes: bool = False, *, stand_in: SizedDataset | None = None) -> Trainer:
         """Return our Trainer, made when it is first needed."""
+        made_of = {
+            "train_dataset": self.train_dataset,
+            "data_collator": self.data_collator,
+            "compute_metrics": self.compute_metrics,
+            "args": self.args.to_dict(),
+        }
         if self._trainer is None:
             known = (self.train_dataset, stand_in, self.eval_dataset)
             dataset = next((one for one in known if one is not None), None)
             if dataset is None or isinstance(dataset, Mapping):
                 raise ValueError("there is no data set to begin with; give a train_dataset")
-            self._trainer = self._make(dataset, resumes=resumes)
+            self._trainer, self._made_of = self._make(dataset, resumes=resumes), made_of
             atexit.register(self._close_at_exit)
+        kept = self._made_of
+        same = {n: v is kept[n] or (n == "args" and v == kept[n]) for n, v in made_of.items()}
+        if changed := [name for name, is_same in same.items() if not is_same]:
+            raise ValueError(
+                f"{', '.join(changed)} is not what the first train, evaluate or predict began "
+                "with, and would have no effect; make another Trainer with it"
+            )
         return self._trainer
 
     def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
-        args, bridge = self.args, self._bridge
+        args = self.args
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
-        length = length_of(args, len(dataset))
-        bridge.steps_per_epoch = length.steps_per_epoch
-        bridge.learning_rate = learning_rate_of(args, length)
-        settings = settings_of(args, len(dataset))
+        rate = peak_learning_rate_of(self._optimizer)
+        settings = settings_of(args, len(dataset), rate)
         evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
         if evaluated is not self.eval_dataset and args.eval_strategy != "no":
             raise ValueError(
@@ -255,7 +281,7 @@ class HFTrainer:
             freeze=self._freeze,
             **{
                 **settings,
-                "callbacks": [bridge],
+                "callbacks": [self._bridge],
                 "collate_fn": self.data_collator,
                 "compute_metrics": self._judge if self.compute_metrics else None,
                 "resume": resumes,
@@ -266,7 +292,10 @@ class HFTrainer:
     def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
         assert self.compute_metrics is not None
         labels: Any = prediction.label_ids
-        return self.compute_metrics(EvalPrediction(self._shaped(prediction.predictions), labels))
+        given = EvalPrediction(self._shaped(prediction.predictions), labels)
+        prefix = f"{self._bridge.prefix}_"  # Which `prefixed` gives to those that lack it.
+        found = self.compute_metrics(given)
+        return {name.removeprefix(prefix): value for name, value in found.items()}
 
     def _shaped(self, predictions: np.ndarray[Any, Any]) -> Any:
         """Give outputs the shape that transformers' model returns them in."""
@@ -283,15 +312,18 @@ class HFTrainer:
         speed = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)
         return {**named, **speed}
 
-    def _resumes(self, given: str | bool | None) -> bool:
+    def _resumes(self, given: str | PathLike[str] | bool | None) -> bool:
         """Tell whether a run goes on; a folder must be the run's own."""
-        if not isinstance(given, str):
+        if given is None or isinstance(given, bool):
             return bool(given)
-        folder, own = Path(given).resolve(), Path(self.folder).resolve()
-        if own not in (folder, *folder.parents):
+        own = Path(self.folder).resolve()
+        saved = own / CHECKPOINTS
+        newest = [folder.resolve() for folder in published(saved)[:1]] if saved.exists() else []
+        if Path(given).resolve() not in (own, saved, *newest):
             raise ValueError(
-                f"resume_from_checkpoint is {given!r}, but a run goes on where it was, in "
-                f"output_dir={self.folder!r}; give True, or that folder as output_dir"
+                f"resume_from_checkpoint is {str(given)!r}, but a run goes on from the newest "
+                f"checkpoint in output_dir={self.folder!r}; give True, or output_dir the folder "
+                "in which that run was"
             )
         return True
 
@@ -299,6 +331,30 @@ class HFTrainer:
         if self._trainer is not None:
             failed = getattr(sys, "last_type", None) is not None
             self._trainer.__exit__(sys.last_type if failed else None)
+
+
+def _one_of(datasets: Any, name: str) -> SizedDataset:
+    """Return the evaluation set of a name."""
+    if not isinstance(datasets, Mapping) or name not in datasets:
+        known = sorted(datasets) if isinstance(datasets, Mapping) else "one without a name"
+        raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")
+    found: SizedDataset = datasets[name]
+    return found
+
+
+def _refuse_overrides(kind: type) -> None:
+    """Refuse methods of transformers' Trainer in a subclass that training would not call."""
+    own = {name for base in kind.__mro__ if base not in HFTrainer.__mro__ for name in vars(base)}
+    called = {"train", "predict", "create_model_card", "is_world_process_zero"}
+    unheard = sorted(
+        name for name in own & set(vars(transformers.Trainer)) - called if name[:2] != "__"
+    )
+    if unheard:
+        raise ValueError(
+            f"{kind.__name__} overrides {', '.join(unheard)}, which training here does not call; "
+            "give pipetransformer.Trainer a loss_fn, an optimizer or callbacks, or train with "
+            "transformers.Trainer"
+        )
 
 
 def _refuse_given(arguments: Mapping[str, Any]) -> None:

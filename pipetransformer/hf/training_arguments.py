@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
@@ -36,10 +35,12 @@ _HARMLESS = """
     eval_accumulation_steps dataloader_persistent_workers dataloader_in_order
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
     ddp_backend hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
-    accelerator_config use_cache torch_empty_cache_steps label_names
+    use_cache torch_empty_cache_steps label_names
 """.split()  # noqa: SIM905
 """Fields that a script reads, that choose among ways to the same numbers, or that matter only with
-one that is refused; `label_names` follow from the model."""
+one that is refused; `label_names` may say what the model has as its targets."""
+
+_LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
 
 _CHOICES = {
     "save_strategy": ("no", "steps", "epoch"),
@@ -72,6 +73,10 @@ def refuse_unknown(args: TrainingArguments) -> None:
             f"TrainingArguments has {given}, which pipetransformer.hf.Trainer does not honour; "
             "leave them as they are by default, or train with transformers.Trainer"
         )
+    if other := sorted(set(args.label_names or ()) - _LABELS):
+        raise ValueError(
+            f"label_names has {other}, but labels are what the model calls so; leave it out"
+        )
     for name, choices in _CHOICES.items():
         value = getattr(args, name)
         if value not in choices:
@@ -92,22 +97,25 @@ def length_of(args: TrainingArguments, num_samples: int) -> Length:
     return Length(-(-steps // per_epoch), steps, per_epoch)
 
 
-def settings_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
+def settings_of(
+    args: TrainingArguments, num_samples: int, peak_learning_rate: float
+) -> dict[str, Any]:
     """Return the fields of `TrainConfig` that arguments stand for.
 
     Args:
         args: checked by `refuse_unknown`.
         num_samples: of the training set.
+        peak_learning_rate: the optimizer's, which need not be `args.learning_rate`.
     """
     length = length_of(args, num_samples)
-    batch = global_batch_size(args)
+    ends_within = args.max_steps > 0 or not float(args.num_train_epochs).is_integer()
     settings = {
         "epochs": length.epochs,
-        "max_steps": length.steps,
-        "global_batch_size": batch,
+        "max_steps": length.steps if ends_within else None,
+        "global_batch_size": global_batch_size(args),
         "eval_batch_size": args.per_device_eval_batch_size * world_size(),
         "seed": args.seed,
-        "learning_rate_schedule": _schedule_of(args, length),
+        "learning_rate_schedule": _schedule_of(args, length, peak_learning_rate),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         "max_grad_norm": args.max_grad_norm or None,
         "label_smoothing": args.label_smoothing_factor,
@@ -125,23 +133,13 @@ def settings_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
     }
     settings |= _every("checkpoint", args.save_strategy, args.save_steps, length)
     settings |= _every("evaluate", args.eval_strategy, args.eval_steps, length)
-    if args.load_best_model_at_end:
+    if args.metric_for_best_model is not None and args.eval_strategy != "no":
         settings |= {
-            "load_best_model_at_end": True,
+            "load_best_model_at_end": args.load_best_model_at_end,
             "metric_for_best_model": str(args.metric_for_best_model).removeprefix("eval_"),
             "greater_is_better": args.greater_is_better,
         }
     return settings | _order_of(args, num_samples)
-
-
-def learning_rate_of(args: TrainingArguments, length: Length) -> Callable[[int], float]:
-    """Return the function from a step to its learning rate."""
-    schedule = _schedule_of(args, length)
-
-    def rate(step: int) -> float:
-        return float(args.learning_rate * schedule(step, length.steps))
-
-    return rate
 
 
 def optimizer_of(
@@ -173,11 +171,16 @@ def optimizer_of(
     return build
 
 
-def _schedule_of(args: TrainingArguments, length: Length) -> Any:
+def peak_learning_rate_of(optimizer: OptimizerFactory) -> float:
+    """Return the rate that an optimizer begins with, before any schedule."""
+    return float(optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))]).param_groups[0]["lr"])
+
+
+def _schedule_of(args: TrainingArguments, length: Length, peak_learning_rate: float) -> Any:
     name = transformers.SchedulerType(args.lr_scheduler_type).value
     warmup = 0 if name == "constant" else int(args.get_warmup_steps(length.steps))
     options: Any = args.lr_scheduler_kwargs or {}
-    return named_schedule(name, warmup=warmup, learning_rate=args.learning_rate, **options)
+    return named_schedule(name, warmup=warmup, learning_rate=peak_learning_rate, **options)
 
 
 def _every(what: str, strategy: Any, steps: float | None, length: Length) -> dict[str, int]:
@@ -194,6 +197,11 @@ def _every(what: str, strategy: Any, steps: float | None, length: Length) -> dic
 def _order_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
     """Return in which order samples come: transformers' own, for the same seed."""
     if args.train_sampling_strategy == "group_by_length":
+        if args.data_seed not in (None, args.seed):
+            raise ValueError(
+                f"data_seed is {args.data_seed}, but samples that are grouped by length are "
+                f"shuffled by seed={args.seed}; leave data_seed out"
+            )
         return {"group_by_length": True}
     if args.train_sampling_strategy == "sequential":
         return {"sample_order": partial(_in_order, num_samples=num_samples)}

@@ -155,6 +155,11 @@ class Timeline:
         """Return the samples of a step at a number of replicas."""
         return self._config.global_batch(replicas)
 
+    def epochs_done(self, replicas: int) -> float:
+        """Return the epochs done, and the share of the coming one's steps, at their size now."""
+        position, size = self.position, self.global_batch(replicas)
+        return position.epoch + -(-position.sample // size) / -(-self.num_samples // size)
+
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""
         position, size = self.position, self.global_batch(replicas)
@@ -173,7 +178,10 @@ class Timeline:
             layer: whose; None is the head.
         """
         size = self._config.global_batch_size
-        step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
+        step: float = self.position.step
+        # With max_steps it is steps that end the run, whatever they hold.
+        if self._config.max_steps is None:
+            step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
         factor = self._scale_of(layer, step / self._unscaled_steps)
         if factor is None:
             factor = self._schedule(step, self._unscaled_steps)

@@ -1,0 +1,208 @@
+"""Hold that a run is what the script says, or is refused: never another one in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from pipetransformer.adapters import adapt
+from pipetransformer.hf import Trainer
+from tests.adapted import hf_vit
+from tests.pipetransformer.hf.test_hf_trainer import accuracy, arguments, made, rows
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    """End the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+
+
+def rates(trainer: Any) -> list[float]:
+    logs = trainer.state.log_history
+    return [log["learning_rate"] for log in logs if "learning_rate" in log]
+
+
+def trained_at(folder: Path) -> list[float]:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [one["learning_rate"] for one in records if one["kind"] == "step"]
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "data_collator", "compute_metrics"])
+def test_what_is_changed_after_the_first_evaluation_is_refused(tmp_path: Path, name: str) -> None:
+    with made(tmp_path, train_dataset=None) as trainer:
+        trainer.evaluate()
+        trainer.train_dataset = rows(30)
+        setattr(trainer, name, {"train_dataset": rows(30)}.get(name, list))
+        with pytest.raises(ValueError, match=f"{name}.* would have no effect"):
+            trainer.train()
+
+
+def test_arguments_that_are_changed_after_it_are_refused(tmp_path: Path) -> None:
+    with made(tmp_path) as trainer:
+        trainer.evaluate()
+        trainer.args.num_train_epochs = 5
+        with pytest.raises(ValueError, match="args is not what"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "get_train_dataloader", "log"])
+def test_methods_that_training_would_not_call_are_refused(tmp_path: Path, name: str) -> None:
+    kind = type("Weighted", (Trainer,), {name: lambda self, *given: None})
+    with pytest.raises(ValueError, match=f"Weighted overrides {name}, which training"):
+        kind(model=hf_vit(), args=arguments(tmp_path))
+
+
+def test_a_run_resumed_with_a_larger_batch_sees_all_samples_at_the_rates_it_logs(
+    tmp_path: Path,
+) -> None:
+    small = {**SAVES, "per_device_train_batch_size": 4}
+    with made(tmp_path, options=small, callbacks=[StopAt(4)]) as trainer:
+        trainer.train()
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.epoch == 2.0
+        assert rates(trainer) == pytest.approx(trained_at(tmp_path))
+        lines = (tmp_path / "records.jsonl").read_text().splitlines()
+        assert sum(json.loads(line).get("samples", 0) for line in lines) == 60
+
+
+def test_with_max_steps_rates_follow_steps_as_in_transformers(tmp_path: Path) -> None:
+    logged = {}
+    for kind in (transformers.Trainer, Trainer):
+        folder = tmp_path / kind.__module__
+        options = {**SAVES, "max_steps": 8}
+        with made(folder, kind=kind, options=options, callbacks=[StopAt(4)]) as trainer:
+            trainer.train()
+        options["per_device_train_batch_size"] = 4
+        with made(folder, kind=kind, options=options) as trainer:
+            trainer.train(resume_from_checkpoint=True)
+            logged[kind] = rates(trainer)[-4:]
+    assert logged[Trainer] == pytest.approx(logged[transformers.Trainer])
+    assert trained_at(folder)[-4:] == pytest.approx(logged[Trainer])
+
+
+def test_another_folder_or_an_older_checkpoint_is_refused(tmp_path: Path) -> None:
+    with made(tmp_path / "own", options=SAVES) as trainer:
+        trainer.train()
+    older = tmp_path / "own" / "checkpoints" / "step-00000002"
+    assert older.exists()
+    for given in (tmp_path, tmp_path / "own" / "checkpoint-999", older):
+        with made(tmp_path / "own", options=SAVES) as trainer:
+            with pytest.raises(ValueError, match="from the newest checkpoint in output_dir"):
+                trainer.train(resume_from_checkpoint=given)
+
+
+def test_settings_win_over_what_arguments_stand_for(tmp_path: Path) -> None:
+    settings = {"epochs": 3, "global_batch_size": 4, "learning_rate_schedule": "cosine"}
+    with made(tmp_path, **settings) as trainer:
+        assert trainer.train().global_step == 24
+        assert rates(trainer) == pytest.approx(trained_at(tmp_path))
+        assert trainer.state.epoch == 3.0
+
+
+def test_an_optimizer_s_own_rate_is_the_one_that_trains_and_is_logged(tmp_path: Path) -> None:
+    options = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 5e-3},
+        "warmup_steps": 0,
+    }
+    given = (torch.optim.SGD, {"lr": 0.1})
+    logged = []
+    for kind in (transformers.Trainer, Trainer):
+        folder = tmp_path / kind.__module__
+        with made(folder, kind=kind, options=options, optimizer_cls_and_kwargs=given) as trainer:
+            trainer.train()
+            logged.append(rates(trainer))
+    assert logged[1] == pytest.approx(logged[0])
+    assert trained_at(folder) == pytest.approx(logged[0])
+
+
+def test_a_script_s_own_evaluations_are_not_the_best_of_the_run(tmp_path: Path) -> None:
+    options = {
+        "learning_rate": 3.0,
+        "num_train_epochs": 4,
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "optim": "sgd",
+    }
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        stop = EarlyStoppingCallback(2)
+        with made(tmp_path / kind.__module__, kind=kind, options=options, callbacks=[stop]) as one:
+            one.evaluate()
+            one.train()
+            found.append((one.state.global_step, one.state.best_global_step))
+    assert found[1] == found[0]
+
+
+def test_the_model_is_left_in_eval_mode_and_knows_its_problem(tmp_path: Path) -> None:
+    with made(tmp_path) as trainer:
+        trainer.train()
+        trainer.evaluate()
+        assert not trainer.model.training
+        trainer.save_model()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["problem_type"] == "single_label_classification"
+
+
+def test_a_prefixed_metric_and_a_named_set_are_understood(tmp_path: Path) -> None:
+    def judge(prediction: Any) -> dict[str, float]:
+        return {f"eval_{name}": value for name, value in accuracy(prediction).items()}
+
+    options = {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}
+    options["save_strategy"] = "epoch"
+    with made(tmp_path, options=options, compute_metrics=judge) as trainer:
+        trainer.train()
+        assert trainer.state.best_metric == max(
+            log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log
+        )
+    sets = {"a": rows(5), "b": rows(6)}
+    with made(tmp_path / "b", options={"eval_strategy": "no"}, eval_dataset=sets) as trainer:
+        assert "eval_accuracy" in trainer.evaluate("b")
+        with pytest.raises(ValueError, match=r"no eval_dataset named 'c'; there is \['a', 'b'\]"):
+            trainer.evaluate("c")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config"),
+        ({"label_names": ["other"]}, "label_names has"),
+    ],
+)
+def test_other_batches_and_labels_are_refused(
+    tmp_path: Path, option: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        Trainer(model=hf_vit(), args=arguments(tmp_path, **option))
+
+
+def test_an_image_processor_pads_nothing(tmp_path: Path) -> None:
+    with made(tmp_path, data_collator=None, processing_class=ViTImageProcessor()) as trainer:
+        assert trainer.data_collator is transformers.default_data_collator
+
+
+def test_a_vit_with_a_loss_of_its_own_is_refused() -> None:
+    model: ViTForImageClassification = hf_vit()
+    model.loss_function = lambda *given: torch.zeros(())
+    with pytest.raises(ValueError, match="model.loss_function was set"):
+        adapt(model)
