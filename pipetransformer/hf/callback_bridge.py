@@ -38,6 +38,7 @@ class CallbackBridge(Callback):
     Attributes:
         state, control: transformers' own.
         prefix: of the metrics of the evaluation that goes on.
+        num_samples: of the training set.
         total_loss, num_steps: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
@@ -58,6 +59,7 @@ class CallbackBridge(Callback):
         )
         self.control = TrainerControl()
         self.prefix = "eval"
+        self.num_samples = 1
         self._args, self._is_asked = args, False
         self._handler = CallbackHandler([_NoFlow()], model, processing_class, None, None)
         self._loss, self._num_losses = 0.0, 0
@@ -101,8 +103,9 @@ class CallbackBridge(Callback):
         self._handler.remove_callback(callback)
 
     def on_train_begin(self, trainer: Any) -> None:
-        state = self.state
-        state.max_steps, state.num_train_epochs = trainer.max_steps, trainer.config.epochs
+        state, steps = self.state, trainer.max_steps
+        per_epoch = -(-self.num_samples // trainer.config.global_batch_size)
+        state.max_steps, state.num_train_epochs = steps, -(-steps // per_epoch)
         state.train_batch_size = self._args.per_device_train_batch_size
         state.compute_steps(self._args, state.max_steps)
         self._note(trainer)

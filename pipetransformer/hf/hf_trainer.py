@@ -263,6 +263,7 @@ class HFTrainer:
     def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
         args = self.args
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
+        self._bridge.num_samples = len(dataset)
         rate = peak_learning_rate_of(self._optimizer)
         settings = settings_of(args, len(dataset), rate)
         evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset

@@ -110,7 +110,8 @@ def settings_of(
     length = length_of(args, num_samples)
     ends_within = args.max_steps > 0 or not float(args.num_train_epochs).is_integer()
     settings = {
-        "epochs": length.epochs,
+        # Each has a step at least, whatever the batch with which a run is resumed.
+        "epochs": args.max_steps if args.max_steps > 0 else length.epochs,
         "max_steps": length.steps if ends_within else None,
         "global_batch_size": global_batch_size(args),
         "eval_batch_size": args.per_device_eval_batch_size * world_size(),

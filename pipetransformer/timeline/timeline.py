@@ -133,7 +133,12 @@ class Timeline:
     @property
     def sees_samples_last(self) -> bool:
         """Tell whether the samples of this epoch are not seen again as they are now."""
-        return self.position.epoch + (self._config.cache_views or 1) >= self._config.epochs
+        last, position, most = self._config.epochs, self.position, self._config.max_steps
+        if most is not None:
+            size, per_epoch = self._config.global_batch_size, self._unscaled_per_epoch
+            to_come = -(-position.sample // size) + most - position.step
+            last = min(last, position.epoch + -(-to_come // per_epoch))
+        return position.epoch + (self._config.cache_views or 1) >= last
 
     def save_due(self) -> bool:
         """Tell whether the state after the last step is to be saved: at the end it always is."""

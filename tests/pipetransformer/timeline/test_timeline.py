@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipetransformer.config import TrainConfig
-from pipetransformer.timeline import Timeline
+from pipetransformer.timeline import Position, Timeline
 
 
 # 5 steps an epoch, 3 epochs.
@@ -35,3 +35,24 @@ def test_saves_are_due_by_steps_by_epochs_and_at_the_end(
         if timeline.save_due():
             found.append(timeline.position.step)
     assert found == due
+
+
+def test_samples_are_seen_last_in_the_epoch_in_which_max_steps_ends() -> None:
+    timeline = Timeline(TrainConfig(epochs=9, max_steps=6, global_batch_size=4), 15, 0.1)
+    seen = []
+    for size in (4, 4, 4, 3, 4, 4):
+        seen.append(timeline.sees_samples_last)
+        timeline.advance(size)
+    assert timeline.is_over
+    assert seen == [False] * 4 + [True] * 2
+
+
+def test_epochs_done_count_steps_and_with_max_steps_rates_follow_steps() -> None:
+    config = TrainConfig(epochs=9, max_steps=6, global_batch_size=4)
+    timeline = Timeline(config, 15, 0.1)
+    # Half of the run was done with batches of another size.
+    timeline.position = Position(step=3, epoch=1, sample=8)
+    assert timeline.epochs_done(1) == 1.5
+    steps = Timeline(config, 15, 0.1)
+    steps.position = Position(step=3, epoch=0, sample=12)
+    assert timeline.learning_rate_factor(1) == steps.learning_rate_factor(1)
