@@ -41,6 +41,9 @@ _LOCK_PATIENCE_S = 120.0
 """How long a restarted run waits for its predecessor to let go of the folder: on a network file
 system a lost node's lock stays for a while, with NFSv4 on Linux for 90 s."""
 
+_UNTOLD = ("seed", "folder", "resume", "progress", "label")
+"""Settings that cannot change, or do not matter to what is trained."""
+
 _PATIENCE_STEPS = 1.0
 """For how many steps training may stop for the save before."""
 
@@ -112,6 +115,7 @@ class RunState:
         self._transitions.begin(self._kept_measurements(checkpoint) if checkpoint else None)
         if checkpoint:
             self._restore(checkpoint)
+            self._tell(checkpoint)
         step = self._timeline.position.step
         self._transitions.decider.open_journal(from_step=step if self._resumes else None)
 
@@ -144,6 +148,26 @@ class RunState:
         if not self._keeps:
             transitions.decider.planner.use(transitions.decider.planner.measurements)
 
+    def _tell(self, checkpoint: Checkpoint) -> None:
+        """Say where the run continues, and what is set otherwise than at the save."""
+        before, now = checkpoint.scalars.get("settings", {}), self._settings()
+        changed = [
+            f"{name} {before[name]} -> {value}"
+            for name, value in now.items()
+            if name in before and before[name] != value
+        ]
+        if self._world.is_main:
+            _LOGGER.info(
+                f"continues from step {self._timeline.position.step} ({checkpoint.folder.name})"
+                + (f"; changed since: {', '.join(changed)}" if changed else "")
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a run that continues may set otherwise, as plain values."""
+        plain = self._task.config.plain()
+        rate = {"peak_learning_rate": self._optimizer.peak_learning_rate}
+        return {**{name: plain[name] for name in plain if name not in _UNTOLD}, **rate}
+
     def save_if_due(self) -> Saved | None:
         """Have a checkpoint written where one is due; return one that has been since."""
         if self._saver is None:
@@ -159,6 +183,7 @@ class RunState:
             signals = self._deployment.active_stage.signals.state()
             shared = {
                 **self._identity(),
+                "settings": self._settings(),
                 "world": plan_shape(self._task, self._world),
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},

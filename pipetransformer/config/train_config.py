@@ -207,6 +207,13 @@ class TrainConfig:
         """Tell whether checkpoints are written."""
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
+    def plain(self) -> dict[str, Any]:
+        """Return by name the settings that are one value; of a function it is the name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: getattr(value, "__name__", value) for name, value in named.items()}
+        kinds = (int, float, str, type(None))
+        return {name: value for name, value in plain.items() if isinstance(value, kinds)}
+
     def prefix_chunk_of(self, num_ranks: int) -> int:
         """Return the samples that the frozen prefix runs at a time on so many ranks."""
         return self.prefix_chunk or usual_prefix_chunk(self.global_batch_size, num_ranks)

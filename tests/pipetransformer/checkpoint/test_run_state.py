@@ -1,0 +1,38 @@
+"""Prove what a run that continues says of itself, and when it is known where it is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from pipetransformer.checkpoint import run_state
+from tests.pipetransformer.checkpoint.test_resume import make_trainer, train
+
+
+def test_a_resume_says_where_it_continues_and_what_is_set_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, max_steps=6)
+    with caplog.at_level(logging.INFO, "pipetransformer"):
+        with make_trainer(tmp_path, resume=True, max_steps=6) as trainer:
+            trainer.fit()
+        train(tmp_path, resume=True, global_batch_size=8, learning_rate_schedule="cosine")
+    same, changed = [text for text in caplog.messages if text.startswith("continues")]
+    assert same == "continues from step 6 (step-00000006)"
+    assert changed == (
+        f"{same}; changed since: max_steps 6 -> None, global_batch_size 6 -> 8, "
+        "learning_rate_schedule constant -> cosine"
+    )
+
+
+def test_a_checkpoint_that_holds_no_settings_is_continued(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(run_state.RunState, "_settings", lambda self: {})
+        train(tmp_path, max_steps=2)
+    with caplog.at_level(logging.INFO, "pipetransformer"):
+        train(tmp_path, resume=True, max_steps=4)
+    assert "continues from step 2 (step-00000002)" in caplog.messages
