@@ -113,6 +113,14 @@ class Trainer:
         events.tell(Callback.on_train_end, self.report)
         return self.report
 
+    def begin(self) -> None:
+        """Restore or prepare, measure and decide; otherwise the first step does. Collective.
+
+        From then on `is_over` and `global_step` hold for a run that is continued, too.
+        """
+        with self._ready():
+            pass
+
     def stop(self) -> None:
         """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
 
@@ -127,7 +135,7 @@ class Trainer:
         Returns:
             the loss and more of the training step alone.
         Raises:
-            RuntimeError: the run is over.
+            RuntimeError: the run is over, or the one that is continued had ended already.
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
@@ -235,7 +243,10 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Return how many steps are done."""
+        """Return how many steps are done.
+
+        Before the first collective call of a resumed run this is not known yet: see `begin`.
+        """
         return self._run.timeline.position.step
 
     @property
@@ -255,7 +266,10 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs are done, or the run was stopped before."""
+        """Tell whether all epochs are done, or the run was stopped before.
+
+        Before the first collective call of a resumed run this is not known yet: see `begin`.
+        """
         return self._run.timeline.is_over
 
     @property
@@ -282,11 +296,15 @@ class Trainer:
     def _step(self) -> StepResult:
         refuse_surroundings(trains=True)
         run, timeline = self._run, self._run.timeline
+        had_begun = run.transitions.have_begun
         self._begin()
         if timeline.is_over:
             raise RuntimeError(
                 f"all {self.config.epochs} epochs are done, or the run was stopped; give a larger "
                 "epochs=, or resume, to go on"
+                if had_begun
+                else f"the run that was continued had ended already, at step {self.global_step}; "
+                "give a larger epochs= to go on. A loop that asks is_over calls begin() before it"
             )
         self._events.tell_of_change(run.decide_if_due())
         ids, next_ids = run.batches()

@@ -36,3 +36,25 @@ def test_a_checkpoint_that_holds_no_settings_is_continued(
     with caplog.at_level(logging.INFO, "pipetransformer"):
         train(tmp_path, resume=True, max_steps=4)
     assert "continues from step 2 (step-00000002)" in caplog.messages
+
+
+def test_begin_tells_that_the_run_that_is_continued_had_ended(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=2)
+    with make_trainer(tmp_path, resume=True, max_steps=2) as trainer:
+        trainer.begin()
+        assert trainer.is_over and trainer.global_step == 2
+        while not trainer.is_over:
+            trainer.step()
+        with pytest.raises(RuntimeError, match="epochs are done, or the run was stopped"):
+            trainer.step()
+    with make_trainer(tmp_path, resume=True, max_steps=2) as trainer:
+        assert not trainer.is_over
+        with pytest.raises(RuntimeError, match=r"had ended already, at step 2; .*begin\(\)"):
+            trainer.step()
+        assert trainer.is_over
+    with make_trainer(tmp_path, resume=True, max_steps=3) as trainer:
+        trainer.begin()
+        trainer.begin()
+        assert not trainer.is_over and trainer.global_step == 2
+        trainer.fit()
+        assert trainer.global_step == 3
