@@ -329,11 +329,22 @@ class EvaluationWork(LayerWork):
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
         for name, metric in metrics.items():
-            sums.add(name, *metric(output, target))
+            sums.add(name, *_sum_and_count(name, metric(output, target)))
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = self._loss_fn(output, target)
         sums.add("loss", *as_sum_and_count(loss, len(output)))
+
+
+def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
+    """Take a metric's answer apart; a TypeError names the metric that gave something else."""
+    try:
+        total, count = answer
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"metric {name!r} returned a {type(answer).__name__}; return (sum, count) of the batch"
+        ) from error
+    return total, count
 
 
 def _precise(value: Tensor | int) -> Tensor | float:
