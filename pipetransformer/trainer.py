@@ -42,7 +42,8 @@ class Trainer:
         train_dataset: has a length and items by index: (x, y), or a mapping of entries.
         eval_dataset: evaluated after every epoch, or as set.
         loss_fn: (output, targets) -> a 0-dim mean over the samples, or (sum, count).
-        optimizer: builds an optimizer over a list of (name, parameter); AdamW by default.
+        optimizer: builds an optimizer over a list of (name, parameter); None is AdamW at a
+            rate of 1e-3, `adamw()`.
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
         settings: the fields of `TrainConfig`.
     Raises:

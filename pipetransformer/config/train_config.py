@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,13 @@ from pipetransformer.config.setting_checks import ComputeMetrics, Metric, check_
 from pipetransformer.data import CollateFunction
 from pipetransformer.optimizer import LearningRateSchedule, constant
 from pipetransformer.planning import Planner, usual_prefix_chunk
+
+_GIVEN_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "lr"), "optimizer=adamw(3e-5)"),
+    "weight_decay": "optimizer=adamw(3e-5, weight_decay=0.01)",
+    "batch_size": "global_batch_size",
+}
+"""What is meant by names that other trainers have."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 
@@ -241,8 +249,15 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     known = {field.name for field in fields(TrainConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:
+        meant = {name: _meant(name, sorted(known)) for name in unknown}
+        advice = [f"for {name!r} give {given}" for name, given in meant.items() if given]
         raise ValueError(
-            f"unknown setting(s) {', '.join(map(repr, unknown))}; "
+            f"unknown setting(s) {', '.join(map(repr, unknown))}; {'; '.join([*advice, ''])}"
             f"known are {', '.join(sorted(known))}"
         )
     return TrainConfig(**settings)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return what to give in place of an unknown setting; "" where nothing is like it."""
+    return _GIVEN_ELSEWHERE.get(name) or " or ".join(difflib.get_close_matches(name, known))

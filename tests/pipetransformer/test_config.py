@@ -169,7 +169,9 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_unknown_settings_are_all_named_beside_the_known_ones() -> None:
-    known = r"'batchsize', 'epoch'; known are .*epochs.*global_batch_size"
+    known = (
+        r"'batchsize', 'epoch'; .*for 'epoch' give epochs; known are .*epochs.*global_batch_size"
+    )
     with pytest.raises(ValueError, match=known):
         make_config({"epoch": 3, "batchsize": 8, "seed": 1})
 
@@ -261,7 +263,10 @@ def with_batch_norm() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"epoch": 3}, ValueError, "unknown setting"),
+        ({"epoch": 3}, ValueError, "unknown setting.*; for 'epoch' give epochs; known are"),
+        ({"lr": 3e-5}, ValueError, r"'lr'; for 'lr' give optimizer=adamw\(3e-5\); known"),
+        ({"batch_size": 8}, ValueError, "for 'batch_size' give global_batch_size; known"),
+        ({"zzz": 8}, ValueError, r"unknown setting\(s\) 'zzz'; known are"),
         ({"epochs": 0}, ValueError, "epochs is 0"),
         ({"pipeline_length": 2}, ValueError, "length 2 does not fit 1 processes"),
         ({"device": "cuda"}, ValueError, "device='cuda' needs a GPU"),
