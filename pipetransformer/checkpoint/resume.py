@@ -68,6 +68,12 @@ def resumes(config: TrainConfig) -> bool:
         return bool(config.resume)
     if is_restarted() and launcher_name() in _noted_launchers(folder):
         return True
+    if not holds_checkpoint(folder / CHECKPOINTS):
+        anew = "; resume='auto' starts it anew, with the decisions of its journal"
+        raise ValueError(
+            f"folder {str(folder)!r} holds the records of a run without checkpoints: give another "
+            f"folder, or remove it{anew if config.saves else ''}"
+        )
     raise ValueError(
         f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
         "resume='auto', or give another folder"

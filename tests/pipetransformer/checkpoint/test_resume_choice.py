@@ -53,10 +53,23 @@ def test_the_trainer_refuses_before_anything_is_started(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 10)
+    with pytest.raises(ValueError, match=r"already holds a run \(checkpoints\); .*resume='auto'"):
+        resumes(config(tmp_path, False))
+    assert resumes(config(tmp_path, "auto"))
+
+
 @pytest.mark.parametrize("found", ["checkpoints", "journal.jsonl"])
-def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path, found: str) -> None:
+def test_records_without_checkpoints_are_not_said_to_be_continued(
+    tmp_path: Path, found: str
+) -> None:
     (tmp_path / found).mkdir()
-    with pytest.raises(ValueError, match=rf"already holds a run \({found}\); .*resume='auto'"):
+    advice = "without checkpoints: give another folder, or remove it"
+    # Without checkpoints resume= is refused, too.
+    with pytest.raises(ValueError, match=f"{advice}$"):
+        resumes(TrainConfig(folder=tmp_path))
+    with pytest.raises(ValueError, match=f"{advice}; resume='auto' starts it anew"):
         resumes(config(tmp_path, False))
     assert resumes(config(tmp_path, "auto"))
 
@@ -78,11 +91,11 @@ def test_a_restarted_process_continues_what_its_own_launcher_began(
     (tmp_path / "journal.jsonl").touch()
     assert resumes(config(tmp_path, False))
     monkeypatch.setenv("PIPETRANSFORMER_LAUNCH", "another run that the same process launched")
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="holds the records of a run"):
         resumes(config(tmp_path, False))
     monkeypatch.delenv("PIPETRANSFORMER_LAUNCH")
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="holds the records of a run"):
         resumes(config(tmp_path, False))
 
 
@@ -94,7 +107,7 @@ def test_a_restart_in_a_folder_that_nobody_known_began_is_refused(
     (tmp_path / "journal.jsonl").touch()
     if noted is not None:
         (tmp_path / "launchers.json").write_text(noted)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="holds the records of a run"):
         resumes(config(tmp_path, False))
 
 
@@ -105,7 +118,7 @@ def test_a_process_that_was_started_twice_from_one_place_is_no_restart(
     monkeypatch.setenv("PIPETRANSFORMER_RESTART_COUNT", "0")
     note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
     (tmp_path / "journal.jsonl").touch()
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="holds the records of a run"):
         resumes(config(tmp_path, False))
 
 
