@@ -37,6 +37,7 @@ class RunLog:
         self._records: Records | None = None
         self._listener: RecordListener | None = None
         self._bar: Any = None
+        self._bar_fields: dict[str, str] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
         self._epoch_loss = 0.0
@@ -129,7 +130,7 @@ class RunLog:
             gradient_norm=result.gradient_norm,
         )
         if self._bar is not None:
-            fields = {
+            self._bar_fields = {
                 "epoch": str(clock.epoch),
                 "loss": f"{result.loss:.3f}",
                 "acc": self._accuracy,
@@ -140,7 +141,7 @@ class RunLog:
                 "hits": f"{stats.hits / max(stats.hits + misses, 1):.0%}",
             }
             self._bar.total = clock.max_steps
-            self._bar.set_postfix(fields, refresh=False)
+            self._bar.set_postfix(self._bar_fields, refresh=False)
             self._bar.update(clock.step + 1 - self._bar.n)
 
     def change(self, change: Change) -> None:
@@ -218,6 +219,9 @@ class RunLog:
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         self.report.metrics, self.report.evaluated_at = metrics, step
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
+        if self._bar is not None and self._bar_fields:
+            self._bar_fields["acc"] = self._accuracy
+            self._bar.set_postfix(self._bar_fields, refresh=False)
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
     def checkpoint(self, saved: Saved | None) -> None:
