@@ -8,6 +8,7 @@ model
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,10 +59,18 @@ def apply(
         the names of all parameters of the frozen layers, and of what is registered before them,
         that are frozen by now, those that you froze included.
     Raises:
+        TypeError: `num_frozen` is no whole number.
         ValueError: there are not so many layers, or none were found; they are not the model's, or
             not in its order; or the model is wrapped. Nothing has changed then.
     """
     _refuse_wrapped(model)
+    try:
+        num_frozen = operator.index(num_frozen)
+    except TypeError as error:
+        raise TypeError(
+            f"num_frozen is {num_frozen!r} ({type(num_frozen).__name__}); give how many layers "
+            "freeze, a whole number"
+        ) from error
     blocks = list(layers) if layers is not None else find_layers(model)
     if not 0 <= num_frozen <= len(blocks):
         raise ValueError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
@@ -226,7 +228,8 @@ def as_policy(
     if isinstance(freeze, type) or not callable(freeze):
         raise TypeError(
             f"freeze is {freeze!r}, which is no freeze policy; pass an instance of a "
-            "FreezePolicy such as PaperRule(1 / 3), a function of a FreezeContext, or None"
+            "FreezePolicy such as PaperRule(1 / 3) or FreezeSchedule([0, 2, 4]), "
+            'freeze.named_policy("auto"), a function of a FreezeContext, or None'
         )
     return _FunctionPolicy(freeze)
 
@@ -238,7 +241,7 @@ def checked_scale(policy: FreezePolicy, layer: int, num_layers: int, done: float
     except Exception as error:
         raise PolicyError(
             f"the freeze policy {policy.name} raised {type(error).__name__} for the learning rate "
-            f"of layer {layer}: {error}"
+            f"of layer {layer}: {error}{_place(error)}"
         ) from error
 
 
@@ -254,7 +257,7 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
     except Exception as error:
         raise PolicyError(
             f"the freeze policy {policy.name} raised {type(error).__name__} at step "
-            f"{context.step}: {error}"
+            f"{context.step}: {error}{_place(error)}"
         ) from error
     if decision is None:
         return FreezeDecision(context.num_frozen, "keep", context.resting)
@@ -279,3 +282,12 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
     keeps = (decision.num_frozen, resting) == (context.num_frozen, context.resting)
     reason = f"keep: {decision.reason}" if keeps else decision.reason
     return FreezeDecision(decision.num_frozen, reason, resting)
+
+
+def _place(error: Exception) -> str:
+    """Say in which line of a policy's own file an error arose; "" where that is not known."""
+    passed, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parent
+    # A policy of this package may ask one of the user's.
+    theirs = [frame for frame in passed if ours not in Path(frame.filename).parents]
+    own = [frame for frame in theirs if frame.filename == theirs[0].filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

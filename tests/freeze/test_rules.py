@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from freeze import AlphaSchedule, FreezeSchedule, PaperRule
+from freeze import AlphaSchedule, FreezeSchedule, Guarded, PaperRule
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -237,12 +239,29 @@ def test_function_may_return_number_decision_or_none() -> None:
     assert as_policy(lambda context: None).decide(make_context()) is None
 
 
-@pytest.mark.parametrize("wrong", [3, "paper", PaperRule])
+@pytest.mark.parametrize("wrong", [3, "auto", [0, 2, 4], PaperRule])
 def test_anything_else_is_no_policy(wrong: Any) -> None:
     with pytest.raises(
         TypeError, match=r"no freeze policy; pass an instance .*PaperRule\(1 / 3\)"
-    ):
+    ) as caught:
         as_policy(wrong)
+    assert "FreezeSchedule([0, 2, 4])" in str(caught.value)
+    assert 'freeze.named_policy("auto")' in str(caught.value)
+
+
+def test_a_policy_that_raises_is_found_by_file_and_line() -> None:
+    class Beyond(FreezePolicy):
+        def decide(self, context: FreezeContext) -> FreezeDecision:
+            return FreezeDecision(int(self.norm(context)), "")
+
+        def norm(self, context: FreezeContext) -> float:
+            return statistics.mean([])
+
+    line = inspect.getsourcelines(Beyond.norm)[1] + 1
+    for policy in (Beyond(), Guarded(Beyond())):
+        with pytest.raises(PolicyError, match="raised StatisticsError at step 1") as caught:
+            checked_decision(policy, make_context())
+        assert str(caught.value).endswith(f" ({__file__}, line {line})")
 
 
 def test_policy_asking_for_an_unknown_signal_is_refused() -> None:

@@ -96,6 +96,7 @@ def test_a_policy_that_fails_on_rank_0_is_heard_of_on_every_rank(two_ranks: Pool
     # Rank 0 raised and left; the others waited in the broadcast until its timeout.
     first, second = two_ranks.run(train_with_failing_policy)
     text = "the freeze policy failing_policy raised KeyError at step 4: 'no such layer'"
+    text += f" ({__file__}, line {failing_policy.__code__.co_firstlineno + 3})"
     assert (first, second) == (f"PolicyError: {text}", f"PolicyError: rank 0: {text}")
 
 
