@@ -118,7 +118,10 @@ def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
     import timm
 
     if not timm.is_model(choice.name):
-        near = difflib.get_close_matches(choice.name, timm.list_models("vit_*"), cutoff=0.0)
+        # vit_relpos_* and the like are other classes; the adapter knows no parallel blocks.
+        parallel = ["*_xp_*", "*pwee_*", "*x2_*"]
+        known = timm.list_models("vit_*", "vision_transformer", exclude_filters=parallel)
+        near = difflib.get_close_matches(choice.name, known) or ["vit_base_patch16_224"]
         raise ValueError(
             f"no model is called {choice.name!r}; give {', '.join(BERTS)}, a VisionTransformer of "
             f'timm (such as {", ".join(near)}), or "module:function" for your own'

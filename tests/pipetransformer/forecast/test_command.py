@@ -246,6 +246,9 @@ def test_machine_at_hand_is_measured_by_a_process_for_each_slot(
     ("arguments", "message"),
     [
         (["vit_base_patch16"], "no model is called 'vit_base_patch16'; give bert-base, bert-larg"),
+        (["vit_base_patch16"], "(such as vit_base_patch16_384, vit_base_patch16_224, vit_base_pa"),
+        (["nosuch"], "a VisionTransformer of timm (such as vit_base_patch16_224), or"),
+        (["vit_base_patch16_x"], "(such as vit_base_patch16_384, vit_base_patch16_224, "),
         (["resnet50"], "no adapter knows a timm.models.resnet.ResNet; known: "),
         (["bert-base", "--image-size", "32"], "image_size does not apply to bert-base; leave it"),
         (["bert-base", "--seq-length", "0"], "seq_length is 0; give at least 1"),
