@@ -173,8 +173,10 @@ def _other_rows(answer: Answer) -> list[list[str]]:
     if not isinstance(answer.pipedream, Refusal):
         name, rate = _pipedream_cells(answer)
         step_s = answer.request.global_batch / answer.pipedream.samples_per_s
-        stages = str(len(answer.pipedream.plan.leaves))
-        reason = "stages of unequal replicas, never flushed: gradients of older weights"
+        leaves = answer.pipedream.plan.leaves
+        stages, unequal = str(len(leaves)), len({leaf.replicas for leaf in leaves}) > 1
+        kind = "stages of unequal replicas, " if unequal else ""
+        reason = f"{kind}never flushed: gradients of older weights"
         rows.append(["PipeDream", stages, name, "", "no flush", _ms(step_s), rate, reason])
     return rows
 

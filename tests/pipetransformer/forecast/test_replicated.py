@@ -96,6 +96,10 @@ def test_our_own_models_get_one_too(
     assert text.startswith(f"PipeDream's choice behind {frozen} frozen layers: ")
     # Beside ours and the published rules.
     assert {"PipeDream", "published"} <= set(text.split())
+    (row,) = [line for line in text.splitlines() if line.startswith("  PipeDream")]
+    name = text.split("frozen layers: ")[1].split(",")[0]
+    is_unequal = len(set(name.split("-"))) > 1
+    assert ("stages of unequal replicas, never" in row) == is_unequal and "never flushed" in row
     assert main([*asked, "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     names = [name for stage in answer["pipedream"]["stage_nodes"] for name in stage]
