@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_a_room_has_a_face_that_says_its_job(room: Path) -> None:
     assert ast.get_docstring(ast.parse(face.read_text()))
     if room.parent != ROOT:
         assert num_lines(face) <= MOST_LINES_OF_A_FACE
+
+
+@pytest.mark.parametrize("room", rooms(), ids=name_of)
+def test_a_face_shows_each_name_once(room: Path) -> None:
+    names = Counter(importlib.import_module(name_of(room / "__init__.py")).__all__)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("room", rooms(), ids=name_of)
