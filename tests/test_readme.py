@@ -50,3 +50,17 @@ def test_a_program_of_the_page_on_gpipe_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "gpipe.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_page_on_own_models_is_a_program_that_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "docs/own-models.md"
+    exec(compile("\n".join(programs(page)), page, "exec"), {"__name__": "__main__"})
+    blocks = re.findall(
+        r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    promised = [line for kind, block in blocks if not kind for line in block.splitlines()]
+    assert len(promised) == 2
+    assert set(promised) <= set(capsys.readouterr().out.splitlines())

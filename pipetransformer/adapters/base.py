@@ -51,6 +51,9 @@ class LayeredModel:
     several (a whole block, the model) do not, as its own forward is not called. From here on put
     other tensor objects into the model by `replace` only: wrappers may hold the same ones.
 
+    Where samples have unequal lengths, set `padding_mask`, or they are not cached. An example is
+    in docs/own-models.md.
+
     Args:
         model: keeps working as it is, and keeps its `state_dict` names.
         sublayers: in forward order; together they hold every parameter and buffer of the model.
@@ -65,8 +68,9 @@ class LayeredModel:
     """
 
     padding_mask: str | None = None
-    """A batch entry, (N, S), whose zeros at a sample's end mark positions on whose hidden states,
-    (N, S, ...), neither the loss nor a gradient depends; None where there are none such."""
+    """Names one of the sides, (N, S): 1 on tokens, 0 on padding, the reverse of torch's
+    `key_padding_mask`. Zeros at a sample's end mark positions on whose hidden states, (N, S, ...),
+    neither the loss nor a gradient depends; None where there are none such."""
 
     def __init__(
         self,
