@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,12 @@ def test_the_page_on_own_models_is_a_program_that_prints_what_it_says(
     promised = [line for kind, block in blocks if not kind for line in block.splitlines()]
     assert len(promised) == 2
     assert set(promised) <= set(capsys.readouterr().out.splitlines())
+
+
+def test_the_program_of_the_page_on_clusters_starts_its_own_processes(tmp_path: Path) -> None:
+    (program,) = programs("docs/cluster.md")
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["vit: rank 0 of 2", "vit: rank 1 of 2"]
