@@ -50,7 +50,7 @@ class Evaluator:
         self.dataset = dataset
         self._task, self._world, self._prefix = task, world, prefix
         self._deployment, self._timeline = deployment, timeline
-        self._feed = None if dataset is None else self._feed_of(dataset, once=False)
+        self.feed = None if dataset is None else self._feed_of(dataset, once=False)
 
     def choose(self, dataset: SizedDataset | None) -> SizedDataset:
         """Return what to evaluate, that of the evaluations by default, if it can be.
@@ -81,8 +81,8 @@ class Evaluator:
 
     def close(self) -> None:
         """Unmap the cache."""
-        if self._feed is not None:
-            self._feed.close()
+        if self.feed is not None:
+            self.feed.close()
 
     def _predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
         compute, group = self._task.config.compute_metrics, self._world.group
@@ -98,14 +98,14 @@ class Evaluator:
 
     def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
         """Collect a data set's results on this rank."""
-        feed, is_last = self._feed, self._timeline.is_over
+        feed, is_last = self.feed, self._timeline.is_over
         is_whole = targets == self._task.model.targets
         if feed is None or feed.dataset is not dataset or not is_whole:
             feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
         feed.follow_prefix()
         stage = self._deployment.active_stage
         stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), results)
-        if feed is not self._feed:
+        if feed is not self.feed:
             feed.close()
 
     def _feed_of(

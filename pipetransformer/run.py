@@ -51,7 +51,13 @@ from pipetransformer.processes import (
     slots_of_a_node,
     world_size,
 )
-from pipetransformer.refusals import check_selection, check_world, probe_sublayers, refuse_model
+from pipetransformer.refusals import (
+    check_selection,
+    check_world,
+    probe_evaluation,
+    probe_sublayers,
+    refuse_model,
+)
 from pipetransformer.report import RunLog
 from pipetransformer.stage import StepResult
 from pipetransformer.timeline import Clock, ComingBatches, Timeline
@@ -136,12 +142,16 @@ class Run:
             optimizer=traits,
         )
 
-    def begin(self) -> Change | None:
-        """Restore or prepare, measure, and decide, once; return what that changed. Collective."""
+    def begin(self, *, trains: bool = False) -> Change | None:
+        """Restore or prepare, measure, and decide, once; return what that changed. Collective.
+
+        Args:
+            trains: whether steps follow, and with them evaluations, and not a prediction alone.
+        """
         if self.transitions.have_begun:
             return None
         checkpoint = self.state.open()
-        self._refuse_what_runs_wrongly()
+        self._refuse_what_runs_wrongly(trains)
         self.state.begin(checkpoint)
         self._take_up_selection()
         self._start_log()
@@ -300,13 +310,17 @@ class Run:
         if self.best.is_out_of_patience:
             self.timeline.stop()
 
-    def _refuse_what_runs_wrongly(self) -> None:
+    def _refuse_what_runs_wrongly(self, trains: bool) -> None:
         if self._caches:
             self.feed.check_repeatable()
         self.feed.warn_of_padding()
         self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)
+        config, evaluated = self.task.config, self.evaluator.feed
+        evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
+        if trains and evaluates and evaluated is not None:
+            probe_evaluation(self.task, self.world, evaluated.read)
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile

@@ -101,7 +101,7 @@ class Trainer:
         """
         run, events = self._run, self._events
         refuse_surroundings(trains=True)
-        first_change = run.begin()
+        first_change = run.begin(trains=True)
         events.tell(Callback.on_train_begin)
         events.tell_of_change(first_change)
         while not self.is_over:
@@ -119,8 +119,9 @@ class Trainer:
 
         From then on `is_over` and `global_step` hold for a run that is continued, too.
         """
-        with self._ready():
-            pass
+        refuse_surroundings(trains=True)
+        with own_random_numbers(self.world.device):
+            self._begin(trains=True)
 
     def stop(self) -> None:
         """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
@@ -283,8 +284,8 @@ class Trainer:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
         return self._run.transitions.decision
 
-    def _begin(self) -> None:
-        self._events.tell_of_change(self._run.begin())
+    def _begin(self, *, trains: bool = False) -> None:
+        self._events.tell_of_change(self._run.begin(trains=trains))
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
@@ -298,7 +299,7 @@ class Trainer:
         refuse_surroundings(trains=True)
         run, timeline = self._run, self._run.timeline
         had_begun = run.transitions.have_begun
-        self._begin()
+        self._begin(trains=True)
         if timeline.is_over:
             raise RuntimeError(
                 f"all {self.config.epochs} epochs are done, or the run was stopped; give a larger "

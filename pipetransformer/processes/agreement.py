@@ -22,15 +22,16 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
         CorruptCheckpointError, ValueError, OSError: on every rank, that of the first rank on which
             the action raised it; the message names the rank.
     """
-    value, failure = None, None
+    value, failure, own = None, None, None
     try:
         value = action()
     except _KINDS as error:
+        own = error
         failure = [next(i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), str(error)]
     for rank, found in enumerate(gather_json(failure, group=group)):
         if found is not None:
             kind, text = found
-            raise _KINDS[kind](text if group is None else f"rank {rank}: {text}")
+            raise _KINDS[kind](text if group is None else f"rank {rank}: {text}") from own
     return value  # type: ignore[return-value]
 
 

@@ -7,7 +7,8 @@
     again         a b       eval    each sublayer gives what it gave first, whatever ran between
     split         a, b      eval    and gives each sample by itself the same
 
-At the end the loss of both samples is held against those of each.
+At the end the loss of both samples is held against those of each. Two samples that are evaluated
+run once, in eval mode.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
 """For what is computed in low precision."""
+_KINDS = (ValueError, IndexError, TypeError, RuntimeError)
+"""Of errors that keep their kind where a sublayer's name is added."""
 
 
 def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
@@ -61,6 +64,26 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
             )
 
 
+def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
+    """Evaluate two samples, so that data which cannot be fails before the first step. Collective.
+
+    Raises:
+        ValueError: on every rank: an entry is missing, or a sublayer or the loss fails.
+    """
+
+    def run() -> None:
+        try:
+            _Probe(task, world.device, read(torch.arange(2))).run_evaluation()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the eval_dataset's first samples cannot be evaluated: {error}"
+            ) from error
+
+    agree(run, group=world.group)
+
+
 @dataclass
 class _Probe:
     task: Task
@@ -81,6 +104,11 @@ class _Probe:
             self._compare(index, inputs, batch, expected)
             inputs = expected
         refuse_split(self.task.loss_fn, first[-1], self.task.model.targets_of(batch))
+
+    def run_evaluation(self) -> None:
+        """Run forwards and the loss as an evaluation does."""
+        batch = {name: t.to(self.device) for name, t in self.samples.items()}
+        self.task.loss_fn(self._evaluate(batch)[-1], self.task.model.targets_of(batch))
 
     def _train(self, batch: Batch) -> None:
         """Run forwards and backwards as in training."""
@@ -147,7 +175,16 @@ class _Probe:
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
         # A copy, on which a layer may work in place.
         given = value.clone() if isinstance(value, Tensor) else value
-        return self.task.call(index, given, sides=batch)
+        try:
+            return self.task.call(index, given, sides=batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+            raise kind(
+                f"sublayer {self.task.model.sublayers[index].name!r} fails for the input "
+                f"{_described(value)}: {error}"
+            ) from error
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         if one.shape != other.shape or one.numel() == 0:
@@ -178,6 +215,13 @@ class _Probe:
                 written = _put_back(model.tensors(index), before)
         if written:
             raise ValueError(written_text(written, model.sublayers[index].name))
+
+
+def _described(value: Tensor | Batch) -> str:
+    """Return the shapes and dtypes of what a sublayer gets."""
+    entries = {"": value} if isinstance(value, Tensor) else value
+    texts = (f"{name} {tuple(t.shape)} {t.dtype}".strip() for name, t in entries.items())
+    return ", ".join(texts).replace("torch.", "")
 
 
 def _put_back(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Prove that a run says once when its random numbers depend on the pipelines it takes."""
+"""Prove what two samples tell of a model and its data before the first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
 from tests.models import tiny_data, tiny_model
@@ -58,3 +60,50 @@ def test_random_numbers_that_follow_from_the_pipelines_are_said_once_by_rank_0(
     first, second = two_ranks.run(warnings_of, dropout, settings)
     assert (len(first), second) == (expected, [])
     assert all("'1' draws" in message and "micro_batch_size=" in message for message in first)
+
+
+class Absent(nn.Module):
+    """Look up what is not there."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + {}["bias"]
+
+
+def begun(model: nn.Module, data: TensorDataset, **settings: Any) -> None:
+    """Begin a run."""
+    loss_fn = nn.CrossEntropyLoss()
+    with Trainer(model, data, loss_fn=loss_fn, progress=False, **settings) as trainer:
+        trainer.begin()
+
+
+def of_width(width: int) -> TensorDataset:
+    """Return samples of so many features."""
+    return TensorDataset(torch.randn(8, width, dtype=torch.float64), torch.zeros(8).long())
+
+
+def test_a_sublayer_that_fails_is_named_with_what_it_got() -> None:
+    wide = r"sublayer '0' fails for the input .*\(2, 9\) float64.*: mat1 and mat2 "
+    with pytest.raises(RuntimeError, match=wide) as caught:
+        begun(tiny_model(), of_width(9))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    failing = tiny_model()
+    failing[2] = Absent()
+    with pytest.raises(RuntimeError, match=r"'2' fails for the input \(2, 8\) float64: 'bias'"):
+        begun(failing, tiny_data())
+
+
+@pytest.mark.parametrize(
+    ("eval_dataset", "message"),
+    [
+        (of_width(9), r"cannot be evaluated: sublayer '0' fails for the input .*\(2, 9\)"),
+        (TensorDataset(tiny_data().tensors[0]), "cannot be evaluated: a dataset item is a tuple"),
+        (TensorDataset(of_width(8).tensors[0], torch.full((8,), 7)), "Target 7 is out of bounds"),
+    ],
+    ids=["shape", "no targets", "class"],
+)
+def test_a_wrong_eval_dataset_is_refused_before_the_first_step(
+    eval_dataset: TensorDataset, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        begun(tiny_model(), tiny_data(), eval_dataset=eval_dataset)
+    begun(tiny_model(), tiny_data(), eval_dataset=eval_dataset, evaluate_every_epochs=0)
