@@ -11,8 +11,10 @@ from autopipe.profile import Profile
 from autopipe.trace import Recorder, Span, Summary, Trace
 from freeze import (
     AlphaSchedule,
+    AutoFreeze,
     FreezeContext,
     FreezeDecision,
+    FreezeOut,
     FreezePolicy,
     FreezeSchedule,
     Guarded,
@@ -20,7 +22,9 @@ from freeze import (
     Linear,
     NeverFreeze,
     PaperRule,
+    Plasticity,
     PolicyError,
+    QuietUpdates,
     Replay,
     Shadow,
 )
@@ -55,6 +59,7 @@ from pipetransformer.verification import Verification
 
 __all__ = [
     "AlphaSchedule",
+    "AutoFreeze",
     "Callback",
     "CallbackError",
     "Change",
@@ -65,6 +70,7 @@ __all__ = [
     "FreezeContext",
     "FreezeDecision",
     "FreezePolicy",
+    "FreezeOut",
     "FreezeSchedule",
     "GPipe",
     "Guarded",
@@ -76,6 +82,8 @@ __all__ = [
     "NeverFreeze",
     "NonFiniteError",
     "PaperRule",
+    "Plasticity",
+    "QuietUpdates",
     "PeerError",
     "PipelinePlan",
     "PlanSituation",
