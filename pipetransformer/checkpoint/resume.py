@@ -76,7 +76,8 @@ def resumes(config: TrainConfig) -> bool:
         )
     raise ValueError(
         f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
-        "resume='auto', or give another folder"
+        "resume='auto', with train(resume_from_checkpoint=True) of pipetransformer.hf, or give "
+        "another folder"
     )
 
 
