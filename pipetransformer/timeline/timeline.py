@@ -163,7 +163,7 @@ class Timeline:
     def epochs_done(self, replicas: int) -> float:
         """Return the epochs done, and the share of the coming one's steps, at their size now."""
         position, size = self.position, self.global_batch(replicas)
-        return position.epoch + -(-position.sample // size) / -(-self.num_samples // size)
+        return position.epoch + -(-position.sample // size) / self._steps_per_epoch(size)
 
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""
@@ -172,7 +172,7 @@ class Timeline:
             return position.step
         this_epoch = -(-(self.num_samples - position.sample) // size)
         epochs_after = self._config.epochs - position.epoch - 1
-        whole = position.step + this_epoch + epochs_after * -(-self.num_samples // size)
+        whole = position.step + this_epoch + epochs_after * self._steps_per_epoch(size)
         return min(whole, self._config.max_steps or whole)
 
     def learning_rate_factor(self, replicas: int, layer: int | None = None) -> float:
@@ -194,7 +194,11 @@ class Timeline:
 
     @property
     def _unscaled_per_epoch(self) -> int:
-        return -(-self.num_samples // self._config.global_batch_size)
+        return self._steps_per_epoch(self._config.global_batch_size)
+
+    def _steps_per_epoch(self, size: int) -> int:
+        """Return the steps of an epoch in batches of so many samples, the last one's fewer."""
+        return -(-self.num_samples // size)
 
     @property
     def _unscaled_steps(self) -> int:
@@ -216,7 +220,7 @@ class Timeline:
             self.position.step,
             self.position.epoch,
             self.max_steps(replicas),
-            -(-self.num_samples // self.global_batch(replicas)),
+            self._steps_per_epoch(self.global_batch(replicas)),
             self._peak_learning_rate * self.learning_rate_factor(replicas),
             self._peak_learning_rate,
         )
