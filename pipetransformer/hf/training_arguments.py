@@ -55,7 +55,6 @@ class Length:
 
     epochs: int
     steps: int
-    steps_per_epoch: int
 
 
 def refuse_unknown(args: TrainingArguments) -> None:
@@ -94,7 +93,7 @@ def length_of(args: TrainingArguments, num_samples: int) -> Length:
     """Return how long a run over so many samples is."""
     per_epoch = -(-num_samples // global_batch_size(args))
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    return Length(-(-steps // per_epoch), steps, per_epoch)
+    return Length(-(-steps // per_epoch), steps)
 
 
 def settings_of(
