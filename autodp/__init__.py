@@ -16,6 +16,7 @@ from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, pla
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer
 from autodp.sampler import (
+    EpochOrder,
     EpochSampler,
     checked_order,
     mix_seed,
@@ -27,6 +28,7 @@ from autodp.shard_pieces import Shard
 from autodp.topology import Topology
 
 __all__ = [
+    "EpochOrder",
     "EpochSampler",
     "GradientReducer",
     "GroupPool",

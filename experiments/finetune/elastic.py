@@ -25,6 +25,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "max_grad_norm": options.max_grad_norm,
         "label_smoothing": options.label_smoothing,
         "seed": options.seed,
+        "group_by_length": options.group_by_length,
         "precision": None if options.precision == "float32" else options.precision,
         "cache": options.cache,
         "cache_views": workload.num_views if options.cache else None,

@@ -64,6 +64,7 @@ class RunOptions:
         default_factory=list, metadata={"help": "measured beside what the policy asks for"}
     )
     replay: str | None = option(None, "a run's folder, whose freeze decisions are repeated")
+    group_by_length: bool = option(False, "put texts of about equal lengths into a batch")
     cache: bool = option(True, "keep the frozen layers' activations")
     processes: int = option(1, "to start on this machine; torchrun starts them itself")
     memory_limit_bytes: int | None = option(None, "modelled bytes of a device slot")

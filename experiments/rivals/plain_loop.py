@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from autodp import broadcast_json, shuffled
+from autodp import EpochOrder, broadcast_json, shuffled, shuffled_by_length
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
@@ -38,6 +38,7 @@ from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, frozen_at
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
+from pipetransformer.data import read_lengths
 from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 from pipetransformer.processes import World, connect
@@ -96,7 +97,7 @@ class PlainLoop:
         options, workload = self.options, self.workload
         if options.baseline == "short":
             self.max_steps = self._steps_in(options.budget_s or 0.0)
-        order, step, start = self._order(), 0, time.perf_counter()
+        order, step, start = self._order(options.global_batch_size), 0, time.perf_counter()
         num_epochs = -(-self.max_steps // self.steps_per_epoch)
         for epoch in range(num_epochs):
             begin = time.perf_counter()
@@ -151,8 +152,12 @@ class PlainLoop:
             build = decay_by_layer(build, self.frozen.layered, decay)
         return build(named)
 
-    def _order(self) -> Any:
-        return shuffled(len(self.workload.train_dataset), seed=self.options.seed)
+    def _order(self, batch_size: int) -> EpochOrder:
+        options, dataset = self.options, self.workload.train_dataset
+        if options.group_by_length and self.workload.length_entry is not None:
+            lengths = read_lengths(dataset, self.workload.length_entry)
+            return shuffled_by_length(lengths, seed=options.seed, batch_size=batch_size)
+        return shuffled(len(dataset), seed=options.seed)
 
     def _freeze(self, step: int, epoch: int) -> None:
         """Freeze what is to be frozen at a step; DDP is then to be made anew."""
@@ -220,16 +225,21 @@ class PlainLoop:
     def _steps_in(self, budget_s: float) -> int:
         """Return how many steps fit into a budget, by the time that a few take, reading included.
 
-        Rank 0's answer holds for all.
+        Where batches are grouped by length, the few are of all lengths. Rank 0's answer holds for
+        all.
         """
         twin = PlainLoop(replace(self.options, baseline="ddp"), self.workload, self.world)
         times: list[float] = []
         begin = time.perf_counter()
-        for batch, part in islice(twin._batches(self._order()(0)), _TRIAL_STEPS):
+        dataset = self.workload.train_dataset
+        every = self._order(len(dataset))(0).split(self.options.global_batch_size)
+        middles = [len(every) * (2 * one + 1) // (2 * _TRIAL_STEPS) for one in range(_TRIAL_STEPS)]
+        # The first warms up, and is not counted.
+        for batch, part in twin._batches(torch.cat([every[n] for n in (middles[0], *middles)])):
             twin._step(batch, part, len(times), is_last=True)
             times.append(time.perf_counter() - begin)
             begin = time.perf_counter()
-        fitting = int(budget_s / statistics.median(times[1:] or times))
+        fitting = int(budget_s / statistics.mean(times[1:]))
         (steps,) = broadcast_json([fitting], group=self.world.group)
         return max(1, min(self.max_steps, steps))
 

@@ -195,6 +195,7 @@ def glue_workload(name: str, source: TextSource) -> Workload:
         {which: own for which, own in sets.items() if which != main},
         collate_fn=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
+        length_entry="input_ids",
     )
 
 

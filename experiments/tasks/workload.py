@@ -33,6 +33,7 @@ class Workload:
         processing_class: a tokenizer, saved beside the model.
         num_views: of each training sample where it is augmented; None where it is not.
         names: entries of a batch, where samples are tuples.
+        length_entry: of a sample, as long as that is; None where all are equally long.
         options: the script's own, as plain values, for the summary.
     """
 
@@ -49,4 +50,5 @@ class Workload:
     processing_class: Any = None
     num_views: int | None = None
     names: tuple[str, ...] = ()
+    length_entry: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

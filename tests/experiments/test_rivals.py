@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments import vit
 from experiments.rivals.plain_loop import own_part
 from tests.experiments.test_finetune import losses, smoke
 
@@ -34,3 +35,16 @@ def test_two_processes_learn_as_one(tmp_path: Path, baseline: str) -> None:
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
     found = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("one", "two")]
     assert [one["details"]["processes"] for one in found] == [1, 2]
+
+
+def test_texts_of_equal_lengths_come_together_in_ours_and_in_a_rival(tmp_path: Path) -> None:
+    smoke(tmp_path / "shuffled")
+    grouped = ("--group_by_length", "--max_grad_norm", "1000")
+    smoke(tmp_path / "ours", *grouped)
+    smoke(tmp_path / "ddp", "--baseline", "ddp", *grouped)
+    smoke(tmp_path / "short", "--baseline", "short", "--budget_s", "1000", *grouped)
+    assert losses(tmp_path / "ours") != losses(tmp_path / "shuffled")
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "ours"), abs=2e-4)
+    assert losses(tmp_path / "short") == losses(tmp_path / "ddp")
+    with pytest.raises(ValueError, match="samples here are equally long"):
+        smoke(tmp_path / "images", "--group_by_length", script=vit, task="cifar10")
