@@ -9,7 +9,11 @@ Of a micro-batch, each sample is one of three, told by the depth its row was fou
 
 Layers always run on chunks of one fixed number of samples, so that a sample's numbers do not
 depend on how many others missed with it. Where the kernels give a sample the same bits at every
-place of a chunk, cached equals uncached bit by bit; else to rounding.
+place of a chunk, cached equals uncached bit by bit; else to rounding. As a chunk costs the same
+however few it serves, samples of several depths are run together from where they meet:
+
+    misses ── layers 0, 1 ──┬── layers 2, 3 ──┬── layer 4 ──
+               found at 2 ──┘    found at 4 ──┘
 
 A row is of use only as long as the dataset gives the same sample again. Of the rows that are read
 some are checked, for as long as the cache is used: the dataset is asked for the sample, and what
@@ -29,6 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -86,7 +91,7 @@ class PrefixCache:
         device: torch.device,
         content: RowContent,
     ) -> None:
-        """Set up; nothing is read or run.
+        """Set up.
 
         Args:
             run_layers: called with (batch, first, last) under `no_grad`, on `device`, always with
@@ -154,13 +159,18 @@ class PrefixCache:
             found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
             loaded = self._load(wanted, load)
         rows, loaded = self._brought_together(found, rows, loaded)
-        for first in sorted({*found.tolist()} - {depth}):
-            positions = (found == first).nonzero().flatten()
+        for first, last in pairwise(sorted({*found.tolist(), depth})):
+            positions = (found <= first).nonzero().flatten()
             ids, inverse = sample_ids[positions].unique(return_inverse=True)
-            batch = _take(rows, positions, inverse) if first else _of_ids(loaded, wanted, ids)
-            fresh = self._run(batch, first, depth)
-            if keeps:
-                self._write(_chosen(row_ids, positions, inverse), fresh, depth)
+            if first:
+                batch = {name: _chosen(row, positions, inverse) for name, row in rows.items()}
+            else:
+                batch = _of_ids(loaded, wanted, ids)
+            fresh = self._run(batch, first, last)
+            if last == depth:
+                fresh = self._as_stored(fresh)
+                if keeps:
+                    self._write(_chosen(row_ids, positions, inverse), fresh, depth)
             _place(rows, positions, fresh, inverse)
         self._count(found, depth)
         rows.pop(DIGEST, None)
@@ -290,14 +300,17 @@ class PrefixCache:
                     if name != DIGEST
                 }
                 parts.append(self._run_layers(chunk, first, last)[: num - start])
-            hidden = torch.cat(parts)
-            if self._store is not None and self._content.dtype is not None:
-                # A sample has the same activations in every epoch, those in which it misses too.
-                hidden = hidden.to(self._content.dtype).to(hidden.dtype)
             kept = {name: batch[name] for name in self._content.keep}
             if self._store is not None and self._content.checked:
                 kept[DIGEST] = batch[DIGEST] if DIGEST in batch else self._content.digests(batch)
-            return {HIDDEN: hidden, **kept}
+            return {HIDDEN: torch.cat(parts), **kept}
+
+    def _as_stored(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Round as rows do: a sample is the same in every epoch, those in which it misses too."""
+        hidden = fresh[HIDDEN]
+        if self._store is None or self._content.dtype is None:
+            return fresh
+        return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
 
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
         if self._store is None:
@@ -348,8 +361,8 @@ class PrefixCache:
         try:
             yield
         finally:
-            spent = getattr(self._stats, name) + time.perf_counter() - start
-            self._stats = replace(self._stats, **{name: spent})
+            spent_s = getattr(self._stats, name) + time.perf_counter() - start
+            self._stats = replace(self._stats, **{name: spent_s})
 
 
 def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
@@ -357,11 +370,6 @@ def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
     # Any one position of each id will do.
     chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
     return values[chosen.to(values.device)]
-
-
-def _take(rows: dict[str, Tensor], positions: Tensor, inverse: Tensor) -> dict[str, Tensor]:
-    """Return the rows at the given positions, each id once."""
-    return {name: _chosen(row, positions, inverse) for name, row in rows.items()}
 
 
 def _of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:

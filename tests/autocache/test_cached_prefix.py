@@ -170,6 +170,21 @@ def test_an_older_row_runs_only_the_new_layers_and_is_upgraded_in_place(tmp_path
     assert_bitwise_equal(found, compute_uncached(prefix, ids, 3, samples))
 
 
+def test_rows_of_several_depths_are_run_together_from_where_they_meet(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(NUM_LAYERS), store)
+        cache.fetch(torch.tensor([7]), samples.load, depth=1)
+        cache.fetch(torch.tensor([3]), samples.load, depth=2)
+        cache.fetch(torch.tensor([11]), samples.load, depth=4)
+        prefix.calls.clear()
+        ids = torch.tensor([11, 3, 0, 7])
+        found = cache.fetch(ids, samples.load, depth=4)
+        assert prefix.calls == [(0, 1), (1, 2), (2, 4)]
+        assert_bitwise_equal(cache.fetch(ids, samples.load, depth=4), found)
+    assert_bitwise_equal(found, compute_uncached(prefix, ids, 4, samples))
+
+
 def test_a_row_from_before_a_thaw_never_hits(tmp_path: Path) -> None:
     prefix, samples = Prefix(), Samples()
     ids = torch.arange(6)
