@@ -69,7 +69,7 @@ def complete_request(
             They are where that saves time; a row is written about as fast as it is read.
         reads_a_row: how often a row will be read once it has been computed and written.
     """
-    cached_s, frozen = None, range(_first_active(profile, request))
+    cached_s, frozen = None, range(profile.first_active(request.num_frozen))
     if cache_bytes_per_s is not None and frozen:
         chunk = request.prefix_chunk or 1
         computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
@@ -89,10 +89,6 @@ def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
     kernels compute the odd rows at a chunk's end in another way, with other last bits.
     """
     return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
-
-
-def _first_active(profile: Profile, request: PlanRequest) -> int:
-    return sum(cost.layer < request.num_frozen for cost in profile.sublayers)
 
 
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
@@ -128,7 +124,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
 def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages, less what is frozen by now; None where they no longer fit."""
     request, profile = of_length(situation, current.length), situation.profile
-    first_active = _first_active(profile, request)
+    first_active = profile.first_active(request.num_frozen)
     boundaries = (first_active, *current.boundaries[1:])
     if first_active >= boundaries[1]:
         return None

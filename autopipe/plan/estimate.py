@@ -32,7 +32,7 @@ class StepModel:
     def __init__(self, profile: Profile, request: PlanRequest) -> None:
         num_frozen, round_bytes = request.num_frozen, request.round_bytes
         costs = profile.sublayers
-        self.first_active = sum(cost.layer < num_frozen for cost in costs)
+        self.first_active = profile.first_active(num_frozen)
         self.num_units = len(costs) - self.first_active
         if self.num_units == 0:
             raise ValueError(

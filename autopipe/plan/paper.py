@@ -171,7 +171,7 @@ def _lengths(profile: Profile, request: PlanRequest) -> list[int]:
 def _sizes(profile: Profile, num_frozen: int) -> tuple[list[float], float]:
     """Return the active sublayers' sizes and the size of the frozen ones together."""
     sizes = [cost.parameter_bytes / _BYTES_PER_MILLION for cost in profile.sublayers]
-    first_active = sum(cost.layer < num_frozen for cost in profile.sublayers)
+    first_active = profile.first_active(num_frozen)
     return sizes[first_active:], sum(sizes[:first_active])
 
 

@@ -135,10 +135,14 @@ class Profile:
         ranks = self.slowness if len(self.slowness) % length else self.slowness[stage::length]
         return max(ranks, default=1.0)
 
+    def first_active(self, num_frozen: int) -> int:
+        """Return the index of the first sublayer above so many frozen layers."""
+        return sum(cost.layer < num_frozen for cost in self.sublayers)
+
     def prefix_bytes(self, num_frozen: int) -> float:
         """Return the bytes of a sample's activations behind so many frozen layers."""
-        below = [cost for cost in self.sublayers if cost.layer < num_frozen]
-        return below[-1].output_bytes if below else 0.0
+        first = self.first_active(num_frozen)
+        return self.sublayers[first - 1].output_bytes if first else 0.0
 
     def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
         """Return the seconds of a sum over replicas.

@@ -102,7 +102,7 @@ def _ask(
 
 def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterator[Refusal]:
     """Say for every length that has no plan why."""
-    num_active = sum(cost.layer >= request.num_frozen for cost in profile.sublayers)
+    num_active = len(profile.sublayers) - profile.first_active(request.num_frozen)
     for length in request.length_choices()[0]:
         replicas = request.replicas_of(length)
         if length in found:

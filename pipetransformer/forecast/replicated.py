@@ -103,7 +103,7 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
     """
     minibatch = max(1, request.global_batch // place.num_slots)
     profile, chain = place.profile, graph_of(place.profile, minibatch)
-    first = sum(cost.layer < request.num_frozen for cost in profile.sublayers)
+    first = profile.first_active(request.num_frozen)
     frozen_s = sum(profile.frozen_s(index, minibatch) for index in range(first))
     active = chain.without({node.name for node in chain.nodes[:first]})
     bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)

@@ -103,13 +103,10 @@ def pipelines_of(
 
     def plan(situation: Any) -> PipelinePlan:
         length = 1 if situation.step < 16 else 2
-        first = sum(cost.layer < situation.request.num_frozen for cost in costs(situation))
-        last = len(costs(situation))
+        profile = situation.profile
+        first, last = profile.first_active(situation.request.num_frozen), len(profile.sublayers)
         boundaries = (first, last) if length == 1 else (first, (first + last) // 2, last)
         return PipelinePlan(length, boundaries, 2, "1f1b", 1.0, (0,) * length)
-
-    def costs(situation: Any) -> Any:
-        return situation.profile.sublayers
 
     def note(pace: Pace, seconds: float, computed_s: float, known: Any = Pace.note) -> bool:
         # As predicted: what live steps calibrate is then the prediction itself.
