@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -16,7 +17,7 @@ from autopipe.partition import PartCost, per_part
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.profile import Profile
-from autopipe.schedule import Schedule
+from autopipe.schedule import peak_in_flight, schedule_of
 
 
 class StepModel:
@@ -30,8 +31,8 @@ class StepModel:
     """
 
     def __init__(self, profile: Profile, request: PlanRequest) -> None:
-        num_frozen, round_bytes = request.num_frozen, request.round_bytes
-        costs = profile.sublayers
+        num_frozen, costs = request.num_frozen, profile.sublayers
+        self.request, self._profile = request, profile
         self.first_active = profile.first_active(num_frozen)
         self.num_units = len(costs) - self.first_active
         if self.num_units == 0:
@@ -39,9 +40,6 @@ class StepModel:
                 f"{num_frozen} frozen layers leave none of {len(costs)} sublayers to "
                 f"train; freeze at most {max((c.layer for c in costs), default=0)}"
             )
-        self._profile, self._prefix_cached_s = profile, request.prefix_cached_s
-        self._slots_per_node, self._prefix_chunk = request.slots_per_node, request.prefix_chunk
-        self._workers_of = request.workers_of
         frozen, active = costs[: self.first_active], costs[self.first_active :]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
         # Without gradients, activations are gone when the next sublayer has run.
@@ -50,8 +48,8 @@ class StepModel:
         )
         self._prefix_copies = max((cost.copy_bytes for cost in frozen), default=0)
         # A tensor larger than a round travels alone.
-        self._round_bytes = round_bytes and max(
-            round_bytes, *(cost.parameter_bytes for cost in costs)
+        self._round_bytes = request.round_bytes and max(
+            request.round_bytes, *(cost.parameter_bytes for cost in costs)
         )
         self._gradients = _cumulate(cost.gradient_bytes for cost in active)
         self._held = _cumulate(
@@ -75,7 +73,7 @@ class StepModel:
                 t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
             ]
 
-        workers = self._workers_of(length)
+        workers = self.request.workers_of(length)
         factors = [self._slowness(part, length) / workers[part] for part in range(length)]
 
         def cost(part: int, first: int, last: int) -> float:
@@ -88,20 +86,17 @@ class StepModel:
 
         Several workers get those of their own micro-batches alone.
         """
-        return self._fetch_all_s(sizes) / self._workers_of(length)[0]
+        profile, request, num_samples = self._profile, self.request, sum(sizes)
+        if request.prefix_cached_s is not None:
+            all_s = profile.cached_fetch_s + request.prefix_cached_s * num_samples
+        else:
+            chunk = request.prefix_chunk or max(sizes)
+            one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
+            read_s = profile.fetch_s + profile.read_s * num_samples
+            all_s = read_s + math.ceil(num_samples / chunk) * one_s
+        return all_s / request.workers_of(length)[0]
 
-    def _fetch_all_s(self, sizes: tuple[int, ...]) -> float:
-        profile, num_samples = self._profile, sum(sizes)
-        if self._prefix_cached_s is not None:
-            return profile.cached_fetch_s + self._prefix_cached_s * num_samples
-        chunk = self._prefix_chunk or max(sizes)
-        one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
-        read_s = profile.fetch_s + profile.read_s * num_samples
-        return read_s + math.ceil(num_samples / chunk) * one_s
-
-    def stage_bytes(
-        self, sizes: tuple[int, ...], in_flight: tuple[int, ...], *, num_replicas: int
-    ) -> PartCost:
+    def stage_bytes(self, sizes: tuple[int, ...], length: int, schedule: str) -> PartCost:
         """Return the function that says how many bytes a stage needs.
 
         In a step they are weights, gradients and optimizer state, the buckets in which replicas
@@ -110,15 +105,11 @@ class StepModel:
         what running them takes.
         In a transition a round of what arrives comes in the place of gradients and activations.
         Host memory is not counted: frozen layers' optimizer state, the cache, a checkpoint.
-
-        Args:
-            sizes: samples of every micro-batch.
-            in_flight: each stage's most micro-batches between their forward and their backward.
-            num_replicas: pipelines side by side.
         """
+        workers, num_replicas = self.request.workers_of(length), self.request.replicas_of(length)
+        in_flight = _in_flight(schedule, workers, len(sizes))
         num_samples = [max(sizes) * number for number in in_flight]
-        workers = self._workers_of(len(in_flight))
-        prefix_run = (self._prefix_chunk or max(sizes)) * self._prefix_sample_bytes
+        prefix_run = (self.request.prefix_chunk or max(sizes)) * self._prefix_sample_bytes
         prefix_run += self._prefix_copies
         if len(sizes) > 1:
             # All of the step's samples lie behind the prefix until their micro-batches' turn.
@@ -143,41 +134,30 @@ class StepModel:
 
         return cost
 
-    def step_s(
-        self,
-        schedule: Schedule,
-        sizes: tuple[int, ...],
-        split: tuple[int, ...],
-        *,
-        num_replicas: int,
-    ) -> float:
+    def step_s(self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]) -> float:
         """Predict the seconds of a step by executing its schedule."""
-        return self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(
-            split, num_replicas
-        )
+        return self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
 
     def simulation(
-        self, schedule: Schedule, sizes: tuple[int, ...], split: tuple[int, ...]
+        self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]
     ) -> Simulation:
         """Execute a schedule on a clock.
 
         Slots of a node may share its caches and its memory's bandwidth, so that a stage computes
         faster while others wait. How many wait follows from a first execution.
         """
-        times = self._stage_times(sizes, split)
-        slots, idle_node_share = self._slots_per_node, self._profile.idle_node_share
-        workers = self._workers_of(len(split) - 1)
-        simulation = simulate(schedule, times, replicas=workers)
-        if len(schedule) == 1 or slots == 1 or idle_node_share == 1.0:
+        times, workers = self._stage_times(sizes, split), self.request.workers_of(len(split) - 1)
+        slots, idle_node_share = self.request.slots_per_node, self._profile.idle_node_share
+        program = schedule_of(schedule, workers, len(sizes))
+        simulation = simulate(program, times, replicas=workers)
+        if len(program) == 1 or slots == 1 or idle_node_share == 1.0:
             return simulation
-        computing = simulation.company / len(schedule)
+        computing = simulation.company / len(program)
         others = max(0.0, (computing * slots - 1) / (slots - 1))
         share = idle_node_share + (1 - idle_node_share) * others
-        return simulate(schedule, times.scaled(share), replicas=workers)
+        return simulate(program, times.scaled(share), replicas=workers)
 
-    def least_step_s(
-        self, sizes: tuple[int, ...], split: tuple[int, ...], *, num_replicas: int
-    ) -> float:
+    def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> float:
         """Return seconds below which no schedule finishes a step; far cheaper than `step_s`.
 
         A stage does all its work between the first activation from below and the last gradient.
@@ -188,13 +168,12 @@ class StepModel:
             forward[unit] + backward[unit] + (fetch_s if unit else 0.0) for unit in split[:-1]
         ]
         busiest_s = max(map(add, per_part(self.work_s(sizes, len(split) - 1), split), below))
-        return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(
-            split, num_replicas
-        )
+        return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(split)
 
-    def _outside_schedule_s(self, split: tuple[int, ...], num_replicas: int) -> float:
+    def _outside_schedule_s(self, split: tuple[int, ...]) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
-        profile, workers = self._profile, self._workers_of(len(split) - 1)
+        profile, length = self._profile, len(split) - 1
+        workers, num_replicas = self.request.workers_of(length), self.request.replicas_of(length)
         trained_bytes = [
             self._gradients[last] - self._gradients[first] for first, last in pairwise(split)
         ]
@@ -206,11 +185,11 @@ class StepModel:
 
     def _stage_times(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> StageTimes:
         work = [self._cumulated_work(size) for size in sizes]
-        last_stage, workers = len(split) - 2, self._workers_of(len(split) - 1)
+        last_stage, workers = len(split) - 2, self.request.workers_of(len(split) - 1)
         factors = [self._slowness(stage, last_stage + 1) for stage in range(last_stage + 1)]
         # Pipelines begin at a node's first slot, so that the last slot's link leaves it.
         links = [
-            self._profile.link if rank % self._slots_per_node else self._profile.node_link
+            self._profile.link if rank % self.request.slots_per_node else self._profile.node_link
             for rank in accumulate(workers[:-1])
         ]
         # Stage 0 also sends targets to the last stage.
@@ -237,12 +216,18 @@ class StepModel:
         )
 
     def _slowness(self, stage: int, length: int) -> float:
-        """Return how many times longer a stage takes on the slowest of its ranks."""
-        workers = self._workers_of(length)
-        if max(workers) == 1:
-            return self._profile.slowness_of(stage, length)
-        first = sum(workers[:stage])
-        return max(self._profile.slowness[first : first + workers[stage]], default=1.0)
+        """Return how many times longer a stage takes on the slowest of its ranks.
+
+        Rank = replica x length + stage, where stages have one worker; where the ranks are then no
+        multiple of the length, it is not known here which of them wait, and all count.
+        """
+        ranks, workers = self._profile.slowness, self.request.workers_of(length)
+        if max(workers) > 1:
+            first = sum(workers[:stage])
+            ranks = ranks[first : first + workers[stage]]
+        elif len(ranks) % length == 0:
+            ranks = ranks[stage::length]
+        return max(ranks, default=1.0)
 
     def _cumulated_work(self, size: int) -> tuple[list[float], list[float]]:
         """Return the forward and backward seconds of the units below each index."""
@@ -254,6 +239,17 @@ class StepModel:
                 _cumulate(profile.backward_s(index, size) for index in active),
             )
         return self._work[size]
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(schedule: str, workers: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
+    """Return the most micro-batches that each stage has between their forward and their backward.
+
+    Kept, because each decision asks for the same ones again.
+    """
+    peaks = list(map(peak_in_flight, schedule_of(schedule, workers, num_micro_batches)))
+    # The first of a stage's workers has the most micro-batches.
+    return tuple(peaks[sum(workers[:stage])] for stage in range(len(workers)))
 
 
 def _cumulate(values: Iterable[float]) -> list[float]:

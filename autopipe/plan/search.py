@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, pairwise
 
 from autopipe.partition import PartCost, best_split, per_part
@@ -17,7 +17,6 @@ from autopipe.plan.estimate import StepModel
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
-from autopipe.schedule import peak_in_flight, schedule_of
 
 _TIE = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
@@ -34,13 +33,15 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
     model = StepModel(profile, request)
     plans: list[PipelinePlan] = []
     fastest_s = math.inf
-    for candidate in sorted(_fitting(model, request), key=lambda candidate: candidate.least_s):
+    for candidate in sorted(_fitting(model), key=lambda candidate: candidate.least_s):
         if candidate.least_s > fastest_s * _TIE:
             break
-        plans.append(_plan(model, request, candidate))
+        plans.append(_plan(model, candidate))
         fastest_s = min(fastest_s, plans[-1].predicted_step_s)
     if not plans:
-        raise ValueError(_nothing_fits(model, request))
+        raise ValueError(
+            _nothing_fits(least_memory_plan(profile, request), request.memory_limit_bytes)
+        )
     return min(
         (plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
         key=lambda plan: (
@@ -58,7 +59,7 @@ def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
         ValueError: no length or micro-batch count is possible.
     """
     model = StepModel(profile, request)
-    plans = [_plan(model, request, candidate) for candidate in _fitting(model, request)]
+    plans = [_plan(model, candidate) for candidate in _fitting(model)]
     return sorted(plans, key=lambda plan: plan.predicted_step_s)
 
 
@@ -76,7 +77,13 @@ def predict(
         ValueError: the boundaries do not cover the active sublayers, or the cluster or the batch
             does not allow their number or that of micro-batches.
     """
-    model = StepModel(profile, request)
+    only = replace(
+        request,
+        lengths=(len(boundaries) - 1,),
+        micro_batches=(num_micro_batches,),
+        schedules=(schedule,),
+    )
+    model = StepModel(profile, only)
     split = tuple(boundary - model.first_active for boundary in boundaries)
     if (split[0], split[-1]) != (0, model.num_units) or any(a >= b for a, b in pairwise(split)):
         raise ValueError(
@@ -84,14 +91,8 @@ def predict(
             f"{len(profile.sublayers)}, over the sublayers that {request.num_frozen} frozen "
             f"layers leave active"
         )
-    only = replace(
-        request,
-        lengths=(len(split) - 1,),
-        micro_batches=(num_micro_batches,),
-        schedules=(schedule,),
-    )
-    ((_, sizes),) = _shapes(model, only, only.length_choices()[0])
-    return _plan(model, only, _Candidate(sizes, schedule, split, least_s=0.0))
+    ((_, sizes),) = _shapes(model, (len(split) - 1,))
+    return _plan(model, _Candidate(sizes, schedule, split, least_s=0.0))
 
 
 def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Simulation:
@@ -102,8 +103,7 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
     model = StepModel(profile, request)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     split = tuple(boundary - model.first_active for boundary in plan.boundaries)
-    program = schedule_of(plan.schedule, request.workers_of(plan.length), len(sizes))
-    return model.simulation(program, sizes, split)
+    return model.simulation(plan.schedule, sizes, split)
 
 
 def stage_compute_s(
@@ -123,7 +123,18 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    return _least_memory(StepModel(profile, request), request)
+    model = StepModel(profile, request)
+    smallest: tuple[float, _Candidate] | None = None
+    for length, sizes in chain.from_iterable(_possible_shapes(model)):
+        for schedule in request.schedules_of(length):
+            num_bytes = model.stage_bytes(sizes, length, schedule)
+            split = best_split(model.num_units, length, num_bytes)
+            assert split is not None, "without a limit every shape can be split"
+            needs = max(per_part(num_bytes, split))
+            if smallest is None or needs < smallest[0]:
+                smallest = needs, _Candidate(sizes, schedule, split, least_s=0.0)
+    assert smallest is not None, "there is at least one shape"
+    return _plan(model, smallest[1])
 
 
 @dataclass(frozen=True)
@@ -136,18 +147,16 @@ class _Candidate:
     least_s: float
 
 
-def _possible_shapes(
-    model: StepModel, request: PlanRequest
-) -> list[list[tuple[int, tuple[int, ...]]]]:
+def _possible_shapes(model: StepModel) -> list[list[tuple[int, tuple[int, ...]]]]:
     """List the shapes of each choice of lengths that allows any.
 
     Raises:
         ValueError: none does.
     """
     choices, refusals = [], []
-    for lengths in request.length_choices():
+    for lengths in model.request.length_choices():
         try:
-            choices.append(_shapes(model, request, lengths))
+            choices.append(_shapes(model, lengths))
         except ValueError as error:
             # Not the error, which with its frames would hold itself until garbage is collected.
             refusals.append(str(error))
@@ -156,10 +165,9 @@ def _possible_shapes(
     return choices
 
 
-def _shapes(
-    model: StepModel, request: PlanRequest, wanted: tuple[int, ...]
-) -> list[tuple[int, tuple[int, ...]]]:
+def _shapes(model: StepModel, wanted: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
     """List the possible lengths with the micro-batch sizes of the largest replica."""
+    request = model.request
     lengths = [
         length
         for length in wanted
@@ -196,40 +204,20 @@ def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
     return sorted({*powers, *range(num_workers, most + 1, num_workers)})
 
 
-@lru_cache(maxsize=1024)
-def _in_flight(schedule: str, workers: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
-    """Return the stages' peaks; kept, because each decision asks for the same ones again."""
-    peaks = list(map(peak_in_flight, schedule_of(schedule, workers, num_micro_batches)))
-    # The first of a stage's workers has the most micro-batches.
-    return tuple(peaks[sum(workers[:stage])] for stage in range(len(workers)))
-
-
-def _num_bytes(
-    model: StepModel, request: PlanRequest, length: int, sizes: tuple[int, ...], schedule: str
-) -> PartCost:
-    return model.stage_bytes(
-        sizes,
-        _in_flight(schedule, request.workers_of(length), len(sizes)),
-        num_replicas=request.replicas_of(length),
-    )
-
-
-def _fitting(model: StepModel, request: PlanRequest) -> list[_Candidate]:
+def _fitting(model: StepModel) -> list[_Candidate]:
     """Return the candidates of the first choice of lengths that has any, of none if none has."""
-    found = (
-        list(_split_all(model, request, shapes)) for shapes in _possible_shapes(model, request)
-    )
+    found = (list(_split_all(model, shapes)) for shapes in _possible_shapes(model))
     return next(filter(None, found), [])
 
 
 def _split_all(
-    model: StepModel, request: PlanRequest, shapes: list[tuple[int, tuple[int, ...]]]
+    model: StepModel, shapes: list[tuple[int, tuple[int, ...]]]
 ) -> Iterator[_Candidate]:
     """Split every shape so that its slowest stage is fastest, among the splits that fit.
 
     A single stage has no bubble to fill: it takes the fewest micro-batches that fit.
     """
-    limit = request.memory_limit_bytes
+    request, limit = model.request, model.request.memory_limit_bytes
     has_single_stage = False
     for length, sizes in shapes:
         if length == 1 and has_single_stage and request.micro_batches is None:
@@ -240,7 +228,7 @@ def _split_all(
         for schedule in request.schedules_of(length):
             split: tuple[int, ...] | None = unlimited
             if limit is not None:
-                num_bytes = _num_bytes(model, request, length, sizes, schedule)
+                num_bytes = model.stage_bytes(sizes, length, schedule)
                 if max(per_part(num_bytes, unlimited)) > limit:
                     split = best_split(
                         model.num_units,
@@ -250,57 +238,33 @@ def _split_all(
                     )
             if split is not None:
                 has_single_stage |= length == 1
-                least_s = model.least_step_s(
-                    sizes, split, num_replicas=request.replicas_of(length)
-                )
-                yield _Candidate(sizes, schedule, split, least_s)
+                yield _Candidate(sizes, schedule, split, model.least_step_s(sizes, split))
 
 
 def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -> bool:
     return num_bytes(part, first, last) <= limit
 
 
-def _plan(model: StepModel, request: PlanRequest, candidate: _Candidate) -> PipelinePlan:
+def _plan(model: StepModel, candidate: _Candidate) -> PipelinePlan:
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
-    step_s = model.step_s(
-        schedule_of(name, request.workers_of(length), len(sizes)),
-        sizes,
-        split,
-        num_replicas=request.replicas_of(length),
-    )
-    peak_bytes = per_part(_num_bytes(model, request, length, sizes, name), split)
+    peak_bytes = per_part(model.stage_bytes(sizes, length, name), split)
     return PipelinePlan(
         length,
         tuple(model.first_active + unit for unit in split),
         len(sizes),
         name,
-        step_s,
+        model.step_s(name, sizes, split),
         tuple(map(int, peak_bytes)),
         model.fetch_s(sizes, length),
     )
 
 
-def _least_memory(model: StepModel, request: PlanRequest) -> PipelinePlan:
-    smallest: tuple[float, _Candidate] | None = None
-    for length, sizes in chain.from_iterable(_possible_shapes(model, request)):
-        for schedule in request.schedules_of(length):
-            num_bytes = _num_bytes(model, request, length, sizes, schedule)
-            split = best_split(model.num_units, length, num_bytes)
-            assert split is not None, "without a limit every shape can be split"
-            needs = max(per_part(num_bytes, split))
-            if smallest is None or needs < smallest[0]:
-                smallest = needs, _Candidate(sizes, schedule, split, least_s=0.0)
-    assert smallest is not None, "there is at least one shape"
-    return _plan(model, request, smallest[1])
-
-
-def _nothing_fits(model: StepModel, request: PlanRequest) -> str:
+def _nothing_fits(plan: PipelinePlan, limit: int | None) -> str:
     """Say how much the pipeline that comes closest to fitting still needs, and where."""
-    plan = _least_memory(model, request)
     needs = max(plan.peak_bytes)
     return (
-        f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
+        f"no plan fits memory_limit_bytes = {limit}: the smallest, "
         f"{plan.length} stages x {plan.num_micro_batches} micro-batches ({plan.schedule}), "
         f"needs {needs} bytes on stage {plan.peak_bytes.index(needs)}; raise the limit, lower "
         f"the global batch, add device slots or freeze more layers"

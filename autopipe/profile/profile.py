@@ -126,15 +126,6 @@ class Profile:
         """Return the seconds of a frozen sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
 
-    def slowness_of(self, stage: int, length: int) -> float:
-        """Return how many times longer a stage takes on the slowest of its ranks.
-
-        Rank = replica x length + stage; where the ranks are no multiple of the length, it is not
-        known here which of them wait, and all count.
-        """
-        ranks = self.slowness if len(self.slowness) % length else self.slowness[stage::length]
-        return max(ranks, default=1.0)
-
     def first_active(self, num_frozen: int) -> int:
         """Return the index of the first sublayer above so many frozen layers."""
         return sum(cost.layer < num_frozen for cost in self.sublayers)

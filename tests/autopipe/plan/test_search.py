@@ -227,9 +227,16 @@ def test_a_slow_rank_is_given_less_to_do() -> None:
 
 
 def test_a_stage_is_as_slow_as_the_slowest_of_its_replicas() -> None:
-    slow = uniform(4, slowness=(1.0, 1.0, 1.0, 3.0))
-    assert [slow.slowness_of(stage, 2) for stage in range(2)] == [1.0, 3.0]
-    assert [slow.slowness_of(stage, 4) for stage in range(4)] == [1.0, 1.0, 1.0, 3.0]
-    assert slow.slowness_of(0, 1) == 3.0
+    equal, slow = uniform(4), uniform(4, slowness=(1.0, 1.0, 1.0, 3.0))
+
+    def slowness(length: int) -> list[float]:
+        asked = request(4, lengths=(length,))
+        plan = plan_pipeline(equal, asked)
+        times = (stage_compute_s(costs, asked, plan) for costs in (slow, equal))
+        return [own / usual for own, usual in zip(*times, strict=True)]
+
+    assert slowness(2) == [1.0, 3.0]
+    assert slowness(4) == [1.0, 1.0, 1.0, 3.0]
+    assert slowness(1) == [3.0]
     # Three of four ranks train: which, is not known here.
-    assert slow.slowness_of(0, 3) == 3.0
+    assert slowness(3) == [3.0, 3.0, 3.0]
