@@ -102,15 +102,12 @@ def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> floa
     return plan.predicted_step_s - step_s
 
 
-def runners_up(
-    plans: Sequence[PipelinePlan], chosen: PipelinePlan | None, *, most: int = 3
-) -> list[PipelinePlan]:
-    """Select the fastest of each other length, and the few next fastest of all.
+def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> list[PipelinePlan]:
+    """Select the fastest of each other length, and the three next fastest of all.
 
     Args:
         plans: all that fit, fastest first.
         chosen: left out, as is what differs from it, or from a faster one, by its schedule alone.
-        most: how many of the next fastest.
     """
     by_shape = {(plan.length, plan.num_micro_batches): plan for plan in reversed(plans)}
     if chosen is not None:
@@ -118,7 +115,7 @@ def runners_up(
     different = sorted(by_shape.values(), key=_rank)
     fastest = {plan.length: plan for plan in reversed(different)}
     best = [plan for plan in fastest.values() if chosen is None or plan.length != chosen.length]
-    others = [plan for plan in different if plan not in best][:most]
+    others = [plan for plan in different if plan not in best][:3]
     return sorted(best + others, key=_rank)
 
 

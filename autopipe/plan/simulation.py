@@ -138,20 +138,16 @@ class _Clock:
     def __init__(self, times: StageTimes, workers: StageWorkers) -> None:
         num_stages = len(workers.replicas)
         lead_s = times.lead_s or (0.0,) * num_stages
-        shape = tuple(map(len, (times.forward_s, times.backward_s, times.transfer_s, lead_s)))
-        if shape != (num_stages, num_stages, num_stages - 1, num_stages):
+        handling_s = times.handling_s or (0.0,) * (num_stages - 1)
+        rows = times.forward_s, times.backward_s, lead_s, times.transfer_s, handling_s
+        shape = tuple(map(len, rows))
+        if shape != (*(num_stages,) * 3, *(num_stages - 1,) * 2):
             raise ValueError(
-                f"(forward, backward, transfer, lead) times have {shape} rows; a schedule of "
-                f"{num_stages} stages needs one a stage, and one a boundary for transfers"
+                f"(forward, backward, lead, transfer, handling) times have {shape} rows; a "
+                f"schedule of {num_stages} stages needs one a stage, and one a boundary for "
+                f"transfers and handling"
             )
-        self._times = times
-        self._handling_s = times.handling_s or (0.0,) * (num_stages - 1)
-        if len(self._handling_s) != num_stages - 1:
-            raise ValueError(
-                f"{len(self._handling_s)} times to handle a message for "
-                f"{num_stages - 1} boundaries"
-            )
-        self._workers = workers
+        self._times, self._handling_s, self._workers = times, handling_s, workers
         self.now_s = [lead_s[stage] for stage in workers.stages]
         self.busy_s = list(self.now_s)
         self.events: list[Span] = []
