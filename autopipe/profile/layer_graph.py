@@ -1,4 +1,4 @@
-"""State what the layers of a model cost, as a graph, and read and write PipeDream's text of it.
+"""State what the layers of a model cost, as a graph, and read PipeDream's text of it.
 
     node3 -- Conv2d(64, 64) -- forward_compute_time=1.9, backward_compute_time=4.1, \\
         activation_size=1024.0, parameter_size=36928.0
@@ -6,7 +6,7 @@
     \tnode3 -- node4
 
 Times are ms and sizes bytes, of a whole minibatch; a tuple's sizes are [8.0; 4.0]. Once nodes are
-given to stages, " -- stage_id=1" follows. Edges stand behind a tab.
+given to stages, " -- stage_id=1" follows, which is ignored. Edges stand behind a tab.
 
 Source: PipeDream (SOSP 2019), whose profiler writes it.
 """
@@ -14,8 +14,7 @@ Source: PipeDream (SOSP 2019), whose profiler writes it.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +22,6 @@ from itertools import pairwise
 from autopipe.profile.profile import Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_STAGE = re.compile(r"stage_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class LayerNode:
         forward_s, backward_s: seconds.
         activation_bytes: of its outputs, one entry for each of them.
         parameter_bytes: of its parameters.
-        stage: which trains it, where that is decided.
     Raises:
         ValueError: a cost is negative, or no number.
     """
@@ -47,7 +44,6 @@ class LayerNode:
     backward_s: float
     activation_bytes: tuple[float, ...]
     parameter_bytes: float
-    stage: int | None = None
 
     def __post_init__(self) -> None:
         for value in (
@@ -128,11 +124,6 @@ class LayerGraph:
             tuple(edge for edge in self.edges if not names & set(edge)),
         )
 
-    def to_text(self) -> str:
-        """Write PipeDream's text."""
-        lines = [_node_text(node) for node in self.nodes]
-        return "\n".join([*lines, *(f"\t{begin} -- {end}" for begin, end in self.edges)]) + "\n"
-
 
 def read_graph(text: str) -> LayerGraph:
     """Read PipeDream's text.
@@ -176,9 +167,9 @@ def graph_of(profile: Profile, batch: int) -> LayerGraph:
 
 
 def _read_node(parts: Sequence[str]) -> LayerNode:
-    name, description, costs, *stages = parts
+    name, description, costs, *others = parts
     values = dict(one.split("=", 1) for one in costs.split(", "))
-    if tuple(values) != _FIELDS or len(stages) > 1:
+    if tuple(values) != _FIELDS or not all(one.startswith("stage_id=") for one in others):
         raise ValueError(f"a node has {', '.join(_FIELDS)}, and maybe stage_id")
     forward, backward, activations, parameters = (values[name] for name in _FIELDS)
     return LayerNode(
@@ -188,30 +179,4 @@ def _read_node(parts: Sequence[str]) -> LayerNode:
         float(backward) / 1000,
         tuple(float(one) for one in activations.strip("[]").split(";")),
         float(parameters),
-        _read_stage(stages[0]) if stages else None,
     )
-
-
-def _read_stage(text: str) -> int:
-    found = _STAGE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is no stage_id=N")
-    return int(found[1])
-
-
-def _node_text(node: LayerNode) -> str:
-    sizes = "; ".join(f"{one:.3f}" for one in node.activation_bytes)
-    values = (
-        f"{1000 * node.forward_s:.3f}",
-        f"{1000 * node.backward_s:.3f}",
-        sizes if len(node.activation_bytes) == 1 else f"[{sizes}]",
-        f"{node.parameter_bytes:.3f}",
-    )
-    costs = ", ".join(f"{name}={value}" for name, value in zip(_FIELDS, values, strict=True))
-    return " -- ".join(_parts(node, costs))
-
-
-def _parts(node: LayerNode, costs: str) -> Iterator[str]:
-    yield from (node.name, node.description.replace("\n", " "), costs)
-    if node.stage is not None:
-        yield f"stage_id={node.stage}"

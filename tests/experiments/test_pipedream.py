@@ -15,6 +15,7 @@ from experiments.pipedream.__main__ import main
 from experiments.pipedream.drawn import Shape, all_drawn
 from experiments.pipedream.networks import NETWORKS, build
 from experiments.pipedream.simulated import predict
+from tests.profile_text import profile_text
 
 
 def chain(*costs: tuple[float, float]) -> LayerGraph:
@@ -83,7 +84,7 @@ def test_simulated_rows_stand_beside_the_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = tmp_path / "vgg16.txt"
-    profile.write_text(chain((0.9, 1e3), (0.3, 1e3), (0.1, 4e9)).to_text())
+    profile.write_text(profile_text(chain((0.9, 1e3), (0.3, 1e3), (0.1, 4e9))))
     main(["simulate", str(profile), "--clusters", "A"])
     out = capsys.readouterr().out
     assert "published: 15-1, 5.28 x, 5.28 to the accuracy" in out

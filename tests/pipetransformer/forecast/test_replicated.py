@@ -10,6 +10,7 @@ import pytest
 from autopipe.profile import LayerGraph, LayerNode
 from pipetransformer.cli import main
 from tests.pipetransformer.forecast.test_command import CLUSTER, HERE
+from tests.profile_text import profile_text
 
 ASKED = ["--machines", "3", "--bandwidth", "1e9", "--plan", "pipedream"]
 
@@ -23,7 +24,7 @@ def profile(tmp_path: Path) -> Path:
         LayerNode("high", "Linear", 0.25, 0.75, (0,), 1e9),
     ]
     path = tmp_path / "graph.txt"
-    path.write_text(LayerGraph(tuple(nodes), (("in", "low"), ("low", "high"))).to_text())
+    path.write_text(profile_text(LayerGraph(tuple(nodes), (("in", "low"), ("low", "high")))))
     return path
 
 
@@ -66,7 +67,7 @@ def test_nodes_that_belong_to_nothing_are_named(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = [LayerNode(name, "Linear", 1.0, 1.0, (0,), 0) for name in ("one", "two", "lone")]
-    profile.write_text(LayerGraph(tuple(nodes), (("one", "two"),)).to_text())
+    profile.write_text(profile_text(LayerGraph(tuple(nodes), (("one", "two"),))))
     assert main(["plan", "--profile", str(profile), *ASKED]) == 0
     assert "left out, as nothing else has to do with them: lone" in capsys.readouterr().out
     assert main(["plan", "--profile", str(profile), *ASKED, "--json"]) == 0
