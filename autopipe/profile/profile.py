@@ -200,10 +200,8 @@ def merge(profiles: Sequence[Profile]) -> Profile:
     """Combine the ranks' profiles of one model: the median of every measurement.
 
     Raises:
-        ValueError: no profile is given, or they describe different models or sizes.
+        ValueError: they describe different models or sizes.
     """
-    if not profiles:
-        raise ValueError("merge needs the profile of at least one rank, got none")
     return Profile.from_json(_median([profile.to_json() for profile in profiles]))
 
 
