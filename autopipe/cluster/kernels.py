@@ -34,7 +34,6 @@ _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 class Kernel:
     """State what one kernel computes, and the bytes that it reads and writes."""
 
-    name: str
     flops: float
     num_bytes: float
 
@@ -60,7 +59,8 @@ def count_kernels(
     """
     counts: list[SublayerKernels] = []
     below: Tensor | None = None
-    with left_as_found([sublayer.module for sublayer in sublayers], _META), _as_on_a_gpu():
+    modules = [sublayer.module for sublayer in sublayers]
+    with left_as_found(modules, _META), _META, _FusedKernels():
         for sublayer in sublayers:
             try:
                 count, below = _count(sublayer, below, batch)
@@ -77,14 +77,8 @@ def count_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Count as `chain_bytes` does, for sublayers and a batch as `count_kernels` takes them."""
-    with _as_on_a_gpu():
-        return chain_bytes(sublayers, batch)
-
-
-@contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
     with _META, _FusedKernels():
-        yield
+        return chain_bytes(sublayers, batch)
 
 
 def _count(
@@ -140,7 +134,7 @@ class _KernelCounter(TorchDispatchMode):
             read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
             # Of an expanded tensor those bytes that exist.
             num_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*outputs, *read))
-            self.kernels.append(Kernel(str(func.overloadpacket), flops, num_bytes))
+            self.kernels.append(Kernel(flops, num_bytes))
         return result
 
 

@@ -222,7 +222,7 @@ class Grouped(nn.Module):
 def test_attention_that_no_fused_kernel_takes_is_counted_taken_apart() -> None:
     (count,) = count_kernels(chain(Grouped), meta(2, 2, 8, 4))
     assert flops(count.forward) == 2 * 2 * (2 * 2 * 8 * 8 * 4)
-    assert count.forward[0].name != "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert len(count.forward) > 1
 
 
 class Peeking(nn.Module):
