@@ -60,6 +60,9 @@ class Ends:
     output_gradients: list[Gradients] = field(default_factory=list)
     loss: Callable[[int, Payload], Tensor] | None = None
 
+    def input_of(self, micro_batch: int) -> Payload:
+        return self.inputs[micro_batch]
+
 
 class PartitionWork(StageWork):
     """Run a partition's layers on the micro-batches of one mini-batch."""
@@ -76,7 +79,7 @@ class PartitionWork(StageWork):
         self._summed: set[Tensor] = set()
 
     def first_input(self, micro_batch: int) -> Payload:
-        return self._ends.inputs[micro_batch]
+        return self._ends.input_of(micro_batch)
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
         module, task = self._partition.module, _present()

@@ -14,11 +14,11 @@ from autopipe.engine import Payload
 from autopipe.gpipe.batch_norm import DeferredBatchNorm
 from autopipe.gpipe.micro_batch import as_payload, scatter
 from autopipe.gpipe.module import GPipe
-from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, PartitionWork
+from autopipe.gpipe.partition_work import Ends, LossFunction, PartitionWork
 from autopipe.gpipe.step_loss import StepLoss
 from autopipe.schedule import unflushed
 from autopipe.stashing import StagePlace, StashedWork, check_versions
-from autopipe.threads import CallerSettings, Randomness, ThreadPipeline, randomness_of
+from autopipe.threads import CallerSettings, ThreadPipeline, randomness_of
 
 
 class StashedPipeline(GPipe):
@@ -94,7 +94,7 @@ class StashedPipeline(GPipe):
         self.zero_grad()
         works = [
             StashedWork(
-                _StreamWork(partition, stream, settings, draws),
+                PartitionWork(partition, stream, settings, draws),
                 [partition.module],
                 partition.module.parameters(),
                 place=StagePlace(stage, num_stages, self.chunks),
@@ -163,8 +163,8 @@ class _Stream(Ends):
         self.losses: list[StepLoss] = []
         self._batches, self._num_micro_batches = batches, num_micro_batches
 
-    def next_input(self) -> Payload:
-        """Return the next micro-batch's."""
+    def input_of(self, micro_batch: int) -> Payload:
+        """Return it, and forget it; micro-batches come in order."""
         if not self.inputs:
             pieces, loss = next(self._batches)
             self.inputs.extend(pieces)
@@ -177,21 +177,6 @@ class _Stream(Ends):
         if i == self._num_micro_batches - 1:
             self.losses[batch].forget_targets()
         return loss
-
-
-class _StreamWork(PartitionWork):
-    def __init__(
-        self,
-        partition: Partition,
-        stream: _Stream,
-        settings: CallerSettings,
-        randomness: Randomness,
-    ) -> None:
-        super().__init__(partition, stream, settings, randomness)
-        self._stream = stream
-
-    def first_input(self, micro_batch: int) -> Payload:
-        return self._stream.next_input()
 
 
 def _update(optimizer: Optimizer | None, stream: _Stream, batch: int) -> None:
