@@ -167,7 +167,10 @@ def optimize(
         compute, inner = level.best[-1], machines.count
     seconds = float(tables[-1].best[-1][0, -1])
     if not math.isfinite(seconds):
-        raise ValueError(_refusal(levels, memory_bytes, straight))
+        if memory_bytes is not None:
+            raise ValueError(f"no pipeline fits {memory_bytes:g} bytes on each machine")
+        count = math.prod(machines.count for machines in levels)
+        raise ValueError(f"the graph cannot be cut into {count} stages")
     return ReplicatedPlan(
         _stages(tables, 0, len(states) - 1),
         seconds,
@@ -224,14 +227,6 @@ class _Limits:
     straight: bool
 
 
-def _refusal(levels: Sequence[Machines], memory_bytes: float | None, straight: bool) -> str:
-    """Say why there is no pipeline."""
-    if memory_bytes is not None:
-        return f"no pipeline fits {memory_bytes:g} bytes on each machine"
-    count = math.prod(level.count for level in levels)
-    return f"the graph cannot be cut into {count} stages" if straight else "there is no pipeline"
-
-
 class _Level:
     """Solve a level for every stage of the one above."""
 
@@ -243,8 +238,8 @@ class _Level:
         inner: int,
         limits: _Limits,
     ) -> None:
-        self._sums, self._compute, self._machines = sums, compute, machines
-        self._inner, self._limits = inner, limits
+        self._sums, self._compute, self._limits = sums, compute, limits
+        self.count, self._bytes_per_s, self._inner = machines.count, machines.bytes_per_s, inner
         self.best: Array = np.empty((0, 0, 0))
 
     def solve(self, rows: int) -> None:
@@ -274,23 +269,19 @@ class _Level:
         before = self.best[: m - 1][::-1, rows, :][: len(last), :, lower]
         return np.maximum(before, self._last(lower, j, m, last)[:, None, :])
 
-    @property
-    def count(self) -> int:
-        return self._machines.count
-
     def _single(self, m: int) -> Array:
         """Return the seconds of every single stage on m machines."""
         sums = self._sums
         if self._limits.straight and m > 1:
             return np.full_like(self._compute, np.inf)
         moved = 4 * (m - 1) * np.where(np.isinf(sums.parameters), 0.0, sums.parameters)
-        synced_s = moved / (self._machines.bytes_per_s * m) / self._inner
+        synced_s = moved / (self._bytes_per_s * m) / self._inner
         stash = math.ceil((self.count - m) / m)
         return self._within((self._compute + synced_s) / m, sums.saved + sums.parameters, stash)
 
     def _last(self, lower: NDArray[np.int64], j: int, m: int, last: NDArray[np.int64]) -> Array:
         """Return the seconds of a last stage behind each lower state to j, on `last` of m."""
-        sums, rate = self._sums, self._machines.bytes_per_s * last
+        sums, rate = self._sums, self._bytes_per_s * last
         compute, parameters = self._compute[lower + 1, j], sums.parameters[lower + 1, j]
         times: Array = (compute + 4 * (last - 1) * parameters / rate) / last
         versions = np.ceil((self.count - m) / last)
