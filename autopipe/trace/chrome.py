@@ -10,22 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopipe.schedule import Op
 from autopipe.trace.span import Span
 
 Lanes = dict[str, list[Span]]
 """Spans by the name of their lane, each by its start."""
-
-_NAMES = {
-    Op.FORWARD: "forward",
-    Op.RECOMPUTE: "recompute",
-    Op.BACKWARD: "backward",
-    Op.RECV_ACTIVATION: "wait for activation",
-    Op.RECV_GRADIENT: "wait for gradient",
-    Op.SEND_ACTIVATION: "send activation",
-    Op.SEND_GRADIENT: "send gradient",
-    Op.UPDATE: "update",
-}
 
 
 def lanes(spans: Sequence[Span], stage: int) -> Lanes:
@@ -72,7 +60,7 @@ def _event(span: Span, pid: int, tid: int, origin_s: float) -> dict[str, Any]:
         arguments |= {"payload bytes": span.payload_bytes, "copied bytes": span.num_bytes}
     return {
         "name": span.label,
-        "cat": _NAMES[span.op],
+        "cat": span.op.value,
         "ph": "X",
         "ts": (span.start_s - origin_s) * 1e6,
         "dur": max(0.0, span.duration_s * 1e6),
