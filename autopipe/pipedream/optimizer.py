@@ -88,7 +88,6 @@ class ReplicatedStage:
         )
 
     def to_json(self) -> list[int]:
-        """Return plain values for JSON."""
         return [self.begin, self.end, self.replicas]
 
 
@@ -122,7 +121,6 @@ class ReplicatedPlan:
         return "straight" if set(replicas) == {1} else "-".join(map(str, replicas))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {
             "name": self.name,
             "seconds": self.seconds,

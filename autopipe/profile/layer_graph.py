@@ -57,12 +57,10 @@ class LayerNode:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def output_bytes(self) -> float:
-        """Return the bytes of all outputs."""
         return sum(self.activation_bytes)
 
 
