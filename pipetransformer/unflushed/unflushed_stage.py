@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopipe.engine import StageReport, run_program
 from autopipe.schedule import unflushed
@@ -36,13 +36,9 @@ from pipetransformer.unflushed.stream_work import StreamWork, layers_of_step
 class UnflushedStage(Stage):
     """Train by asynchronous 1F1B; see `Stage` for its arguments.
 
-    Attributes:
-        peak_versions: most versions of its weights that this rank held in the last stream.
     Raises:
         ValueError: the versions asked for cannot be kept with so few micro-batches.
     """
-
-    peak_versions = 1
 
     def train_stream(self, steps: Sequence[ComingStep], rows: Rows) -> deque[StepResult]:
         """Train on the global batches of several steps, all of one size and one epoch.
@@ -120,7 +116,7 @@ class UnflushedStage(Stage):
                 *(self._task.model.sublayers[index].module for index in self._trained),
                 self._task.model.model,
             ],
-            [p for p in self.parameters.values() if isinstance(p, nn.Parameter)],
+            list(self.parameters.values()),
             place=StagePlace(self._index, length, len(sizes)),
             versions=self._versions,
             update=update,
@@ -133,7 +129,6 @@ class UnflushedStage(Stage):
             report = run_program(program, work, self._links, sizes * num_steps)
             for routes in self._layers.side_out:
                 routes.finish_step()
-        self.peak_versions = work.peak_versions
         return report
 
     def _update_once(self, coming: ComingStep, work: TrainWork | None) -> Tensor:
