@@ -34,7 +34,7 @@ from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.look import LookWork
-from pipetransformer.stage.nonfinite import find_nonfinite, locate
+from pipetransformer.stage.nonfinite import where_it_began
 from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import StageWiring, naming_peers
 from pipetransformer.stage.work import (
@@ -333,16 +333,14 @@ class Stage:
 
     def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
-        finding = find_nonfinite(
+        where = where_it_began(
             self._task,
+            self._world,
             self._trained,
             loss=loss_sums[0],
             reducer=self._reducer,
             members=self.topology.stage_ranks(self._index),
-            rank=self._world.rank,
         )
-        names = [sublayer.name for sublayer in self._task.model.sublayers]
-        where = locate(finding, names.__getitem__, group=self._world.group)
         if self._task.config.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"{what}; {where}. Lower the learning rate, clip with max_grad_norm, or leave "
