@@ -7,19 +7,12 @@ wiring: links and side_inputs     health, nonfinite: what is refused
 
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import written_text
-from pipetransformer.stage.side_inputs import SideRoutes, SideSources
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import naming_peers
-from pipetransformer.stage.work import (
-    LossSums,
-    MicroBatches,
-    Results,
-    StageLayers,
-    TrainWork,
-)
+from pipetransformer.stage.work import LossSums, Results, TrainWork
 
 __all__ = [
-    "BatchCut", "LossSums", "MicroBatches", "Results", "SideRoutes", "SideSources", "Stage",
-    "StageLayers", "StepResult", "TrainWork", "broken_down", "naming_peers", "written_text",
+    "BatchCut", "LossSums", "Results", "Stage", "StepResult", "TrainWork", "broken_down",
+    "naming_peers", "written_text",
 ]  # fmt: skip

@@ -201,14 +201,14 @@ class Stage:
         *,
         step: int,
         next_ids: Tensor | None,
-        layers: StageLayers | None = None,
+        first_micro_batch: int | None = None,
     ) -> TrainWork:
-        """Return what this rank computes of a global batch; other layers' are a stream's."""
+        """Return what this rank computes of a global batch; see `MicroBatches` for its first."""
         own, first = self.share.slice_of(ids)
         coming = None if next_ids is None else self.share.read_of(next_ids)
         return TrainWork(
-            layers or self._layers,
-            MicroBatches(own, self._cut.sizes(len(own)), rows, coming, keeps=layers is not None),
+            self._layers,
+            MicroBatches(own, self._cut.sizes(len(own)), rows, coming, first_micro_batch),
             loss_fn=self._task.loss_fn,
             moment=TrainMoment(
                 step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value

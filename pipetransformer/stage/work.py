@@ -61,15 +61,20 @@ class MicroBatches:
         rows: gives stage 0 their entries; asked once a step.
         next_ids: (m,) those that this rank will fetch in the coming step, where they are known;
             they are prepared meanwhile.
-        keeps: whether further steps are fetched before this one's backward, so that what is
-            fetched must be copied.
+        first: which micro-batch of a stream of steps the first one is. Side inputs are then the
+            stream's, and further steps are fetched before this one's backward, so that what is
+            fetched must be copied. None for a step by itself.
     """
 
     ids: Tensor
     sizes: Sequence[int]
     rows: Rows
     next_ids: Tensor | None = None
-    keeps: bool = False
+    first: int | None = None
+
+    def in_stream(self, micro_batch: int) -> int:
+        """Return which micro-batch of the stream one of this step is."""
+        return (self.first or 0) + micro_batch
 
 
 @dataclass
@@ -125,7 +130,7 @@ class LayerWork(StageWork):
         self._parts: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
-        if layers.side_in is not None:
+        if layers.side_in is not None and batches.first is None:
             # Until stage 0 has its data.
             start = time.perf_counter()
             layers.side_in.begin(batches.sizes, layers.own(len(batches.sizes)))
@@ -142,10 +147,10 @@ class LayerWork(StageWork):
         self._parts = self._parts or self._read()
         batch = self._parts[micro_batch]
         for sender in self.layers.side_out:
-            sender.send(micro_batch, batch)
+            sender.send(self._batches.in_stream(micro_batch), batch)
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
-        copy = len(self._parts) > 1 or self._batches.keeps
+        copy = len(self._parts) > 1 or self._batches.first is not None
         device = self.layers.device
         batch = {
             name: part.to(device, copy=copy, non_blocking=part.is_pinned())
@@ -205,7 +210,8 @@ class LayerWork(StageWork):
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:
             side_in = self.layers.side_in
-            entries = {} if side_in is None else side_in.receive(micro_batch)
+            number = self._batches.in_stream(micro_batch)
+            entries = {} if side_in is None else side_in.receive(number)
             self._entries[micro_batch] = {
                 name: tensor.to(self.layers.device) for name, tensor in entries.items()
             }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autopipe.engine import StageReport, run_program
+from autopipe.engine import Payload, StageReport, StageWork, run_program
 from autopipe.schedule import unflushed
 from autopipe.stashing import StagePlace, StashedWork, check_versions
 from pipetransformer.errors import NonFiniteError
@@ -30,7 +30,41 @@ from pipetransformer.stage import (
     naming_peers,
 )
 from pipetransformer.timeline import ComingStep
-from pipetransformer.unflushed.stream_work import StreamWork, layers_of_step
+
+
+class _StreamWork(StageWork):
+    """Give each micro-batch of a stream to its step's work, which begins with its first one.
+
+    Args:
+        work_of: returns a step's work, by its place in the stream; called once each, in order.
+        num_micro_batches: of a step.
+    """
+
+    def __init__(self, work_of: Callable[[int], TrainWork], num_micro_batches: int) -> None:
+        self._work_of, self._num_micro_batches = work_of, num_micro_batches
+        self._under_way: dict[int, TrainWork] = {}
+
+    def first_input(self, micro_batch: int) -> Payload:
+        work, own = self._of(micro_batch)
+        return work.first_input(own)
+
+    def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        work, own = self._of(micro_batch)
+        return work.forward(own, inputs)
+
+    def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
+        work, own = self._of(micro_batch)
+        return work.finish(own, outputs)
+
+    def take(self, number: int) -> TrainWork:
+        """Hand over the work of a step that is done."""
+        return self._under_way.pop(number)
+
+    def _of(self, micro_batch: int) -> tuple[TrainWork, int]:
+        number, own = divmod(micro_batch, self._num_micro_batches)
+        if number not in self._under_way:
+            self._under_way[number] = self._work_of(number)
+        return self._under_way[number], own
 
 
 class UnflushedStage(Stage):
@@ -63,7 +97,7 @@ class UnflushedStage(Stage):
                 rows,
                 step=steps[number].step,
                 next_ids=following,
-                layers=layers_of_step(self._layers, number * len(sizes)),
+                first_micro_batch=number * len(sizes),
             )
 
         def update(number: int) -> None:
@@ -72,7 +106,7 @@ class UnflushedStage(Stage):
             told[number] = self._update_once(steps[number], work)
 
         report = StageReport(0.0, 0.0, 0)
-        stream = StreamWork(work_of, max(1, len(sizes)))
+        stream = _StreamWork(work_of, max(1, len(sizes)))
         if sizes:
             report = self._run_stream(stream, sizes, len(steps), update)
         else:
@@ -104,7 +138,7 @@ class UnflushedStage(Stage):
 
     def _run_stream(
         self,
-        stream: StreamWork,
+        stream: _StreamWork,
         sizes: tuple[int, ...],
         num_steps: int,
         update: Callable[[int], None],
