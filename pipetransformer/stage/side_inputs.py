@@ -17,107 +17,89 @@ from autopipe.engine import Receiver, Sender, TensorSpec
 
 
 class SideSender:
-    """Send the entries one other stage needs."""
+    """Send the entries one other stage needs, to its workers by turns.
 
-    def __init__(self, sender: Sender, names: Sequence[str]) -> None:
-        self._sender = sender
+    Args:
+        senders: to each worker, in the order of their turns.
+        names: of the entries.
+    """
+
+    def __init__(self, senders: Sequence[Sender], names: Sequence[str]) -> None:
+        self._senders = senders
         self._names = names
-        self._announced: dict[str, TensorSpec] | None = None
+        self._announced: dict[Sender, dict[str, TensorSpec]] = {}
 
-    def send(self, batch: Mapping[str, Tensor]) -> None:
+    def send(self, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
         """Send a micro-batch's entries; those the dataset does not give are left out.
 
         Raises:
             ValueError: the entries or their shapes are not those of the step's first micro-batch.
         """
+        sender = self._senders[micro_batch % len(self._senders)]
         entries = {name: batch[name] for name in self._names if name in batch}
         specs = {name: TensorSpec.of(tensor) for name, tensor in entries.items()}
-        if self._announced is None:
-            self._sender.send_header(specs)
-            self._announced = specs
-        elif specs != self._announced:
+        if sender not in self._announced:
+            sender.send_header(specs)
+            self._announced[sender] = specs
+        elif specs != self._announced[sender]:
             raise ValueError(
                 f"a micro-batch has the side inputs {specs}, the step's first one "
-                f"{self._announced}; samples of one step need the same entries of "
+                f"{self._announced[sender]}; samples of one step need the same entries of "
                 "one shape: pad them"
             )
         if entries:
             # From a GPU that waits until it has done all that it was given before.
-            self._sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
+            sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
 
     def finish_step(self) -> None:
         """Wait until all has left; the next step announces itself anew."""
-        self._sender.flush()
-        self._announced = None
-
-
-class SideRoutes:
-    """Send each micro-batch's entries to that worker of another stage that takes it."""
-
-    def __init__(self, senders: Sequence[SideSender]) -> None:
-        self._senders = senders
-
-    def send(self, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
-        """Send a micro-batch's entries; as `SideSender` does."""
-        self._senders[micro_batch % len(self._senders)].send(batch)
-
-    def finish_step(self) -> None:
-        """Wait until all has left."""
         for sender in self._senders:
-            sender.finish_step()
-
-
-class SideSources:
-    """Receive the entries this stage needs from the workers of stage 0."""
-
-    def __init__(self, receivers: Sequence[SideReceiver]) -> None:
-        self._receivers = receivers
-
-    def begin(self, sizes: Sequence[int], own: Sequence[int]) -> None:
-        """Prepare a step; see `SideReceiver`.
-
-        Args:
-            sizes: of all micro-batches.
-            own: those that this worker takes.
-        """
-        for number, receiver in enumerate(self._receivers):
-            receiver.begin(sizes, [i for i in own if i % len(self._receivers) == number])
-
-    def receive(self, micro_batch: int) -> dict[str, Tensor]:
-        """Return a micro-batch's entries."""
-        return self._receivers[micro_batch % len(self._receivers)].receive(micro_batch)
+            sender.flush()
+        self._announced.clear()
 
 
 class SideReceiver:
-    """Receive the entries this stage needs, in the order of the forwards."""
+    """Receive the entries this stage needs from the workers of stage 0, in the order of the
+    forwards.
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._specs: dict[str, TensorSpec] = {}
+    Args:
+        receivers: from each worker, in the order of their turns.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = receivers
+        self._specs: list[dict[str, TensorSpec]] = []
 
     def begin(self, sizes: Sequence[int], order: Sequence[int]) -> None:
-        """Prepare a step of micro-batches of the given sizes: wait for the header.
+        """Prepare a step: wait for the header of every worker that sends something.
 
         It comes before the first activations do. A message that is not asked for before it is
         needed waits for a thread of the sender's, which by then computes: 3 ms on a busy core.
+
+        Args:
+            sizes: of all micro-batches.
+            order: those that this worker takes.
         """
-        self._receiver.begin(order, sizes)
-        self._specs = {}
-        if not order:
-            return
-        self._specs = self._receiver.receive_header()
-        if self._specs:
-            width = sum(_row_bytes(spec) for spec in self._specs.values())
-            self._receiver.spec = TensorSpec((width,), "uint8")
-            self._receiver.post()
+        count, self._specs = len(self._receivers), []
+        for number, receiver in enumerate(self._receivers):
+            own = [i for i in order if i % count == number]
+            receiver.begin(own, sizes)
+            specs = receiver.receive_header() if own else {}
+            if specs:
+                width = sum(_row_bytes(spec) for spec in specs.values())
+                receiver.spec = TensorSpec((width,), "uint8")
+                receiver.post()
+            self._specs.append(specs)
 
     def receive(self, micro_batch: int) -> dict[str, Tensor]:
         """Return a micro-batch's entries."""
-        if not self._specs:
+        number = micro_batch % len(self._receivers)
+        specs = self._specs[number]
+        if not specs:
             return {}
-        rows, entries = self._receiver.receive(micro_batch), {}
-        parts = rows.split([_row_bytes(spec) for spec in self._specs.values()], dim=1)
-        for (name, spec), part in zip(self._specs.items(), parts, strict=True):
+        rows, entries = self._receivers[number].receive(micro_batch), {}
+        parts = rows.split([_row_bytes(spec) for spec in specs.values()], dim=1)
+        for (name, spec), part in zip(specs.items(), parts, strict=True):
             # A copy starts at an aligned address; a slice of one row would stay where it is.
             part = part.clone(memory_format=torch.contiguous_format)
             entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)

@@ -25,7 +25,7 @@ from autopipe.plan import PipelinePlan
 from pipetransformer.errors import PeerError
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
-from pipetransformer.stage.side_inputs import SideReceiver, SideRoutes, SideSender, SideSources
+from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.work import StageLayers
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
@@ -78,31 +78,20 @@ class StageWiring:
 
     def layers(self, indices: range) -> StageLayers:
         """Describe the stage's layers and how side inputs and targets reach it."""
-        side_out = (
-            tuple(
-                SideRoutes(
-                    [
-                        SideSender(
-                            self._sender(rank, _SIDE_TAG, "side inputs"), self._sides_of(stage)
-                        )
-                        for rank in self._ranks_of(stage)
-                    ]
+        name, host = "side inputs", torch.device("cpu")
+        side_out: tuple[SideSender, ...] = ()
+        side_in = None
+        if self.index == 0:
+            side_out = tuple(
+                SideSender(
+                    [self._sender(rank, _SIDE_TAG, name) for rank in self._ranks_of(stage)], sides
                 )
                 for stage in range(1, self.topology.length)
-                if self._sides_of(stage)
+                if (sides := self._sides_of(stage))
             )
-            if self.index == 0
-            else ()
-        )
-        side_in = None
-        if self.index > 0 and not self.is_spare and self._sides_of(self.index):
-            side_in = SideSources(
-                [
-                    SideReceiver(
-                        Receiver(self._peer(rank, _SIDE_TAG, "side inputs"), torch.device("cpu"))
-                    )
-                    for rank in self._ranks_of(0)
-                ]
+        elif not self.is_spare and self._sides_of(self.index):
+            side_in = SideReceiver(
+                [Receiver(self._peer(rank, _SIDE_TAG, name), host) for rank in self._ranks_of(0)]
             )
         is_last = self.index == self.topology.length - 1
         device = self.world.device

@@ -20,7 +20,7 @@ from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
 from pipetransformer.predictions import KeptOutputs
-from pipetransformer.stage.side_inputs import SideRoutes, SideSources
+from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StageLayers:
     task: Task
     indices: range
     device: torch.device
-    side_out: tuple[SideRoutes, ...] = ()
-    side_in: SideSources | None = None
+    side_out: tuple[SideSender, ...] = ()
+    side_in: SideReceiver | None = None
     is_last: bool = True
     turn: tuple[int, int] = (0, 1)
 

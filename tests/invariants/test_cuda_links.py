@@ -246,12 +246,13 @@ def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
 
 
 def test_side_inputs_leave_from_host_memory_wherever_they_are(traffic: Traffic) -> None:
-    sender = SideSender(Sender(peer(None)), ("mask", "target"))
+    sender = SideSender([Sender(peer(None))], ("mask", "target"))
     sender.send(
+        0,
         {
             "mask": torch.empty(2, 5, dtype=torch.bool, device=GPU),
             "target": torch.empty(2, dtype=torch.int64),
-        }
+        },
     )
     assert [(m.device, tuple(m.shape)) for m in traffic.messages] == [
         (CPU, (1024,)),

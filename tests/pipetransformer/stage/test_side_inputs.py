@@ -24,14 +24,14 @@ def carry(steps: Sequence[Sequence[Batch]], names: tuple[str, ...]) -> list[list
     peer = Peer(1 - dist.get_rank(), group, 3, "side inputs", 30.0)
     arrived = []
     if dist.get_rank() == 0:
-        sender = SideSender(Sender(peer), names)
+        sender = SideSender([Sender(peer)], names)
         for step in steps:
-            for batch in step:
-                sender.send(batch)
+            for micro_batch, batch in enumerate(step):
+                sender.send(micro_batch, batch)
             sender.finish_step()
     else:
         channel = Receiver(peer, torch.device("cpu"))
-        receiver = SideReceiver(channel)
+        receiver = SideReceiver([channel])
         for step in steps:
             sizes = [len(next(iter(batch.values()))) for batch in step]
             receiver.begin(sizes, range(len(sizes)))
@@ -126,10 +126,10 @@ class Outbox:
 
 def test_a_step_announces_its_entries_once_and_sends_one_message_a_micro_batch() -> None:
     outbox: Any = Outbox()
-    sender = SideSender(outbox, ("flags", "label"))
+    sender = SideSender([outbox], ("flags", "label"))
     for step in range(2):
-        for size in (4, 2, 1):
-            sender.send(make_batch(size))
+        for micro_batch, size in enumerate((4, 2, 1)):
+            sender.send(micro_batch, make_batch(size))
         sender.finish_step()
         assert outbox.headers == (step + 1) * [
             {"flags": TensorSpec((5,), "bool"), "label": TensorSpec((), "int64")}
@@ -148,8 +148,8 @@ def test_a_step_announces_its_entries_once_and_sends_one_message_a_micro_batch()
 )
 def test_a_micro_batch_unlike_the_first_is_refused_and_never_misread(other: Batch) -> None:
     outbox: Any = Outbox()
-    sender = SideSender(outbox, ("weights",))
-    sender.send({"weights": torch.ones(1, 5)})
+    sender = SideSender([outbox], ("weights",))
+    sender.send(0, {"weights": torch.ones(1, 5)})
     with pytest.raises(ValueError, match=r"side inputs .* need the same entries .*: pad them"):
-        sender.send(other)
+        sender.send(1, other)
     assert len(outbox.messages) == 1
