@@ -11,6 +11,7 @@ from autodp import gather_json
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
+from pipetransformer.loss import mean_of
 from pipetransformer.predictions import (
     OUTPUT,
     EvalPrediction,
@@ -20,7 +21,7 @@ from pipetransformer.predictions import (
     judge,
 )
 from pipetransformer.processes import World
-from pipetransformer.stage import LossSums, Results
+from pipetransformer.stage import Results
 from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Deployment
 
@@ -127,5 +128,9 @@ class Evaluator:
         )
 
     def _means(self, results: Results) -> dict[str, float]:
-        totals = gather_json(results.sums.totals, group=self._world.group)
-        return LossSums.joined(totals).means()
+        """Return the means over what all ranks have added up. Collective."""
+        joined = Results()
+        for totals in gather_json(results.totals, group=self._world.group):
+            for name, (total, count) in totals.items():
+                joined.add(name, total, count)
+        return {name: mean_of(total, count) for name, (total, count) in joined.totals.items()}

@@ -10,9 +10,9 @@ from pipetransformer.stage.health import written_text
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import naming_peers
-from pipetransformer.stage.work import LossSums, Results, TrainWork
+from pipetransformer.stage.work import Results, TrainWork
 
 __all__ = [
-    "BatchCut", "LossSums", "Results", "Stage", "StepResult", "TrainWork", "broken_down",
+    "BatchCut", "Results", "Stage", "StepResult", "TrainWork", "broken_down",
     "naming_peers", "written_text",
 ]  # fmt: skip

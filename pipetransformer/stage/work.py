@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from pipetransformer.config import Metric
 from pipetransformer.data import Batch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
-from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count, mean_of
+from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count
 from pipetransformer.predictions import KeptOutputs
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
@@ -77,43 +77,23 @@ class MicroBatches:
         return (self.first or 0) + micro_batch
 
 
-@dataclass
-class LossSums:
-    """Add up losses and metrics as (sum, count) pairs."""
-
-    totals: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, total: float, count: float) -> None:
-        """Add one micro-batch's contribution."""
-        entry = self.totals.setdefault(name, [0.0, 0.0])
-        entry[0] += float(total)
-        entry[1] += float(count)
-
-    @classmethod
-    def joined(cls, all_totals: Iterable[Mapping[str, Sequence[float]]]) -> LossSums:
-        """Return the sums over the totals of several."""
-        whole = cls()
-        for totals in all_totals:
-            for name, (total, count) in totals.items():
-                whole.add(name, total, count)
-        return whole
-
-    def means(self) -> dict[str, float]:
-        """Return every total over its count; 0 where nothing counts."""
-        return {name: mean_of(total, count) for name, (total, count) in self.totals.items()}
-
-
 @dataclass(frozen=True)
 class Results:
     """Collect what this rank makes of a data set.
 
     Args:
-        sums: losses and metrics.
+        totals: [sum, count] of the loss and of each metric.
         kept: its outputs and targets, where these are asked for.
     """
 
-    sums: LossSums = field(default_factory=LossSums)
+    totals: dict[str, list[float]] = field(default_factory=dict)
     kept: KeptOutputs | None = None
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add one micro-batch's contribution, or another rank's."""
+        entry = self.totals.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(count)
 
 
 class LayerWork(StageWork):
@@ -323,7 +303,7 @@ class EvaluationWork(LayerWork):
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         output, entries = only_tensor(outputs), self._entries[micro_batch]
-        names, sums = self.layers.task.model.targets, self._results.sums
+        names = self.layers.task.model.targets
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
             ids = self._batches.ids.split(list(self._batches.sizes))[micro_batch]
@@ -335,11 +315,11 @@ class EvaluationWork(LayerWork):
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
         for name, metric in metrics.items():
-            sums.add(name, *_sum_and_count(name, metric(output, target)))
+            self._results.add(name, *_sum_and_count(name, metric(output, target)))
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = self._loss_fn(output, target)
-        sums.add("loss", *as_sum_and_count(loss, len(output)))
+        self._results.add("loss", *as_sum_and_count(loss, len(output)))
 
 
 def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
