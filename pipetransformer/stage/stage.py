@@ -209,11 +209,8 @@ class Stage:
         return TrainWork(
             self._layers,
             MicroBatches(own, self._cut.sizes(len(own)), rows, coming, first_micro_batch),
-            loss_fn=self._task.loss_fn,
-            moment=TrainMoment(
-                step, self._task.config.seed, first, len(ids), loss_scale=self._loss_scale.value
-            ),
-            probe=self._probe,
+            TrainMoment(step, first, len(ids), loss_scale=self._loss_scale.value),
+            self._probe,
         )
 
     def _refuse(self, num_split: float, num_wrong: float, wrong: str) -> None:
@@ -267,14 +264,7 @@ class Stage:
         self, layers: StageLayers, batches: MicroBatches, results: Results
     ) -> bool:
         """Evaluate some examples; tell whether their loss depends on how they are split."""
-        work = EvaluationWork(
-            layers,
-            batches,
-            loss_fn=self._task.loss_fn,
-            metrics=self._task.config.metrics,
-            results=results,
-            probe=self._evaluation_probe,
-        )
+        work = EvaluationWork(layers, batches, results, self._evaluation_probe)
         workers = self.topology.workers
         program = forward_only(len(workers), len(batches.sizes), replicas=workers)[self._worker]
         run_program(program, work, self._links, batches.sizes)

@@ -18,7 +18,7 @@ from pipetransformer.config import Metric
 from pipetransformer.data import Batch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
-from pipetransformer.loss import Loss, SplitProbe, as_sum_and_count
+from pipetransformer.loss import SplitProbe, as_sum_and_count
 from pipetransformer.predictions import KeptOutputs
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
@@ -204,14 +204,12 @@ class TrainMoment:
 
     Args:
         step: from 0.
-        seed: the run's.
         first_sample: position of this replica's first sample in the global batch.
         global_batch: samples of the whole step.
         loss_scale: what the backward's loss is multiplied by.
     """
 
     step: int
-    seed: int
     first_sample: int
     global_batch: int
     loss_scale: float = 1.0
@@ -224,13 +222,10 @@ class TrainWork(LayerWork):
         self,
         layers: StageLayers,
         batches: MicroBatches,
-        *,
-        loss_fn: Loss,
         moment: TrainMoment,
         probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
-        self._loss_fn = loss_fn
         self._moment = moment
         self._probe = probe
         probe.begin_step()
@@ -240,7 +235,9 @@ class TrainWork(LayerWork):
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
-        seed = mix_seed(self._moment.seed, self._moment.step, index, self._offsets[micro_batch])
+        seed = mix_seed(
+            self.layers.task.config.seed, self._moment.step, index, self._offsets[micro_batch]
+        )
         torch.default_generator.manual_seed(seed)
         if self.layers.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -256,7 +253,7 @@ class TrainWork(LayerWork):
         target = self.target(micro_batch)
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
-        loss = self._loss_fn(output, target)
+        loss = self.layers.task.loss_fn(output, target)
         num_samples, divisor = len(output), self._moment.global_batch / self._moment.loss_scale
         if isinstance(loss, tuple):
             total, count = loss
@@ -288,22 +285,18 @@ class EvaluationWork(LayerWork):
         self,
         layers: StageLayers,
         batches: MicroBatches,
-        *,
-        loss_fn: Loss,
-        metrics: Mapping[str, Metric] | None,
         results: Results,
         probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
-        self._loss_fn = loss_fn
-        self._metrics = metrics
         self._results = results
         self._probe = probe
         probe.begin_step()
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         output, entries = only_tensor(outputs), self._entries[micro_batch]
-        names = self.layers.task.model.targets
+        task = self.layers.task
+        names = task.model.targets
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
             ids = self._batches.ids.split(list(self._batches.sizes))[micro_batch]
@@ -311,14 +304,14 @@ class EvaluationWork(LayerWork):
         if len(targets) < len(names):
             del self._entries[micro_batch]
             return
-        target, metrics = self.target(micro_batch), self._metrics
+        target, metrics = self.target(micro_batch), task.config.metrics
         if metrics is None:
-            metrics = default_metrics(output, target, ignore_index=self._loss_fn.ignore_index)
+            metrics = default_metrics(output, target, ignore_index=task.loss_fn.ignore_index)
         for name, metric in metrics.items():
             self._results.add(name, *_sum_and_count(name, metric(output, target)))
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
-        loss = self._loss_fn(output, target)
+        loss = task.loss_fn(output, target)
         self._results.add("loss", *as_sum_and_count(loss, len(output)))
 
 
