@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -103,24 +103,14 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 
 @contextmanager
-def in_mode(
-    model: LayeredModel, modules: Iterable[nn.Module], *, training: bool
-) -> Iterator[None]:
+def in_mode(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Have modules in a mode meanwhile, whatever the user or a layer that shares them has set."""
-    flags = model.flags(training=training)
-    changed = [module for module in modules if module.training is not flags[module]]
-    for module in changed:
-        module.training = flags[module]
+    before = [(module, module.training) for module, flag in modes if module.training is not flag]
+    set_modes(modes)
     try:
         yield
     finally:
-        for module in changed:
-            module.training = not module.training
-
-
-def modules_of(model: LayeredModel, indices: Iterable[int]) -> tuple[nn.Module, ...]:
-    """Return all modules of sublayers, wrappers included."""
-    return tuple(module for index in indices for module in model.sublayers[index].module.modules())
+        set_modes(before)
 
 
 def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> None:

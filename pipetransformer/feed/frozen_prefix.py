@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autocache import HIDDEN, PrefixStamps
 from pipetransformer.data import Batch
-from pipetransformer.job import Task, in_mode, modules_of
+from pipetransformer.job import Task, in_mode, modes_of
 
 _LOGGER = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
@@ -36,7 +36,7 @@ class FrozenPrefix:
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
         self.stamps = PrefixStamps(f"eval, {task.precision}")
-        self._modules: tuple[nn.Module, ...] = ()
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._stamped: list[tuple[int, int]] = []
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
@@ -52,7 +52,7 @@ class FrozenPrefix:
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
         self.uses_cache = use_cache and num_frozen > 0
-        self._modules = modules_of(self.task.model, self._sublayers())
+        self._modes = modes_of(self.task.model, self._sublayers(), num_frozen=num_frozen)
         if self.uses_cache and on_stage_0:
             self._stamp_layers()
 
@@ -61,7 +61,7 @@ class FrozenPrefix:
         self.come_back()
         model = self.task.model
         begin, end = model.first_active(first), model.first_active(last)
-        with in_mode(model, self._modules, training=False):
+        with in_mode(self._modes):
             hidden = self.task.call(begin, batch[HIDDEN] if begin else batch, sides=batch)
             for index in range(begin + 1, end):
                 hidden = self.task.call(index, hidden, sides=batch)

@@ -23,9 +23,9 @@ from pipetransformer.feed import Rows
 from pipetransformer.job import (
     Task,
     build_optimizer,
+    in_mode,
     modes_of,
     set_modes,
-    set_training,
     trained_parameters,
 )
 from pipetransformer.loss import LossScale, SplitProbe, mean_of
@@ -39,9 +39,9 @@ from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import StageWiring, naming_peers
 from pipetransformer.stage.work import (
     EvaluationWork,
+    LayerWork,
     MicroBatches,
     Results,
-    StageLayers,
     TrainMoment,
     TrainWork,
 )  # fmt: skip
@@ -104,6 +104,8 @@ class Stage:
         )
         prefix = range(plan.boundaries[0] if self._index == 0 else 0)
         self._modes = modes_of(task.model, self._trained, num_frozen=0)
+        all_frozen = task.model.num_layers + 1
+        self._evaluation_modes = modes_of(task.model, self._trained, num_frozen=all_frozen)
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self.recorder: Recorder | None = None
@@ -222,21 +224,19 @@ class Stage:
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""
-        model, layers = self._task.model, self._layers
-        own = self.rounds(num_samples)
-        set_training(model, layers.indices, num_frozen=model.num_layers + 1)
-        with torch.no_grad():
+        with torch.no_grad(), in_mode(self._evaluation_modes):
             # Every rank counts the largest replica's rounds, and hears of all others in each: a
             # spare, or a replica without examples, waits for a round and not for the whole.
-            for ids in own:
+            for ids in self.rounds(num_samples):
                 differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
                     with naming_peers():
-                        differs = self._evaluate_round(layers, batches, results)
+                        probe = self._evaluation_probe
+                        self._run_forwards(EvaluationWork(self._layers, batches, results, probe))
+                        differs = probe.finds_difference()
                 if any(self._sum_over_world([float(differs)])):
                     self._evaluation_probe.refuse()
-        self._set_training()
 
     def rounds(self, num_samples: int) -> list[Tensor]:
         """Return this replica's share of the examples 0..num_samples-1, as it evaluates them."""
@@ -250,26 +250,16 @@ class Stage:
         """
         if self._is_spare or self._layers.turn[0]:
             return {}  # There is one micro-batch, the first workers'.
-        model, layers = self._task.model, self._layers
-        set_training(model, layers.indices, num_frozen=model.num_layers + 1)
-        with torch.no_grad(), naming_peers():
-            work = LookWork(layers, MicroBatches(ids, (len(ids),), rows))
-            program = forward_only(self.topology.length, 1)[self._index]
-            run_program(program, work, self._links, (len(ids),))
-            work.finish_step()
-        self._set_training()
+        with torch.no_grad(), in_mode(self._evaluation_modes), naming_peers():
+            work = LookWork(self._layers, MicroBatches(ids, (len(ids),), rows))
+            self._run_forwards(work)
         return work.grams
 
-    def _evaluate_round(
-        self, layers: StageLayers, batches: MicroBatches, results: Results
-    ) -> bool:
-        """Evaluate some examples; tell whether their loss depends on how they are split."""
-        work = EvaluationWork(layers, batches, results, self._evaluation_probe)
+    def _run_forwards(self, work: LayerWork) -> None:
         workers = self.topology.workers
-        program = forward_only(len(workers), len(batches.sizes), replicas=workers)[self._worker]
-        run_program(program, work, self._links, batches.sizes)
+        program = forward_only(len(workers), len(work.sizes), replicas=workers)[self._worker]
+        run_program(program, work, self._links, work.sizes)
         work.finish_step()
-        return self._evaluation_probe.finds_difference()
 
     def _run(self, work: TrainWork) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
@@ -381,8 +371,3 @@ class Stage:
         own = value.to("cpu") if self._speaks_for_stage else torch.zeros((), dtype=value.dtype)
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)
-
-    def _set_training(self) -> None:
-        model = self._task.model
-        first_active = model.sublayers[self.plan.boundaries[0]].layer
-        set_training(model, self._layers.indices, num_frozen=first_active)
