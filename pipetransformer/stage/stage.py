@@ -33,13 +33,13 @@ from pipetransformer.optimizer import LAYER
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
-from pipetransformer.stage.look import LookWork
 from pipetransformer.stage.nonfinite import where_it_began
 from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import StageWiring, naming_peers
 from pipetransformer.stage.work import (
     EvaluationWork,
     LayerWork,
+    LookWork,
     MicroBatches,
     Results,
     TrainMoment,

@@ -1,4 +1,4 @@
-"""Say what one stage computes on a micro-batch, in training and in evaluation."""
+"""Say what one stage computes on a micro-batch: to train, to evaluate, to look at its layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from autocache import HIDDEN
 from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
+from freeze.signals import gram
 from pipetransformer.config import Metric
 from pipetransformer.data import Batch
 from pipetransformer.feed import Rows
@@ -313,6 +314,25 @@ class EvaluationWork(LayerWork):
         self._probe.watch(output, target)
         loss = task.loss_fn(output, target)
         self._results.add("loss", *as_sum_and_count(loss, len(output)))
+
+
+@final
+class LookWork(LayerWork):
+    """Keep the Gram matrix of each layer's outputs, by layer, in `grams`."""
+
+    def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
+        super().__init__(layers, batches)
+        self.grams: dict[int, Tensor] = {}
+
+    def see(self, index: int, output: Tensor) -> None:
+        sublayers = self.layers.task.model.sublayers
+        layer = sublayers[index].layer
+        # Above it there is the head at least.
+        if layer < self.layers.task.model.num_layers and sublayers[index + 1].layer != layer:
+            self.grams[layer] = gram(output)
+
+    def finish(self, micro_batch: int, outputs: Payload) -> None:
+        """Need no loss."""
 
 
 def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
