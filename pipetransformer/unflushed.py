@@ -151,11 +151,11 @@ class UnflushedStage(Stage):
                 self._task.model.model,
             ],
             list(self.parameters.values()),
-            place=StagePlace(self._index, length, len(sizes)),
+            place=StagePlace(self.index, length, len(sizes)),
             versions=self._versions,
             update=update,
         )
-        program = unflushed(length, num_steps, len(sizes))[self._index]
+        program = unflushed(length, num_steps, len(sizes))[self.index]
         with naming_peers():
             if self._layers.side_in is not None:
                 all_sizes = sizes * num_steps

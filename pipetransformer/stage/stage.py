@@ -59,6 +59,8 @@ class Stage:
         topology: which stage it is.
         groups: those of the topology.
         loss_scale: the run's.
+    Attributes:
+        index: which stage of its pipeline this rank is.
     """
 
     def __init__(
@@ -75,23 +77,20 @@ class Stage:
         self.topology = topology
         self._task = task
         self._world = world
-        self._index = topology.stage_of(world.rank)
-        self._replica = topology.replica_of(world.rank)
+        self._wiring = StageWiring(task, world, plan, topology, groups)
+        self.index, self._timeout_s = self._wiring.index, self._wiring.timeout_s
         # Among those of its pipeline.
-        self._worker = sum(topology.workers[: self._index]) + topology.worker_of(world.rank)
-        self._timeout_s = task.config.step_limit_s(plan.predicted_step_s)
+        self._worker = sum(topology.workers[: self.index]) + topology.worker_of(world.rank)
         self._groups, self._loss_scale = groups, loss_scale
         self._cut = BatchCut(
             topology.replicas, plan.num_micro_batches, task.config.micro_batch_size
         )
         # A spare is a stage without sublayers, in a replica that has no samples.
-        self._is_spare = topology.is_spare(world.rank)
         self._trained = range(
-            *((0, 0) if self._is_spare else plan.boundaries[self._index : self._index + 2])
+            *((0, 0) if self._wiring.is_spare else plan.boundaries[self.index : self.index + 2])
         )
-        self._wiring = StageWiring(task, world, plan, topology, groups)
         self._layers = self._wiring.layers(self._trained)
-        self.share = RankShare(self._cut, self._replica, self._layers.turn)
+        self.share = RankShare(self._cut, self._wiring.replica, self._layers.turn)
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = build_optimizer(task, self.parameters)
@@ -102,7 +101,7 @@ class Stage:
             },
             task.signals,
         )
-        prefix = range(plan.boundaries[0] if self._index == 0 else 0)
+        prefix = range(plan.boundaries[0] if self.index == 0 else 0)
         self._modes = modes_of(task.model, self._trained, num_frozen=0)
         all_frozen = task.model.num_layers + 1
         self._evaluation_modes = modes_of(task.model, self._trained, num_frozen=all_frozen)
@@ -114,13 +113,8 @@ class Stage:
             self._reducer = GradientReducer(
                 [p for p in self.parameters.values() if p.requires_grad],
                 self._groups.stage,
-                on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
+                on_one_node=topology.is_on_one_node(topology.stage_ranks(self.index)),
             )
-
-    @property
-    def index(self) -> int:
-        """Return which stage of its pipeline this rank is."""
-        return self._index
 
     def close(self) -> None:
         """Let go of all memory that is the stage's own, even if the stage itself is kept."""
@@ -177,7 +171,7 @@ class Stage:
         skipped = self._must_skip(step, loss, norm, work)
         self._update(step, learning_rate_factor, skipped)
         total = time.perf_counter() - start
-        idle_s = reduce_s if self._is_spare else 0.0  # It has nothing to sum, and waits.
+        idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
         breakdown = broken_down(
             total,
             compute=report.compute_s,
@@ -248,7 +242,7 @@ class Stage:
 
         Every replica runs all of them, in one micro-batch and without dropout.
         """
-        if self._is_spare or self._layers.turn[0]:
+        if self._wiring.is_spare or self._layers.turn[0]:
             return {}  # There is one micro-batch, the first workers'.
         with torch.no_grad(), in_mode(self._evaluation_modes), naming_peers():
             work = LookWork(self._layers, MicroBatches(ids, (len(ids),), rows))
@@ -319,7 +313,7 @@ class Stage:
             self._trained,
             loss=loss_sums[0],
             reducer=self._reducer,
-            members=self.topology.stage_ranks(self._index),
+            members=self.topology.stage_ranks(self.index),
         )
         if self._task.config.on_nonfinite == "raise":
             raise NonFiniteError(
@@ -339,7 +333,7 @@ class Stage:
                 factor = learning_rate_factor(group.get(LAYER))
                 group["lr"] = group["initial_lr"] * factor
             # An optimizer that rounds by chance must do so alike on all replicas.
-            seed = mix_seed(self._task.config.seed, step, self._index)
+            seed = mix_seed(self._task.config.seed, step, self.index)
             torch.default_generator.manual_seed(seed)
             if self._world.device.type == "cuda":
                 torch.cuda.manual_seed(seed)
@@ -362,7 +356,7 @@ class Stage:
     @property
     def _speaks_for_stage(self) -> bool:
         """Tell whether this rank is the first of those that hold its stage."""
-        return self._replica == self._layers.turn[0] == 0
+        return self._wiring.replica == self._layers.turn[0] == 0
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as their first ranks hold them."""
