@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autodp import largest_incoming_bytes, plan_moves
@@ -78,29 +78,31 @@ class Pace:
         return statistics.median(self._computed)
 
 
+@dataclass
 class Calibration:
     """Hold what live steps have taught of costs since they were measured.
 
-    All computing takes longer by one factor, some ranks by one of their own, and steps of a plan
-    that was tried by another.
+    Args:
+        lengthening: how many times longer all computing takes.
+        slowness: how many times longer than the fastest each rank computes; () for equal ranks.
+        corrections: how many times longer steps of a plan take that was tried, by its name.
     """
 
-    def __init__(self) -> None:
-        self._lengthening = 1.0
-        self._slowness: tuple[float, ...] = ()
-        self._corrections: dict[str, float] = {}
+    lengthening: float = 1.0
+    slowness: tuple[float, ...] = ()
+    corrections: dict[str, float] = field(default_factory=dict)
 
     def applied_to(self, profile: Profile) -> Profile:
         """Return the costs as they are now."""
-        return replace(profile.lengthened(self._lengthening), slowness=self._slowness)
+        return replace(profile.lengthened(self.lengthening), slowness=self.slowness)
 
     def correction(self, plan: PipelinePlan) -> float:
         """Return how many times longer than predicted a plan's steps have turned out to take."""
-        return self._corrections.get(plan_name(plan), 1.0)
+        return self.corrections.get(plan_name(plan), 1.0)
 
     def correct(self, plan: PipelinePlan, slower: float) -> None:
         """Note that a plan's steps take longer than predicted by another factor."""
-        self._corrections[plan_name(plan)] = self.correction(plan) * slower
+        self.corrections[plan_name(plan)] = self.correction(plan) * slower
 
     def compare_ranks(self, computed_s: Sequence[float], expected_s: Sequence[float]) -> None:
         """Find out how many times longer than the fastest each rank computes.
@@ -109,14 +111,14 @@ class Calibration:
             computed_s: seconds a step, by rank.
             expected_s: by rank, with the slowness known so far; 0 for one that has nothing to do.
         """
-        known = self._slowness or (1.0,) * len(computed_s)
+        known = self.slowness or (1.0,) * len(computed_s)
         found = [
             before * seconds / expected if seconds and expected else 0.0
             for before, seconds, expected in zip(known, computed_s, expected_s, strict=True)
         ]
         fastest = min(filter(None, found), default=1.0)
         slowness = tuple(max(one / fastest, 1.0) for one in found)
-        self._slowness = slowness if max(slowness) > 1 + _UNEQUAL else ()
+        self.slowness = slowness if max(slowness) > 1 + _UNEQUAL else ()
 
     def compare_steps(self, plan: PipelinePlan, measured_s: float) -> None:
         """Find out how much longer all computing takes.
@@ -126,20 +128,7 @@ class Calibration:
             measured_s: what its steps take, without fetching samples.
         """
         if plan.training_s > 0:
-            self._lengthening *= measured_s / plan.training_s
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, as plain values."""
-        return {
-            "lengthening": self._lengthening,
-            "slowness": list(self._slowness),
-            "corrections": self._corrections,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self._lengthening, self._slowness = state["lengthening"], tuple(state["slowness"])
-        self._corrections = dict(state["corrections"])
+            self.lengthening *= measured_s / plan.training_s
 
 
 class TransitionCost:

@@ -214,7 +214,7 @@ class Decider:
         back = self.planner.same_stages(clock, current, left)
         # Told apart from a machine that became slower by how soon the one followed the other.
         slower = measured_s / max(current.plan.training_s, 1e-9)
-        self.planner.correct(current.plan, slower)
+        self.planner.calibration.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
         if back is None or measured_s <= (1 + _NOISE) * back.training_s:
             return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from autodp import gather_json
@@ -31,6 +32,8 @@ class RunPlanner:
         task, world: what is trained, and where.
         measurements: costs on the live devices.
         memory_limit_bytes: what a device slot may use; None for no limit.
+    Attributes:
+        calibration: what live steps have taught of the costs.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class RunPlanner:
         self._task, self._world = task, world
         self.measurements = measurements
         self._memory_limit_bytes = memory_limit_bytes
-        self._calibration = Calibration()
+        self.calibration = Calibration()
         self._transition_cost = TransitionCost(world)
 
     def plan(
@@ -89,17 +92,13 @@ class RunPlanner:
             computed_s: in how many of these seconds this rank computed.
         """
         all_computed_s = gather_json(computed_s, group=self._world.group)
-        self._calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
+        self.calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
         predicted = self.same_stages(clock, current, current.plan) or current.plan
-        self._calibration.compare_steps(predicted, measured_s)
-
-    def correct(self, plan: PipelinePlan, slower: float) -> None:
-        """Note that a plan's steps take longer than predicted by a factor."""
-        self._calibration.correct(plan, slower)
+        self.calibration.compare_steps(predicted, measured_s)
 
     def use(self, measurements: Measurements) -> None:
         """Start over with what was measured anew."""
-        self.measurements, self._calibration = measurements, Calibration()
+        self.measurements, self.calibration = measurements, Calibration()
 
     def note_transition(self, before: PipelinePlan, after: PipelinePlan, seconds: float) -> None:
         """Learn from what a transition took."""
@@ -116,13 +115,14 @@ class RunPlanner:
         """Return what a resumed run must know, as plain values."""
         return {
             "transition_cost": self._transition_cost.state_dict(),
-            "calibration": self._calibration.state_dict(),
+            "calibration": asdict(self.calibration),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._transition_cost.load_state_dict(state["transition_cost"])
-        self._calibration.load_state_dict(state["calibration"])
+        taught = state["calibration"]
+        self.calibration = Calibration(**{**taught, "slowness": tuple(taught["slowness"])})
 
     def _situation(
         self,
@@ -137,12 +137,12 @@ class RunPlanner:
         return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
-            rested(self._calibration.applied_to(self.measurements.profile), resting),
+            rested(self.calibration.applied_to(self.measurements.profile), resting),
             self._request(clock, num_frozen, current),
             plan,
             lambda after: self.predict_transition_s(before, after),
             self._task.config.scale_batch,
-            self._calibration.correction,
+            self.calibration.correction,
         )
 
     def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
