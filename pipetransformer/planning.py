@@ -20,10 +20,6 @@ from autopipe.profile import Profile
 _MOST_CHUNK = 32
 
 
-def _as_predicted(plan: PipelinePlan) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class PlanSituation:
     """State what a planner may look at.
@@ -48,7 +44,7 @@ class PlanSituation:
     current: PipelinePlan | None
     transition_s: Callable[[PipelinePlan], float]
     scale_batch: bool = False
-    correction: Callable[[PipelinePlan], float] = _as_predicted
+    correction: Callable[[PipelinePlan], float] = lambda plan: 1.0
 
 
 Planner = Callable[[PlanSituation], PipelinePlan]

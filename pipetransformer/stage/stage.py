@@ -251,13 +251,14 @@ class Stage:
 
     def _run_forwards(self, work: LayerWork) -> None:
         workers = self.topology.workers
-        program = forward_only(len(workers), len(work.sizes), replicas=workers)[self._worker]
-        run_program(program, work, self._links, work.sizes)
+        sizes = work.batches.sizes
+        program = forward_only(len(workers), len(sizes), replicas=workers)[self._worker]
+        run_program(program, work, self._links, sizes)
         work.finish_step()
 
     def _run(self, work: TrainWork) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
-        if not (sizes := work.sizes):
+        if not (sizes := work.batches.sizes):
             return StageReport(0.0, 0.0, 0)
         workers = self.topology.workers
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]

@@ -107,7 +107,7 @@ class LayerWork(StageWork):
 
     def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers
-        self._batches = batches
+        self.batches = batches
         self._parts: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
@@ -117,21 +117,16 @@ class LayerWork(StageWork):
             layers.side_in.begin(batches.sizes, layers.own(len(batches.sizes)))
             self.data_s += time.perf_counter() - start
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Return the samples of every micro-batch."""
-        return self._batches.sizes
-
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
         # For the whole step at once: few samples at a time would fill few of the prefix's chunks.
         self._parts = self._parts or self._read()
         batch = self._parts[micro_batch]
         for sender in self.layers.side_out:
-            sender.send(self._batches.in_stream(micro_batch), batch)
+            sender.send(self.batches.in_stream(micro_batch), batch)
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
-        copy = len(self._parts) > 1 or self._batches.first is not None
+        copy = len(self._parts) > 1 or self.batches.first is not None
         device = self.layers.device
         batch = {
             name: part.to(device, copy=copy, non_blocking=part.is_pinned())
@@ -152,7 +147,7 @@ class LayerWork(StageWork):
             value = self.layers.task.call(index, value, sides=entries)
             self.see(index, value)
         assert isinstance(value, Tensor)
-        size = self._batches.sizes[micro_batch]
+        size = self.batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
             raise ValueError(
                 f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
@@ -179,7 +174,7 @@ class LayerWork(StageWork):
 
     def _read(self) -> dict[int, Batch]:
         """Return own micro-batches' entries: slices of what the step's samples are given."""
-        batches, sizes = self._batches, list(self._batches.sizes)
+        batches, sizes = self.batches, list(self.batches.sizes)
         own = self.layers.own(len(sizes))
         all_ids = batches.ids.split(sizes)
         whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
@@ -191,7 +186,7 @@ class LayerWork(StageWork):
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:
             side_in = self.layers.side_in
-            number = self._batches.in_stream(micro_batch)
+            number = self.batches.in_stream(micro_batch)
             entries = {} if side_in is None else side_in.receive(number)
             self._entries[micro_batch] = {
                 name: tensor.to(self.layers.device) for name, tensor in entries.items()
@@ -300,7 +295,7 @@ class EvaluationWork(LayerWork):
         names = task.model.targets
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
-            ids = self._batches.ids.split(list(self._batches.sizes))[micro_batch]
+            ids = self.batches.ids.split(list(self.batches.sizes))[micro_batch]
             self._results.kept.add(output, targets, ids)
         if len(targets) < len(names):
             del self._entries[micro_batch]
