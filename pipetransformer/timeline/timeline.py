@@ -71,14 +71,9 @@ class Timeline:
         self._end: int | None = None
 
     @property
-    def is_stopped(self) -> bool:
-        """Tell whether the run was stopped, and has come to where."""
-        return self._end is not None and self.position.step >= self._end
-
-    @property
     def is_over(self) -> bool:
-        """Tell whether all epochs or steps are done, or the run was stopped before."""
-        return self.is_stopped or self._is_complete
+        """Tell whether all epochs or steps are done, or the run has come to where it stops."""
+        return self._is_complete or (self._end is not None and self.position.step >= self._end)
 
     @property
     def _is_complete(self) -> bool:
