@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,7 +14,7 @@ from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
 from pipetransformer.loss import Loss
 from pipetransformer.optimizer import OptimizerFactory
-from pipetransformer.precision import Precision
+from pipetransformer.precision import DTYPES, call_in
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Task:
     signals: frozenset[str] = frozenset()
 
     @property
-    def precision(self) -> Precision:
-        """Return what the sublayers compute in."""
-        return Precision.named(self.config.precision)
+    def computes_in(self) -> torch.dtype | None:
+        """Return what the sublayers compute in; None is as the weights are."""
+        return DTYPES[self.config.precision]
 
     def call(
         self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
@@ -48,7 +49,7 @@ class Task:
 
         Arguments and errors are those of `LayeredModel.call`.
         """
-        return self.precision.call(self.model, index, value, sides=sides)
+        return call_in(self.computes_in, self.model, index, value, sides=sides)
 
 
 def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:

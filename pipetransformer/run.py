@@ -42,7 +42,7 @@ from pipetransformer.optimizer import (
     split_by_layer,
     try_optimizer,
 )
-from pipetransformer.precision import Precision
+from pipetransformer.precision import DTYPES
 from pipetransformer.processes import (
     agree,
     connect,
@@ -341,7 +341,7 @@ def _describe(
     policy: FreezePolicy,
 ) -> tuple[Task, OptimizerTraits]:
     """Return what is trained, and what its optimizer is like; refuse what cannot be."""
-    refuse_model(layered, Precision.named(config.precision))
+    refuse_model(layered, DTYPES[config.precision])
     optimizer = optimizer or adamw()
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:

@@ -35,7 +35,9 @@ class FrozenPrefix:
         self._is_away, self._num_unneeded = False, 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
-        self.stamps = PrefixStamps(f"eval, {task.precision}")
+        dtype = task.computes_in
+        mode = "as the weights are" if dtype is None else f"autocast to {dtype}"
+        self.stamps = PrefixStamps(f"eval, {mode}")
         self._modes: list[tuple[nn.Module, bool]] = []
         self._stamped: list[tuple[int, int]] = []
 

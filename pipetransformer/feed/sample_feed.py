@@ -143,7 +143,7 @@ class SampleFeed:
         row_bytes *= self._rows.share_of_measured()
         if config.cache_dtype is not None:
             weights = next(model.model.parameters()).dtype
-            computed = self._task.precision.dtype or weights
+            computed = self._task.computes_in or weights
             row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed.itemsize
         needed = int(row_bytes * self._num_views * len(self.dataset))
         return min(needed, config.cache_limit_bytes or needed)

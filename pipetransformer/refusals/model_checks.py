@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
-from pipetransformer.precision import Precision
 
 
-def refuse_model(model: LayeredModel, precision: Precision) -> None:
+def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
     """Refuse what would be lost, or mean something else, where layers move and batches are split,
     and weights that a low precision would round at every update.
 
@@ -24,7 +23,7 @@ def refuse_model(model: LayeredModel, precision: Precision) -> None:
     _refuse_shared_memory(model.model)
     _refuse_references(model.model)
     _refuse_module_hooks(model)
-    if precision.dtype is not None:
+    if computes_in is not None:
         _refuse_low_weights(model.model)
 
 

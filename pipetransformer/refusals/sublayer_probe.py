@@ -192,7 +192,7 @@ class _Probe:
         if not one.is_floating_point():
             return not torch.equal(one, other)
         # The last sublayer's output is in float32, however it was computed.
-        computed = self.task.precision.dtype or one.dtype
+        computed = self.task.computes_in or one.dtype
         allowed = _TOLERANCES.get(computed, _COARSEST) * float(other.abs().max())
         return float((one - other).nan_to_num().abs().max()) > allowed
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.precision import Precision
+from pipetransformer.precision import DTYPES as NAMED
+from pipetransformer.precision import call_in
 from tests.adapted import MODELS, batch_for
 from tests.measured import measuring, never
 from tests.models import Entries, tiny_data, tiny_model
@@ -22,27 +23,27 @@ def tiny() -> LayeredModel:
     return adapt(tiny_model(dtype=torch.float32))
 
 
-def run(layered: LayeredModel, precision: Precision) -> list[Tensor]:
+def run(layered: LayeredModel, name: str) -> list[Tensor]:
     """Return every sublayer's output."""
     batch = {"x": tiny_data(dtype=torch.float32).tensors[0]}
     outputs: list[Tensor] = []
     for index in range(len(layered.sublayers)):
         value = outputs[-1] if outputs else batch
-        outputs.append(precision.call(layered, index, value, sides=batch))
+        outputs.append(call_in(NAMED[name], layered, index, value, sides=batch))
     return outputs
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_hidden_states_are_in_low_precision_and_the_output_in_float32(name: str) -> None:
-    *hidden, output = run(tiny(), Precision.named(name))
+    *hidden, output = run(tiny(), name)
     assert {one.dtype for one in hidden} == {DTYPES[name]}
     assert output.dtype == torch.float32 and torch.equal(output, output.to(DTYPES[name]).float())
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_gradients_of_micro_batches_add_up_in_float32(name: str) -> None:
-    layered, precision = tiny(), Precision.named(name)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_gradients_of_micro_batches_add_up_in_float32(precision: str) -> None:
+    layered = tiny()
     parameters = dict(layered.model.named_parameters())
     run(layered, precision)[-1].sum().backward()
     once = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
@@ -57,7 +58,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(name: str) -> None:
 def test_without_a_precision_nothing_is_cast() -> None:
     layered = adapt(tiny_model())
     batch = {"x": tiny_data().tensors[0]}
-    assert Precision.named(None).call(layered, 0, batch, sides=batch).dtype == torch.float64
+    assert call_in(NAMED[None], layered, 0, batch, sides=batch).dtype == torch.float64
 
 
 def test_a_weight_that_a_checkpoint_in_a_sublayer_casts_keeps_its_gradient() -> None:
@@ -68,7 +69,7 @@ def test_a_weight_that_a_checkpoint_in_a_sublayer_casts_keeps_its_gradient() -> 
 
     torch.manual_seed(0)
     layered = adapt(nn.Sequential(nn.Linear(8, 4), Recomputed(4, 4), nn.Linear(4, 3)))
-    run(layered, Precision.named("bf16"))[-1].sum().backward()
+    run(layered, "bf16")[-1].sum().backward()
     one = dict(layered.model.named_parameters())["1.weight"]
     assert one.grad is not None and bool(one.grad.abs().sum() > 0)
 
