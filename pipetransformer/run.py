@@ -60,7 +60,7 @@ from pipetransformer.refusals import (
 )
 from pipetransformer.report import RunLog
 from pipetransformer.stage import StepResult
-from pipetransformer.timeline import Clock, ComingBatches, Timeline
+from pipetransformer.timeline import Clock, ComingBatches, ComingStep, Timeline
 from pipetransformer.transition import Change, Deployment, Transitions
 from pipetransformer.unflushed import UnflushedStage
 from pipetransformer.verification import Verification, verify
@@ -210,8 +210,8 @@ class Run:
         last = self._last_rate
         return self.transitions.clock().learning_rate if last is None else last
 
-    def batches(self) -> tuple[Tensor, Tensor | None]:
-        """Return the samples of the coming step, and of the next where nothing comes between."""
+    def next_two(self) -> tuple[ComingStep, Tensor | None]:
+        """Return the coming step, and the samples of the next where nothing comes between."""
         return self._coming.next_two(self.transitions.replicas)
 
     def train_in_stream(self, *, stops: bool) -> StepResult:

@@ -309,24 +309,21 @@ class Trainer:
                 "give a larger epochs= to go on. A loop that asks is_over calls begin() before it"
             )
         self._events.tell_of_change(run.decide_if_due())
-        ids, next_ids = run.batches()
+        coming, next_ids = run.next_two()
         stage, clock = run.deployment.active_stage, run.transitions.clock()
         if self._trace is not None:
             stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
         if self.config.weight_versions is not None:
             result = run.train_in_stream(stops=self._events.wants_stop)
         else:
-            factor = partial(timeline.learning_rate_factor, run.transitions.replicas)
             result = stage.train_step(
-                ids,
+                coming,
                 run.feed.rows(clock.epoch, is_last=timeline.sees_samples_last),
-                step=clock.step,
                 next_ids=next_ids,
-                learning_rate_factor=factor,
                 stops=self._events.wants_stop,
             )
         stage.recorder = None
-        run.note_step(result, clock, len(ids))
+        run.note_step(result, clock, len(coming.ids))
         self._events.tell(Callback.on_step_end, result)
         metrics = run.evaluate_if_due()
         if metrics is not None:

@@ -93,11 +93,7 @@ class UnflushedStage(Stage):
         def work_of(number: int) -> TrainWork:
             following = steps[number + 1].ids if number + 1 < len(steps) else None
             return self._train_work(
-                steps[number].ids,
-                rows,
-                step=steps[number].step,
-                next_ids=following,
-                first_micro_batch=number * len(sizes),
+                steps[number], rows, following, first_micro_batch=number * len(sizes)
             )
 
         def update(number: int) -> None:
@@ -172,7 +168,7 @@ class UnflushedStage(Stage):
         squares = float(self.signals.squared_norm())
         if math.isfinite(squares):
             self.signals.add_gradients()
-        self._update(coming.step, coming.learning_rate_factor, skipped=False)
+        self._update(coming, skipped=False)
         if work is None:  # Its gradients are the others', and stay until the next step's.
             for parameter in self.parameters.values():
                 parameter.grad = None

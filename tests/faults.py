@@ -41,6 +41,7 @@ from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
+from pipetransformer.timeline import ComingStep
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.deployment import Deployment
 from pipetransformer.transition.journal import Journal
@@ -141,12 +142,12 @@ class Clock:
         self.num_steps: int | None = None
         original = Stage.train_step
 
-        def train_step(stage: Stage, *arguments: Any, step: int, **options: Any) -> Any:
-            is_first, self.num_steps = self.num_steps is None, step
-            result = original(stage, *arguments, step=step, **options)
+        def train_step(stage: Stage, coming: ComingStep, *arguments: Any, **options: Any) -> Any:
+            is_first, self.num_steps = self.num_steps is None, coming.step
+            result = original(stage, coming, *arguments, **options)
             if is_first:
                 note(folder / "trained", f"{time.time()}")
-            self.num_steps = step + 1
+            self.num_steps = coming.step + 1
             return result
 
         Stage.train_step = train_step  # type: ignore[method-assign]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -45,6 +44,7 @@ from pipetransformer.stage.work import (
     TrainMoment,
     TrainWork,
 )  # fmt: skip
+from pipetransformer.timeline import ComingStep
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -127,23 +127,18 @@ class Stage:
 
     def train_step(
         self,
-        ids: Tensor,
+        coming: ComingStep,
         rows: Rows,
         *,
-        step: int,
-        learning_rate_factor: Callable[[int | None], float],
         next_ids: Tensor | None = None,
         stops: bool = False,
     ) -> StepResult:
         """Train on one global batch.
 
         Args:
-            ids: (B,) int64, the whole global batch; this replica takes its slice.
+            coming: the step; of its global batch this replica takes its slice.
             rows: gives stage 0 its samples.
-            step: position in the run.
-            learning_rate_factor: maps a layer, None for the head, to what its own learning rate
-                is multiplied by.
-            next_ids: those of the coming step, where it is known that the same stages take it.
+            next_ids: those of the step after it, where it is known that the same stages take it.
             stops: whether this rank asks to end the run.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
@@ -154,7 +149,7 @@ class Stage:
         """
         start, intrusion = time.perf_counter(), self._begin_step()
         with naming_peers():
-            work = self._train_work(ids, rows, step=step, next_ids=next_ids)
+            work = self._train_work(coming, rows, next_ids)
             report = self._run(work)
         wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
@@ -167,9 +162,9 @@ class Stage:
             self._reducer.finish(again=num_early > 0)
         reduce_s = time.perf_counter() - reduce_start
         self._refuse(num_split, num_wrong, wrong)
-        loss, norm = self._finish_gradients(sums, len(ids))
-        skipped = self._must_skip(step, loss, norm, work)
-        self._update(step, learning_rate_factor, skipped)
+        loss, norm = self._finish_gradients(sums, len(coming.ids))
+        skipped = self._must_skip(coming.step, loss, norm, work)
+        self._update(coming, skipped=skipped)
         total = time.perf_counter() - start
         idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
         breakdown = broken_down(
@@ -192,20 +187,18 @@ class Stage:
 
     def _train_work(
         self,
-        ids: Tensor,
+        coming: ComingStep,
         rows: Rows,
-        *,
-        step: int,
         next_ids: Tensor | None,
         first_micro_batch: int | None = None,
     ) -> TrainWork:
         """Return what this rank computes of a global batch; see `MicroBatches` for its first."""
-        own, first = self.share.slice_of(ids)
-        coming = None if next_ids is None else self.share.read_of(next_ids)
+        own, first = self.share.slice_of(coming.ids)
+        following = None if next_ids is None else self.share.read_of(next_ids)
         return TrainWork(
             self._layers,
-            MicroBatches(own, self._cut.sizes(len(own)), rows, coming, first_micro_batch),
-            TrainMoment(step, first, len(ids), loss_scale=self._loss_scale.value),
+            MicroBatches(own, self._cut.sizes(len(own)), rows, following, first_micro_batch),
+            TrainMoment(coming.step, first, len(coming.ids), loss_scale=self._loss_scale.value),
             self._probe,
         )
 
@@ -324,17 +317,15 @@ class Stage:
         if self._world.is_main:
             _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
 
-    def _update(
-        self, step: int, learning_rate_factor: Callable[[int | None], float], skipped: bool
-    ) -> None:
+    def _update(self, coming: ComingStep, *, skipped: bool) -> None:
         if self.optimizer is None:
             return
         if not skipped:
             for group in self.optimizer.param_groups:
-                factor = learning_rate_factor(group.get(LAYER))
+                factor = coming.learning_rate_factor(group.get(LAYER))
                 group["lr"] = group["initial_lr"] * factor
             # An optimizer that rounds by chance must do so alike on all replicas.
-            seed = mix_seed(self._task.config.seed, step, self.index)
+            seed = mix_seed(self._task.config.seed, coming.step, self.index)
             torch.default_generator.manual_seed(seed)
             if self._world.device.type == "cuda":
                 torch.cuda.manual_seed(seed)

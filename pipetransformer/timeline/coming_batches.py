@@ -59,15 +59,16 @@ class ComingBatches:
         self._is_given = config.sample_order is not None
         self._sampler, self._timeline = EpochSampler(num, order), timeline
 
-    def next_two(self, replicas: int) -> tuple[Tensor, Tensor | None]:
-        """Return the samples of the coming step, and of the next where nothing comes between."""
+    def next_two(self, replicas: int) -> tuple[ComingStep, Tensor | None]:
+        """Return the coming step, and the samples of the next where nothing comes between."""
         timeline, position = self._timeline, self._timeline.position
         size = timeline.global_batch(replicas)
         ids = self._sampler.global_batch(position.epoch, position.sample, size)
+        coming = ComingStep(ids, position.step, partial(timeline.learning_rate_factor, replicas))
         sample = position.sample + len(ids)
         if sample >= timeline.num_samples or timeline.decision_follows():
-            return ids, None
-        return ids, self._sampler.global_batch(position.epoch, sample, size)
+            return coming, None
+        return coming, self._sampler.global_batch(position.epoch, sample, size)
 
     def to_next_pause(self, replicas: int, review_step: int | None) -> list[ComingStep]:
         """Return the steps up to the next pause, as far as their batches have one size.

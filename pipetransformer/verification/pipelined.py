@@ -24,6 +24,7 @@ from pipetransformer.data import Batch
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.processes import World
+from pipetransformer.timeline import ComingStep
 from pipetransformer.transition import Decision, Deployment
 from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance
@@ -58,12 +59,8 @@ def compare_steps(
         for number, plan in enumerate(_plans(task.model, world, num_samples)):
             deployment.change(Decision(number, 0, plan, False, "to verify"))
             stage = deployment.active_stage
-            result = stage.train_step(
-                torch.arange(num_samples),
-                feed.rows(0),
-                step=number,
-                learning_rate_factor=lambda layer: 1.0,
-            )
+            coming = ComingStep(torch.arange(num_samples), number, lambda layer: 1.0)
+            result = stage.train_step(coming, feed.rows(0))
             step = _publish(reference.step() if reference else None, task.model, world)
             found = _compare(
                 result.loss, stage.parameters, step, model=task.model, tolerance=tolerance

@@ -91,8 +91,8 @@ def test_a_batch_has_samples_of_about_equal_lengths_where_that_is_asked_for() ->
         group_by_length=True,
         progress=False,
     ) as trainer:
-        first, _ = trainer._run.batches()
-    found = [len(sentences()[index]["input_ids"]) for index in first.tolist()]
+        first, _ = trainer._run.next_two()
+    found = [len(sentences()[index]["input_ids"]) for index in first.ids.tolist()]
     assert found == sorted(found, reverse=True)
 
 
