@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autodp import PeerError
+from autodp import PeerError as PeerError
 
 
 class NonFiniteError(FloatingPointError):
@@ -23,13 +23,3 @@ class WorkerFailedError(RuntimeError):
 
 class VerificationError(ValueError):
     """Name the first sublayer, parameter or buffer with which training would go wrong."""
-
-
-__all__ = [
-    "CallbackError",
-    "CorruptCheckpointError",
-    "NonFiniteError",
-    "PeerError",
-    "VerificationError",
-    "WorkerFailedError",
-]
