@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp import broadcast_json, gather_json
+from autodp import broadcast_json, broadcast_tensor, gather_json
 from autopipe.plan import PipelinePlan
 from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
@@ -124,7 +123,7 @@ def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
         value = torch.empty(like.shape, dtype=like.dtype)
         if name in held:
             value.copy_(held[name])
-        dist.broadcast(value, 0, group=world.group)
+        broadcast_tensor(value, 0, group=world.group, what="the plain loop's tensors")
         return value
 
     gradients = {name: shared(name, own.gradients) for name in trained}
