@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autocache import HIDDEN, PrefixCache, PrefixStamps, RowContent, RowField, RowLayout, RowStore
 from pipetransformer.data import Batch
-from pipetransformer.measure.timing import Displacer, typical_s
+from pipetransformer.measure.timing import displacer, typical_s
 
 _ROW = RowField(HIDDEN, (1 << 14,), torch.float32)
 """A row of 64 KiB, as a few dozen tokens have it."""
@@ -56,7 +56,7 @@ def measure_rows() -> tuple[float, float]:
 
 
 def _seconds(read: Callable[[Tensor], Batch], ids: Tensor) -> float:
-    return typical_s(lambda: read(ids), repeats=7, before=Displacer())
+    return typical_s(lambda: read(ids), repeats=7, before=displacer())
 
 
 def _never(*_: object) -> Any:

@@ -13,7 +13,7 @@ from autopipe.profile import MeasuredChain, ProfiledSublayer, time_rounds
 from freeze.signals import IntervalSignals
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, trained_parameters
-from pipetransformer.measure.timing import Displacer, typical_s
+from pipetransformer.measure.timing import displacer, typical_s
 from pipetransformer.optimizer import take_state
 from pipetransformer.processes import World
 
@@ -92,7 +92,7 @@ def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
         signals.add_gradients()
         optimizer.step()
 
-    seconds = typical_s(update, repeats=5, before=Displacer())
+    seconds = typical_s(update, repeats=5, before=displacer())
     state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
     kept = [t for name in copies for t in signals.tensors(name).values()]
     return seconds / num_bytes, (state_bytes + sum(t.nbytes for t in kept)) / num_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,17 +13,12 @@ _DISPLACING_BYTES = 32 << 20
 """Memory whose use displaces what the CPU's caches hold of an action's code and data."""
 
 
-class Displacer:
-    """Fill the CPU's caches with something else, as a step's computing does.
+def displacer() -> Callable[[], object]:
+    """Return what fills the CPU's caches with something else, as a step's computing does.
 
     An action of much Python takes up to five times longer then.
     """
-
-    def __init__(self) -> None:
-        self._other = torch.zeros(_DISPLACING_BYTES // 4)
-
-    def __call__(self) -> None:
-        self._other.add_(1)
+    return partial(torch.zeros(_DISPLACING_BYTES // 4).add_, 1)
 
 
 def typical_s(
