@@ -31,10 +31,6 @@ class Evaluator:
     """Run the deployed model over data sets; all of it is collective.
 
     Args:
-        task, world: what is trained, and where.
-        prefix: its frozen layers.
-        deployment: what this rank holds of it.
-        timeline: where the run is.
         dataset: that of the evaluations, which goes through a cache of its own; None without any.
     """
 

@@ -68,7 +68,7 @@ class _StreamWork(StageWork):
 
 
 class UnflushedStage(Stage):
-    """Train by asynchronous 1F1B; see `Stage` for its arguments.
+    """Train by asynchronous 1F1B.
 
     Raises:
         ValueError: the versions asked for cannot be kept with so few micro-batches.

@@ -69,12 +69,7 @@ class Observed:
 
 @final
 class Observing:
-    """Observe a run from decision to decision.
-
-    Args:
-        task, world: what is trained, and where.
-        feed: of the training set.
-    """
+    """Observe a run from decision to decision."""
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world

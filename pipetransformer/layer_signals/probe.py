@@ -49,10 +49,6 @@ class Probe:
 
     Outputs are those of evaluation, without dropout. Every look runs a forward of the samples
     through all pipelines. Looks are kept in the run's folder, if it has one.
-
-    Args:
-        task, world: what is trained, and where.
-        feed: of the training set.
     """
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:

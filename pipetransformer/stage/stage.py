@@ -52,13 +52,6 @@ _LOGGER = logging.getLogger(__name__)
 class Stage:
     """Hold a rank's links, optimizer and reducer for one plan.
 
-    Args:
-        task: what is trained.
-        world: this rank's place.
-        plan: what this stage does.
-        topology: which stage it is.
-        groups: those of the topology.
-        loss_scale: the run's.
     Attributes:
         index: which stage of its pipeline this rank is.
     """

@@ -33,15 +33,7 @@ _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
 
 @dataclass(frozen=True)
 class StageWiring:
-    """Say where a stage is, and build its connections.
-
-    Args:
-        task: what is trained.
-        world: this rank's place.
-        plan: what the stages do.
-        topology: which rank is which stage.
-        groups: those of the topology.
-    """
+    """Say where a stage is, and build its connections."""
 
     task: Task
     world: World

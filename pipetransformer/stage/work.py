@@ -98,12 +98,7 @@ class Results:
 
 
 class LayerWork(StageWork):
-    """Run a stage's sublayers, with the entries each of them takes.
-
-    Args:
-        layers: what the stage runs.
-        batches: the micro-batches it runs them on.
-    """
+    """Run a stage's sublayers on micro-batches, with the entries each of them takes."""
 
     def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers

@@ -37,13 +37,7 @@ class ComingStep:
 
 
 class ComingBatches:
-    """Cut a data set's epochs into the global batches that follow where a run is.
-
-    Args:
-        task: says the order, and how large batches are.
-        dataset: that trains.
-        timeline: where the run is.
-    """
+    """Cut a data set's epochs into the global batches that follow where a run is."""
 
     def __init__(self, task: Task, dataset: SizedDataset, timeline: Timeline) -> None:
         config, num = task.config, len(dataset)

@@ -45,13 +45,7 @@ def plan_shape(task: Task, world: World) -> dict[str, Any]:
 
 
 class Decider:
-    """Decide for a run, and hold what was decided.
-
-    Args:
-        task, world: what is trained, and where.
-        policy: decides how many layers are frozen.
-        planner: chooses the pipeline for them.
-    """
+    """Decide for a run, and hold what was decided."""
 
     def __init__(
         self,

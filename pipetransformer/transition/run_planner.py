@@ -29,11 +29,7 @@ class RunPlanner:
     """Ask the run's planner, and correct the costs it is given.
 
     Args:
-        task, world: what is trained, and where.
-        measurements: costs on the live devices.
         memory_limit_bytes: what a device slot may use; None for no limit.
-    Attributes:
-        calibration: what live steps have taught of the costs.
     """
 
     def __init__(

@@ -80,14 +80,7 @@ class Review:
 
 
 class Transitions:
-    """Lead a run from decision to decision, from what was measured.
-
-    Args:
-        task, world: what is trained, and where.
-        policy: decides how many layers are frozen.
-        deployment: what decisions are carried out on.
-        timeline: where the run is.
-    """
+    """Lead a run from decision to decision, from what was measured."""
 
     def __init__(
         self,
