@@ -191,8 +191,10 @@ class Stage:
         return TrainWork(
             self._layers,
             MicroBatches(own, self._cut.sizes(len(own)), rows, following, first_micro_batch),
-            TrainMoment(coming.step, first, len(coming.ids), loss_scale=self._loss_scale.value),
-            self._probe,
+            moment=TrainMoment(
+                coming.step, first, len(coming.ids), loss_scale=self._loss_scale.value
+            ),
+            probe=self._probe,
         )
 
     def _refuse(self, num_split: float, num_wrong: float, wrong: str) -> None:
@@ -204,6 +206,7 @@ class Stage:
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""
+        probe = self._evaluation_probe
         with torch.no_grad(), in_mode(self._evaluation_modes):
             # Every rank counts the largest replica's rounds, and hears of all others in each: a
             # spare, or a replica without examples, waits for a round and not for the whole.
@@ -212,11 +215,11 @@ class Stage:
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
                     with naming_peers():
-                        probe = self._evaluation_probe
-                        self._run_forwards(EvaluationWork(self._layers, batches, results, probe))
+                        work = EvaluationWork(self._layers, batches, results=results, probe=probe)
+                        self._run_forwards(work)
                         differs = probe.finds_difference()
                 if any(self._sum_over_world([float(differs)])):
-                    self._evaluation_probe.refuse()
+                    probe.refuse()
 
     def rounds(self, num_samples: int) -> list[Tensor]:
         """Return this replica's share of the examples 0..num_samples-1, as it evaluates them."""

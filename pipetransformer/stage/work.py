@@ -213,6 +213,7 @@ class TrainWork(LayerWork):
         self,
         layers: StageLayers,
         batches: MicroBatches,
+        *,
         moment: TrainMoment,
         probe: SplitProbe,
     ) -> None:
@@ -276,6 +277,7 @@ class EvaluationWork(LayerWork):
         self,
         layers: StageLayers,
         batches: MicroBatches,
+        *,
         results: Results,
         probe: SplitProbe,
     ) -> None:
