@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,60 +25,153 @@ ComputeMetrics = Callable[[Any], Mapping[str, float]]
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
 
-_COUNTS = (
-    "epochs",
-    "global_batch_size",
-    "keep_checkpoints",
-    "prefetch_factor",
-    "freeze_interval_epochs",
+
+@dataclass(frozen=True)
+class _Rule:
+    """Say which values of a setting are allowed, to us and to the user."""
+
+    allows: Callable[[Any], bool]
+    text: str
+
+
+def _optional(rule: _Rule) -> _Rule:
+    return _Rule(lambda value: value is None or rule.allows(value), f"None or {rule.text}")
+
+
+def _one_of(*choices: Any) -> _Rule:
+    return _Rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+
+
+def _whole_from(least: int, text: str) -> _Rule:
+    return _Rule(lambda value: _is_whole(value) and value >= least, text)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _are_counts_of_stages(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 1 and all(map(_COUNT.allows, value))
+
+
+def _are_signals(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and set(value) <= MEASURED_SIGNALS
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and name not in EVALUATION_FIELDS and callable(metric)
+        for name, metric in value.items()
+    )
+
+
+_COUNT = _whole_from(1, "a whole number, at least 1")
+_COUNT_FROM_0 = _whole_from(0, "a whole number, 0 or more")
+_SECONDS = _Rule(
+    lambda value: _is_positive(value) and value < math.inf, "a finite number of seconds above 0"
 )
-_OPTIONAL_COUNTS = (
-    "max_steps",
-    "pipeline_length",
-    "max_replicas",
-    "micro_batches",
-    "micro_batch_size",
-    "memory_limit_bytes",
-    "freeze_interval_steps",
-    "cache_limit_bytes",
-    "cache_views",
-    "prefix_chunk",
-    "eval_batch_size",
-    "early_stopping_patience",
-)
-_COUNTS_FROM_0 = (
-    "checkpoint_every_epochs",
-    "checkpoint_every_steps",
-    "evaluate_every_epochs",
-    "evaluate_every_steps",
-    "num_workers",
-)
-_FLAGS = (
-    "scale_batch",
-    "cache",
-    "progress",
-    "pin_memory",
-    "remove_unused_columns",
-    "group_by_length",
-    "load_best_model_at_end",
-)
-_CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "precision": (None, "bf16", "fp16"),
-    "on_nonfinite": ("raise", "skip"),
-    "schedule": (None, "gpipe", "1f1b"),
-    "weight_versions": (None, *VERSION_RULES),
-    "cache_dtype": (None, "bfloat16", "float16"),
-    "greater_is_better": (None, False, True),
-    "device": ("auto", "cpu", "cuda", "cuda-shared"),
+_POSITIVE = _Rule(_is_positive, "a number above 0")
+_SHARE = _Rule(lambda value: _is_positive(value) and value <= 1, "a number above 0, at most 1")
+_FLAG = _Rule(lambda value: isinstance(value, bool), "True or False")
+_FUNCTION = _Rule(callable, "a function")
+_PATH = _Rule(lambda value: isinstance(value, (str, Path)), "a path")
+
+_RULES: Mapping[str, _Rule] = {
+    "epochs": _COUNT,
+    "max_steps": _optional(_COUNT),
+    "global_batch_size": _COUNT,
+    "seed": _Rule(_is_whole, "a whole number"),
+    "learning_rate_schedule": _Rule(
+        lambda value: isinstance(value, str) or callable(value), "a name or a function"
+    ),
+    "layer_decay": _optional(_SHARE),
+    "label_smoothing": _Rule(
+        lambda value: value == 0 or (_is_positive(value) and value < 1),
+        "a number, 0 or more and below 1",
+    ),
+    "precision": _one_of(None, "bf16", "fp16"),
+    "max_grad_norm": _optional(_POSITIVE),
+    "on_nonfinite": _one_of("raise", "skip"),
+    "pipeline_length": _optional(_COUNT),
+    "max_replicas": _optional(_COUNT),
+    "stage_workers": _optional(
+        _Rule(_are_counts_of_stages, "whole numbers of at least 1 for two stages or more")
+    ),
+    "micro_batches": _optional(_COUNT),
+    "micro_batch_size": _optional(_COUNT),
+    "schedule": _one_of(None, "gpipe", "1f1b"),
+    "weight_versions": _one_of(None, *VERSION_RULES),
+    "plan": _Rule(
+        lambda value: callable(value) or value in tuple(PLANS),
+        f"one of {', '.join(map(repr, PLANS))}, or a function",
+    ),
+    "memory_limit_bytes": _optional(_COUNT),
+    "freeze_interval_steps": _optional(_COUNT),
+    "freeze_interval_epochs": _COUNT,
+    "freeze_interval_share": _optional(_SHARE),
+    "signals": _Rule(_are_signals, f"a list of {', '.join(sorted(MEASURED_SIGNALS))}"),
+    # Two samples are told apart by one number; a similarity needs more.
+    "probe_samples": _whole_from(4, "4 or more"),
+    "scale_batch": _FLAG,
+    "cache": _FLAG,
+    "cache_folder": _PATH,
+    "cache_limit_bytes": _optional(_COUNT),
+    "cache_dtype": _one_of(None, "bfloat16", "float16"),
+    "cache_views": _optional(_COUNT),
+    "prefix_chunk": _optional(_COUNT),
+    "num_workers": _COUNT_FROM_0,
+    "prefetch_factor": _COUNT,
+    "pin_memory": _FLAG,
+    "collate_fn": _optional(_FUNCTION),
+    "remove_unused_columns": _FLAG,
+    "sample_order": _optional(_FUNCTION),
+    "group_by_length": _FLAG,
+    "folder": _optional(_PATH),
+    "checkpoint_every_epochs": _COUNT_FROM_0,
+    "checkpoint_every_steps": _COUNT_FROM_0,
+    "keep_checkpoints": _COUNT,
+    "resume": _Rule(
+        lambda value: isinstance(value, bool) or value == "auto", "True, False or 'auto'"
+    ),
+    "eval_batch_size": _optional(_COUNT),
+    "evaluate_every_epochs": _COUNT_FROM_0,
+    "evaluate_every_steps": _COUNT_FROM_0,
+    "metrics": _optional(
+        _Rule(_are_metrics, f"functions by names other than {', '.join(EVALUATION_FIELDS)}")
+    ),
+    "compute_metrics": _optional(_FUNCTION),
+    "metric_for_best_model": _Rule(lambda value: isinstance(value, str), "a name"),
+    "greater_is_better": _one_of(None, False, True),
+    "load_best_model_at_end": _FLAG,
+    "early_stopping_patience": _optional(_COUNT),
+    "early_stopping_threshold": _Rule(
+        lambda value: value == 0 or _is_positive(value), "a number, 0 or more"
+    ),
+    "callbacks": _Rule(lambda value: isinstance(value, (list, tuple)), "a list of Callback"),
+    "device": _one_of("auto", "cpu", "cuda", "cuda-shared"),
+    "step_timeout_s": _optional(_SECONDS),
+    "setup_timeout_s": _SECONDS,
+    "progress": _FLAG,
 }
-_OPTIONAL_FUNCTIONS = ("collate_fn", "compute_metrics", "sample_order")
 
 
 def check_settings(config: TrainConfig) -> None:
     """Raise a ValueError for the first setting, or pair of settings, that is not allowed."""
-    _check_numbers(config)
-    _check_choices(config)
-    _check_functions(config)
+    if config.precision == "bf16-pure":
+        raise ValueError(
+            "precision is 'bf16-pure', but weights in bfloat16 lose every update smaller than "
+            "their rounding, 1/256 of them, unless the optimizer keeps copies in float32, "
+            "which torch's do not; choose 'bf16', which keeps the weights in float32"
+        )
+    for name, rule in _RULES.items():
+        value = getattr(config, name)
+        if not rule.allows(value):
+            raise ValueError(f"{name} is {value!r}; choose {rule.text}")
+    _check_samples(config)
     _check_batches(config)
     _check_workers(config)
     _check_versions(config)
@@ -86,85 +180,7 @@ def check_settings(config: TrainConfig) -> None:
     _check_saving(config)
 
 
-def _check_numbers(config: TrainConfig) -> None:
-    for name in _COUNTS:
-        _require(config, name, _is_whole(getattr(config, name), 1), "a whole number, at least 1")
-    for name in _OPTIONAL_COUNTS:
-        value = getattr(config, name)
-        allowed = value is None or _is_whole(value, 1)
-        _require(config, name, allowed, "None or a whole number, at least 1")
-    for name in _COUNTS_FROM_0:
-        _require(config, name, _is_whole(getattr(config, name), 0), "a whole number, 0 or more")
-    _require(config, "seed", _is_whole(config.seed, -math.inf), "a whole number")
-    for name, optional in (("step_timeout_s", True), ("setup_timeout_s", False)):
-        value = getattr(config, name)
-        allowed = (_is_positive(value) and value < math.inf) or (optional and value is None)
-        text = f"{'None or ' * optional}a finite number of seconds above 0"
-        _require(config, name, allowed, text)
-    norm, decay = config.max_grad_norm, config.layer_decay
-    _require(
-        config, "max_grad_norm", norm is None or _is_positive(norm), "None or a number above 0"
-    )
-    _require(
-        config,
-        "layer_decay",
-        decay is None or (_is_positive(decay) and decay <= 1),
-        "None or a number above 0, at most 1",
-    )
-    smoothing, threshold = config.label_smoothing, config.early_stopping_threshold
-    _require(
-        config,
-        "label_smoothing",
-        smoothing == 0 or (_is_positive(smoothing) and smoothing < 1),
-        "a number, 0 or more and below 1",
-    )
-    _require(
-        config,
-        "early_stopping_threshold",
-        threshold == 0 or _is_positive(threshold),
-        "a number, 0 or more",
-    )
-
-
-def _check_choices(config: TrainConfig) -> None:
-    if config.precision == "bf16-pure":
-        raise ValueError(
-            "precision is 'bf16-pure', but weights in bfloat16 lose every update smaller than "
-            "their rounding, 1/256 of them, unless the optimizer keeps copies in float32, "
-            "which torch's do not; choose 'bf16', which keeps the weights in float32"
-        )
-    for name, choices in _CHOICES.items():
-        text = f"one of {', '.join(map(repr, choices))}"
-        _require(config, name, getattr(config, name) in choices, text)
-    for name in _FLAGS:
-        _require(config, name, isinstance(getattr(config, name), bool), "True or False")
-    resume, folder = config.resume, config.folder
-    allowed = isinstance(resume, bool) or resume == "auto"
-    _require(config, "resume", allowed, "True, False or 'auto'")
-    _require(config, "folder", folder is None or isinstance(folder, (str, Path)), "None or a path")
-    _require(config, "cache_folder", isinstance(config.cache_folder, (str, Path)), "a path")
-    named = isinstance(config.metric_for_best_model, str)
-    _require(config, "metric_for_best_model", named, "a name")
-    listed = isinstance(config.callbacks, (list, tuple))
-    _require(config, "callbacks", listed, "a list of Callback")
-
-
-def _check_functions(config: TrainConfig) -> None:
-    for name in _OPTIONAL_FUNCTIONS:
-        value = getattr(config, name)
-        _require(config, name, value is None or callable(value), "None or a function")
-    _require(
-        config,
-        "plan",
-        callable(config.plan) or config.plan in tuple(PLANS),
-        f"one of {', '.join(map(repr, PLANS))}, or a function",
-    )
-    _require(
-        config,
-        "metrics",
-        config.metrics is None or _are_metrics(config.metrics),
-        f"None or functions by names other than {', '.join(EVALUATION_FIELDS)}",
-    )
+def _check_samples(config: TrainConfig) -> None:
     if config.sample_order is not None and config.group_by_length:
         raise ValueError(
             "sample_order and group_by_length both say in which order samples come; give one"
@@ -206,9 +222,6 @@ def _check_workers(config: TrainConfig) -> None:
     workers = config.stage_workers
     if workers is None:
         return
-    allowed = isinstance(workers, (list, tuple)) and all(_is_whole(one, 1) for one in workers)
-    several = "whole numbers of at least 1 for two stages or more"
-    _require(config, "stage_workers", allowed and len(workers) > 1, f"None or {several}")
     others = {
         "pipeline_length": config.pipeline_length is not None,
         "max_replicas": config.max_replicas is not None,
@@ -251,7 +264,6 @@ def _check_learning_rate(config: TrainConfig) -> None:
         # The rate itself is the optimizer's, and known later.
         named_schedule(schedule, warmup=config.warmup, learning_rate=1.0)
         return
-    _require(config, "learning_rate_schedule", callable(schedule), "a name or a function")
     if config.warmup:
         raise ValueError(
             f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
@@ -260,22 +272,14 @@ def _check_learning_rate(config: TrainConfig) -> None:
 
 
 def _check_decisions(config: TrainConfig) -> None:
-    share = config.freeze_interval_share
-    allowed = share is None or (_is_positive(share) and share <= 1)
-    _require(config, "freeze_interval_share", allowed, "None or a number above 0, at most 1")
     intervals = {
         "freeze_interval_steps": config.freeze_interval_steps is not None,
         "freeze_interval_epochs": config.freeze_interval_epochs != 1,
-        "freeze_interval_share": share is not None,
+        "freeze_interval_share": config.freeze_interval_share is not None,
     }
     if sum(intervals.values()) > 1:
         given = " and ".join(name for name, is_given in intervals.items() if is_given)
         raise ValueError(f"{given} are given, which each say when to decide; give one of them")
-    listed = isinstance(config.signals, (list, tuple, set, frozenset))
-    known = f"a list of {', '.join(sorted(MEASURED_SIGNALS))}"
-    _require(config, "signals", listed and set(config.signals) <= MEASURED_SIGNALS, known)
-    # Two samples are told apart by one number; a similarity needs more.
-    _require(config, "probe_samples", _is_whole(config.probe_samples, 4), "4 or more")
 
 
 def _check_saving(config: TrainConfig) -> None:
@@ -289,23 +293,3 @@ def _check_saving(config: TrainConfig) -> None:
             f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
             "would never save again; give checkpoint_every_epochs=1"
         )
-
-
-def _require(config: TrainConfig, name: str, condition: bool, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {getattr(config, name)!r}; choose {allowed}")
-
-
-def _is_whole(value: Any, least: float) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
-def _are_metrics(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and name not in EVALUATION_FIELDS and callable(metric)
-        for name, metric in value.items()
-    )
