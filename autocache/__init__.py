@@ -11,7 +11,7 @@ from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
 from autocache.positions import Positions, own_lengths
 from autocache.stamp import PrefixStamps, chain_hash
-from autocache.store import NamelessFilesError, RowRead, RowStore, StoreCounts
+from autocache.store import NamelessFilesError, RowRead, RowStore
 
 __all__ = [
     "HIDDEN",
@@ -26,7 +26,6 @@ __all__ = [
     "RowRead",
     "RowStore",
     "RunLayers",
-    "StoreCounts",
     "chain_hash",
     "own_lengths",
 ]

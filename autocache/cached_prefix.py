@@ -32,7 +32,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -55,7 +55,7 @@ RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
 """Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CacheStats:
     """Count samples and seconds of fetches.
 
@@ -348,12 +348,9 @@ class PrefixCache:
 
     def _count(self, found: Tensor, depth: int) -> None:
         hits, misses = int((found == depth).sum()), int((found == 0).sum())
-        self._stats = replace(
-            self._stats,
-            hits=self._stats.hits + hits,
-            upgrades=self._stats.upgrades + len(found) - hits - misses,
-            misses=self._stats.misses + misses,
-        )
+        self._stats.hits += hits
+        self._stats.upgrades += len(found) - hits - misses
+        self._stats.misses += misses
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -361,8 +358,8 @@ class PrefixCache:
         try:
             yield
         finally:
-            spent_s = getattr(self._stats, name) + time.perf_counter() - start
-            self._stats = replace(self._stats, **{name: spent_s})
+            spent_s = time.perf_counter() - start
+            setattr(self._stats, name, getattr(self._stats, name) + spent_s)
 
 
 def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:

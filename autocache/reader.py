@@ -7,7 +7,6 @@ thread               reads t + 1                      reads t + 2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ class RowReader:
         if ahead is not None:
             read = ahead.read.result()
             if ahead.fits(row_ids, stamps) and not self._store.is_condemned:
-                self._store.note(read)
+                self._store.warn_of_damage(read)
                 return read
         return self._store.read(row_ids, stamps, into=self._next_buffers(len(row_ids)))
 
@@ -64,7 +63,9 @@ class RowReader:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         into = self._next_buffers(len(row_ids))
-        read = self._thread.submit(self._read_in_thread, row_ids, stamps, into)
+        read = self._thread.submit(
+            self._store.read, row_ids, stamps, into=into, in_background=True
+        )
         self._ahead = _Ahead(row_ids, stamps, read)
 
     def close(self) -> None:
@@ -74,11 +75,6 @@ class RowReader:
             self._thread.shutdown()
             self._thread = None
 
-    def _read_in_thread(
-        self, row_ids: Tensor, stamps: tuple[int, ...], into: Mapping[str, Tensor]
-    ) -> RowRead:
-        return self._store.read(row_ids, stamps, into=into, in_background=True)
-
     def _drop(self) -> None:
         if self._ahead is not None:
             self._ahead.read.result()
@@ -86,12 +82,9 @@ class RowReader:
 
     def _next_buffers(self, num: int) -> dict[str, Tensor]:
         """Return memory for so many rows, which the read before the last no longer needs."""
-        if len(self._buffers) < _NUM_BUFFERS or _num_rows(self._buffers[0]) < num:
+        full = len(self._buffers) == _NUM_BUFFERS
+        if not full or min(map(len, self._buffers[0].values())) < num:
             self._buffers.append(self._store.buffers(num, pinned=self._pinned))
         else:
             self._buffers.rotate(-1)
         return self._buffers[-1]
-
-
-def _num_rows(buffers: Mapping[str, Tensor]) -> int:
-    return min(map(len, buffers.values()))

@@ -52,17 +52,6 @@ class RowRead:
     num_corrupt: int
 
 
-@dataclass
-class StoreCounts:
-    """Count what one process did with its store since it was opened, in rows and bytes."""
-
-    hits: int = 0
-    misses: int = 0
-    corrupt_rows: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-
 class NamelessFilesError(OSError):
     """Say that files without a name cannot be made here; others can."""
 
@@ -86,7 +75,7 @@ class RowStore:
     ) -> None:
         """Wrap a mapped file, which stays mapped while these arrays live; for `create`, `open`."""
         self.path, self.layout, self.num_rows = path, layout, num_rows
-        self.counts = StoreCounts()
+        self._has_warned = False
         self._unlink = unlink
         shape = FileShape(layout, num_rows)
         self.num_bytes = shape.num_bytes
@@ -230,7 +219,7 @@ class RowStore:
             into: tensors from `buffers`, for B rows or more, that the rows are copied into; fresh
                 memory costs as much as the copy.
             in_background: whether a thread reads, beside what is computed: it leaves torch's
-                threads to that, and counting to `note`.
+                threads to that, and warning to `warn_of_damage`.
         Raises:
             ValueError: see `write`.
         """
@@ -253,7 +242,7 @@ class RowStore:
         corrupt = found & (after == before) & ~intact
         read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
         if not in_background:
-            self.note(read)
+            self.warn_of_damage(read)
         return read
 
     def find(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> Tensor:
@@ -261,21 +250,16 @@ class RowStore:
         ids, fits = self._slots(sample_ids)
         return torch.from_numpy(self._depths(self._tags[ids, 0], fits, depth_stamps))
 
-    def note(self, read: RowRead) -> None:
-        """Count rows that were read; warn of the first damaged ones."""
-        num, num_corrupt = len(read.depth), read.num_corrupt
-        hits = int(read.depth.count_nonzero())
-        if num_corrupt and not self.counts.corrupt_rows:
+    def warn_of_damage(self, read: RowRead) -> None:
+        """Warn of damaged rows that were read, if they are the first."""
+        if read.num_corrupt and not self._has_warned:
+            self._has_warned = True
             _LOGGER.warning(
                 "cache file %s: rows fail their check and are recomputed, now %d; its memory or "
-                "disk is damaged (later ones are only counted)",
+                "disk is damaged (later ones are not told of)",
                 self.path,
-                num_corrupt,
+                read.num_corrupt,
             )
-        self.counts.hits += hits
-        self.counts.misses += num - hits
-        self.counts.corrupt_rows += num_corrupt
-        self.counts.bytes_read += hits * self.layout.row_bytes
 
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
         """Return memory for `read` to copy so many rows into, page-locked if need be."""
@@ -325,7 +309,6 @@ class RowStore:
         # Place, stamp and length enter the check, so that no bytes ever pass under another.
         self._tags[ids, 1] = _check_values(sums, ids, np.uint64(stamp), own)
         self._tags[ids, 0] = stamp
-        self.counts.bytes_written += len(ids) * self.layout.row_bytes
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Sequence[int]) -> np.ndarray:
         """Return at which depth each of the stamps found stands, 0 for none."""
