@@ -13,9 +13,9 @@ from pipetransformer.data.samples import (
     own_random_numbers,
     part_of,
 )
-from pipetransformer.data.workers import ForeseenSamples, Request, Workers
+from pipetransformer.data.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "Samples",
-    "SizedDataset", "Workers", "check_dataset", "own_random_numbers", "part_of", "read_lengths",
+    "SizedDataset", "check_dataset", "own_random_numbers", "part_of", "read_lengths",
 ]  # fmt: skip

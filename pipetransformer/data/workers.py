@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -29,42 +28,37 @@ Request: TypeAlias = tuple[tuple[int, ...], int]
 """The indices of samples that are read together, and their view."""
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Say how many worker processes read for a process, and how.
-
-    Args:
-        num: 0 reads in the process itself, when a step needs it.
-        prefetch_factor: requests that each has read, or is reading, ahead.
-        pin_memory: whether what they read goes into page-locked memory, on its way to a GPU.
-        timeout_s: longest wait for one request.
-    """
-
-    num: int
-    prefetch_factor: int
-    pin_memory: bool
-    timeout_s: float
-
-
 class ForeseenSamples:
     """Read samples through workers, as far as it is known which come next.
 
     Args:
         samples: what is read.
-        workers: by whom.
         to_come: yields the requests to come, the next one first.
+        num_workers: processes that read; 0 reads in this one, when a step needs it.
+        prefetch_factor: requests that each has read, or is reading, ahead.
+        pin_memory: whether what they read goes into page-locked memory, on its way to a GPU.
+        timeout_s: longest wait for one request.
     """
 
     def __init__(
-        self, samples: Samples, workers: Workers, to_come: Callable[[], Iterable[Request]]
+        self,
+        samples: Samples,
+        to_come: Callable[[], Iterable[Request]],
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
+        timeout_s: float,
     ) -> None:
-        self._samples, self._workers, self._to_come = samples, workers, to_come
+        self._samples, self._to_come, self._num_workers = samples, to_come, num_workers
+        self._prefetch_factor, self._pin_memory = prefetch_factor, pin_memory
+        self._timeout_s = timeout_s
         self._loader: DataLoader[Any] | None = None
         self._answers: Iterator[Any] | None = None
 
     def read(self, ids: Sequence[int], *, view: int) -> Batch:
         """Return samples, as `Samples.read`; where they were not foreseen, read here and now."""
-        if self._workers.num == 0:
+        if self._num_workers == 0:
             return self._samples.read(ids, view=view)
         wanted = (tuple(ids), view)
         for begins in (False, True):
@@ -93,16 +87,15 @@ class ForeseenSamples:
     def _begin(self) -> None:
         """Let the workers read what is to come; what they have read so far is dropped."""
         if self._loader is None:
-            workers = self._workers
             self._loader = DataLoader(
                 _Answers(self._samples),
                 sampler=_ToCome(self._to_come),
                 batch_size=None,
                 collate_fn=_as_it_is,
-                num_workers=workers.num,
-                prefetch_factor=workers.prefetch_factor,
-                pin_memory=workers.pin_memory,
-                timeout=workers.timeout_s,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch_factor,
+                pin_memory=self._pin_memory,
+                timeout=self._timeout_s,
                 persistent_workers=True,
                 generator=torch.Generator(),  # Not the default one, from which it would draw.
                 multiprocessing_context=_START,

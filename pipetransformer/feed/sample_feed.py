@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from pipetransformer.data import (
     Request,
     Samples,
     SizedDataset,
-    Workers,
 )
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store
@@ -33,18 +31,6 @@ _LOGGER = logging.getLogger(__name__)
 _AHEAD_BYTES = 1 << 20
 """Rows of a step that are read ahead where they are no fewer: less is read faster than handed
 from thread to thread."""
-
-
-class Rows(Protocol):
-    """Give stage 0 the entries of a step's samples, or, as "hidden", their activations behind the
-    frozen prefix.
-    """
-
-    def fetch(self, ids: Tensor) -> Batch:
-        """Return the entries of (B,) samples, (B, ...) each."""
-
-    def read_ahead(self, ids: Tensor) -> None:
-        """Prepare for the fetch that comes next."""
 
 
 Coming = Callable[[], Iterable[tuple[int, Tensor]]]
@@ -89,13 +75,14 @@ class SampleFeed:
             drops_unknown=config.remove_unused_columns,
         )
         self._samples = Samples(dataset, collation, config.seed)
-        workers = Workers(
-            config.num_workers,
-            config.prefetch_factor,
-            config.pin_memory and world.device.type == "cuda",
-            config.setup_timeout_s,
+        self._foreseen = ForeseenSamples(
+            self._samples,
+            self._requests,
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor,
+            pin_memory=config.pin_memory and world.device.type == "cuda",
+            timeout_s=config.setup_timeout_s,
         )
-        self._foreseen = ForeseenSamples(self._samples, workers, self._requests)
         self._chunk_size = config.prefix_chunk_of(world.size)
         self._num_views = config.cache_views or 1
         self._generation = -1
@@ -159,7 +146,7 @@ class SampleFeed:
             epoch: of the run.
             is_last: whether no sample is asked for again in the view that it has now.
         """
-        return _EpochRows(self, epoch, keeps=not is_last)
+        return Rows(self, epoch, keeps=not is_last)
 
     def follow_prefix(self) -> None:
         """Serve the prefix's depth from now on, if it has changed. Collective."""
@@ -306,7 +293,7 @@ class SampleFeed:
 
 
 @dataclass(frozen=True)
-class _EpochRows:
+class Rows:
     """Serve a feed's samples as they are in one epoch."""
 
     feed: SampleFeed
@@ -314,7 +301,11 @@ class _EpochRows:
     keeps: bool
 
     def fetch(self, ids: Tensor) -> Batch:
+        """Return the entries of (B,) samples, (B, ...) each, or, as "hidden", their activations
+        behind the frozen prefix.
+        """
         return self.feed.fetch(ids, epoch=self.epoch, keeps=self.keeps)
 
     def read_ahead(self, ids: Tensor) -> None:
+        """Prepare for the fetch that comes next."""
         self.feed.read_ahead(self.feed.row_ids(ids, self.epoch))

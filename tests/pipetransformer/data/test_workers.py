@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples, Workers
+from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples
 
 
 class Noisy:
@@ -49,7 +49,9 @@ class Plan:
 
 
 def foreseen(plan: Plan, *, num: int = 2) -> ForeseenSamples:
-    return ForeseenSamples(SAMPLES, Workers(num, 2, pin_memory=False, timeout_s=60.0), plan)
+    return ForeseenSamples(
+        SAMPLES, plan, num_workers=num, prefetch_factor=2, pin_memory=False, timeout_s=60.0
+    )
 
 
 def assert_as_here(batch: Batch, ids: tuple[int, ...], view: int) -> None:
