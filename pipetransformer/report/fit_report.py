@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autocache import CacheStats
-from pipetransformer.stage import StepResult
-from pipetransformer.transition import Change
-
 
 @dataclass
 class FitReport:
@@ -32,22 +28,6 @@ class FitReport:
     evaluated_at: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
-
-    def add_step(self, result: StepResult, stats: CacheStats, num_samples: int) -> None:
-        """Count a training step in."""
-        self.seconds += result.seconds
-        self.samples += num_samples
-        self.cache_hits += stats.hits
-        self.cache_misses += stats.misses + stats.upgrades
-
-    def add_change(self, change: Change, transition: dict[str, Any] | None) -> None:
-        """Count in what happened between two steps, with its entry if it is a transition."""
-        self.seconds += change.observe_s
-        if change.before is None:
-            return
-        self.seconds += change.seconds
-        if transition is not None:
-            self.transitions.append(transition)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far, as plain values."""

@@ -106,7 +106,11 @@ class RunLog:
         num_samples: int,
     ) -> None:
         """Note a training step over so many samples; the clock is of that step."""
-        self.report.add_step(result, stats, num_samples)
+        misses = stats.misses + stats.upgrades
+        self.report.seconds += result.seconds
+        self.report.samples += num_samples
+        self.report.cache_hits += stats.hits
+        self.report.cache_misses += misses
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
         self._reassign("data", "cache", stats.read_s + stats.run_s + stats.write_s)
@@ -114,7 +118,6 @@ class RunLog:
         self._reassign("bubble", "transfer", transfer_s)
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
-        misses = stats.misses + stats.upgrades
         shape = self._shape(decision)
         self._record(
             "step",
@@ -147,6 +150,8 @@ class RunLog:
     def change(self, change: Change) -> None:
         """Note what happened between two steps."""
         decision, before = change.decision, change.before
+        self.report.seconds += change.observe_s
+        self.report.seconds += change.seconds if before else 0.0
         if change.context is not None and self._records is not None:
             num_steps = decision.step - before.step if before else 0
             seen = decision_fields(
@@ -157,14 +162,14 @@ class RunLog:
             )
             self._record("decision", decision.step, **seen, look_seconds=change.look_s)
         if not change.is_transition:
-            self.report.add_change(change, None)
             return
         plan, topology = decision.plan, self._topology(decision)
         if topology.spares and (before is None or before.plan.length != plan.length):
             self._warn_of_spares(topology)
         shape, seconds = self._shape(decision), change.seconds
         entry: dict[str, Any] = {"step": decision.step, **shape, "seconds": seconds}
-        self.report.add_change(change, entry)
+        if before:
+            self.report.transitions.append(entry)
         self._changed_step = decision.step
         self._spent["transition"] += seconds if before else 0.0
         self._record(
