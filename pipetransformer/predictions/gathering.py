@@ -10,8 +10,7 @@ micro-batches by turns; their rows are put in order in the end::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,6 @@ from pipetransformer.predictions.kept_outputs import IDS, KeptOutputs
 
 PADDING = -100
 """What fills the rows that are shorter than others: transformers' choice."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Describe a whole array, and which ranks have how many of its rows, in order."""
-
-    dtype: torch.dtype
-    row_shape: tuple[int, ...]
-    rows_of: dict[int, int]
-    is_padded: bool
 
 
 def gather_outputs(
@@ -52,17 +41,14 @@ def gather_outputs(
     rank = 0 if group is None else dist.get_rank()
     arrays = {}
     for name in dict.fromkeys(name for one in described for name in one):
-        layout = _lay_out(name, {r: one[name] for r, one in enumerate(described) if name in one})
-        whole = torch.empty((sum(layout.rows_of.values()), *layout.row_shape), dtype=layout.dtype)
-        if layout.is_padded:
-            whole.fill_(PADDING)
-        first = 0
-        for source, num_rows in layout.rows_of.items():
-            rows = whole[first : first + num_rows]
+        parts = {source: one[name] for source, one in enumerate(described) if name in one}
+        whole, first = _make_whole(name, list(parts.values())), 0
+        for source, part in parts.items():
+            rows = whole[first : first + part["rows"]]
             if source == rank:
                 _copy_into(rows, kept.parts.pop(name))
             broadcast_tensor(rows, source, group=group, what=f"its {name}")
-            first += num_rows
+            first += len(rows)
         arrays[name] = whole.numpy()
     ids = arrays.pop(IDS)
     if (ids[1:] < ids[:-1]).any():
@@ -71,10 +57,10 @@ def gather_outputs(
     return arrays
 
 
-def _lay_out(name: str, described: dict[int, Any]) -> _Layout:
+def _make_whole(name: str, parts: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return what holds all ranks' rows; those of unequal width are padded to the widest."""
-    dtypes = {one["dtype"] for one in described.values()}
-    shapes = {tuple(shape) for one in described.values() for shape in one["shapes"]}
+    dtypes = {part["dtype"] for part in parts}
+    shapes = {tuple(shape) for part in parts for shape in part["shapes"]}
     widest = tuple(map(max, zip(*shapes, strict=False)))
     rests = {(len(shape), shape[1:]) for shape in shapes}
     if len(dtypes) > 1 or len(rests) > 1:
@@ -83,8 +69,10 @@ def _lay_out(name: str, described: dict[int, Any]) -> _Layout:
             f"shapes {sorted(shapes)}; only the first dimension of a sample may differ: pad the "
             "others"
         )
-    rows_of = {rank: one["rows"] for rank, one in described.items()}
-    return _Layout(getattr(torch, dtypes.pop()), widest, rows_of, len(shapes) > 1)
+    whole = torch.empty(
+        (sum(part["rows"] for part in parts), *widest), dtype=getattr(torch, dtypes.pop())
+    )
+    return whole.fill_(PADDING) if len(shapes) > 1 else whole
 
 
 def _copy_into(rows: Tensor, parts: Sequence[Tensor]) -> None:
