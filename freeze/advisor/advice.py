@@ -58,12 +58,6 @@ class Advice:
             begin = look.step
         return begin
 
-    def saved_share(self, *, cached: bool) -> float | None:
-        """Return the share of a step that this saves; None where no step was timed."""
-        if self.costs is None:
-            return None
-        return self.costs.saved_share(self.num_frozen, cached=cached)
-
     def __str__(self) -> str:
         if not self.looks:
             return "no advice yet: no interval is over"
@@ -73,9 +67,9 @@ class Advice:
         which = "layer 0" if last == 0 else f"layers 0-{last}"
         verb = "frozen" if self.acted else "quiet"
         text = f"{which} of {self.num_layers} {verb} since step {self.since}"
-        plain, cached = (self.saved_share(cached=one) for one in (False, True))
-        if plain is None or cached is None:
+        if self.costs is None:
             return text
+        plain, cached = (self.costs.saved_share(self.num_frozen, cached=c) for c in (False, True))
         does = "saves" if self.acted else "freezing them would save"
         return f"{text}: {does} {plain:.0%} of each step, {cached:.0%} with a cache"
 

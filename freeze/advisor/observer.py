@@ -157,7 +157,7 @@ class Observer:
             "policy": self._policy.state_dict(),
             "since": list(self._since),
             "peak": self._peak,
-            "costs": self._costs and self._costs.to_json(),
+            "costs": self._costs and vars(self._costs),
             "looks": [vars(look) for look in self._looks],
         }
 

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,10 +50,6 @@ class StepCosts:
         kinds = [self.forward_s, self.backward_s, self.update_s]
         saved_s = sum(sum(own[:num_frozen]) for own in kinds)
         return (saved_s - (0.0 if cached else sum(self.frozen_s[:num_frozen]))) / self.step_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,15 @@ class KeptTensors:
         if tensors:
             self.tensors[owner] = {n: t.to(own[n].device) for n, t in tensors.items() if n in own}
 
-    def _add_up(self, kinds: Mapping[str, Mapping[str, list[Tensor]]]) -> dict[str, list[float]]:
-        """Add up each owner's numbers, by kind; waits for the device, once."""
+    def _add_up(self, rows: Mapping[str, list[list[Tensor]]]) -> dict[str, list[float]]:
+        """Add up each list of an owner's numbers; waits for the device, once."""
         sums = [
             torch.stack([one.double() for one in numbers]).sum()
-            for by_kind in kinds.values()
-            for numbers in by_kind.values()
+            for own in rows.values()
+            for numbers in own
         ]
         values = iter(torch.stack(sums).tolist() if sums else [])
-        return {owner: [next(values) for _ in by_kind] for owner, by_kind in kinds.items()}
+        return {owner: [next(values) for _ in own] for owner, own in rows.items()}
 
 
 @final
@@ -65,14 +65,12 @@ class WeightChanges(KeptTensors):
     @torch.no_grad()
     def squares(self) -> dict[str, list[float]]:
         """Return each owner's squared change, and the squared norm of what it was."""
-        kinds: dict[str, dict[str, list[Tensor]]] = {}
+        rows: dict[str, list[list[Tensor]]] = {}
         for owner, before in self.tensors.items():
             own = self._parameters[owner]
-            kinds[owner] = {
-                "moved": [(own[n] - t).float().square().sum() for n, t in before.items()],
-                "size": [t.float().square().sum() for t in before.values()],
-            }
-        return self._add_up(kinds)
+            moved = [(own[n] - t).float().square().sum() for n, t in before.items()]
+            rows[owner] = [moved, [t.float().square().sum() for t in before.values()]]
+        return self._add_up(rows)
 
 
 @final
@@ -99,8 +97,5 @@ class GradientSums(KeptTensors):
 
     def absolute(self) -> dict[str, float]:
         """Return the L1 norm of each owner's sum."""
-        kinds = {
-            owner: {"sum": [t.abs().sum() for t in own.values()]}
-            for owner, own in self.tensors.items()
-        }
-        return {owner: total for owner, (total,) in self._add_up(kinds).items()}
+        rows = {o: [[t.abs().sum() for t in own.values()]] for o, own in self.tensors.items()}
+        return {owner: total for owner, (total,) in self._add_up(rows).items()}
