@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from autopipe.plan import (
     ExplainedPlan,
-    PipelinePlan,
     PlanRequest,
     candidates,
     explain,
@@ -21,6 +20,8 @@ from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.replicated import Replicated, replicate
 from pipetransformer.forecast.target import Place
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     where the request has one.
     """
     profile = place.profile
-    paper = _ask(profile, request, paper_plan)
+    paper = _or_refusal(lambda: explain(profile, request, paper_plan(profile, request)))
     asked = request
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))
-    fastest = _ask(profile, asked, plan_pipeline)
+    fastest = _or_refusal(lambda: explain(profile, asked, plan_pipeline(profile, asked)))
     fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
     chosen = paper if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
@@ -80,22 +81,13 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
         tuple(explain(profile, request, other) for other in others),
         tuple(_refusals(profile, request, {one.length for one in fitting})),
         paper,
-        _ask_pipedream(place, request),
+        _or_refusal(lambda: replicate(place, request)),
     )
 
 
-def _ask_pipedream(place: Place, request: PlanRequest) -> Replicated | Refusal:
+def _or_refusal(find: Callable[[], _Found]) -> _Found | Refusal:
     try:
-        return replicate(place, request)
-    except ValueError as error:
-        return Refusal(None, str(error))
-
-
-def _ask(
-    profile: Profile, request: PlanRequest, planner: Callable[[Profile, PlanRequest], PipelinePlan]
-) -> ExplainedPlan | Refusal:
-    try:
-        return explain(profile, request, planner(profile, request))
+        return find()
     except ValueError as error:
         return Refusal(None, str(error))
 
