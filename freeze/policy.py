@@ -169,6 +169,14 @@ class FreezePolicy(ABC):
                 "policy that wrote the checkpoint"
             )
 
+    def _refuse_other(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError for a state whose keys are not those of this policy's own."""
+        if state.keys() != (own := self.state_dict()).keys():
+            raise ValueError(
+                f"{self.name} was given a state with the keys {sorted(state)}, not "
+                f"{sorted(own)}; resume with the policy that wrote the checkpoint"
+            )
+
 
 @final
 class NeverFreeze(FreezePolicy):

@@ -62,11 +62,7 @@ class AutoFreeze(FreezePolicy):
         return {"before": list(self._before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"before"}:
-            raise ValueError(
-                f"{self.name} was given a state with the keys {sorted(state)}, not ['before']; "
-                "resume with the policy that wrote the checkpoint"
-            )
+        self._refuse_other(state)
         self._before = list(state["before"])
 
 

@@ -68,11 +68,7 @@ class PaperRule(FreezePolicy):
         return {"level": self._level, "num_decisions": self._num_decisions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"level", "num_decisions"}:
-            raise ValueError(
-                f"{self.name} was given a state with the keys {sorted(state)}, not "
-                "['level', 'num_decisions']; resume with the policy that wrote the checkpoint"
-            )
+        self._refuse_other(state)
         self._level = float(state["level"])
         self._num_decisions = int(state["num_decisions"])
 

@@ -84,11 +84,7 @@ class Plasticity(FreezePolicy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"values", "steepest", "rate_before"}:
-            raise ValueError(
-                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
-                "policy that wrote the checkpoint"
-            )
+        self._refuse_other(state)
         self._values = [list(own) for own in state["values"]]
         self._steepest, self._rate_before = list(state["steepest"]), state["rate_before"]
 

@@ -65,11 +65,7 @@ class Replay(FreezePolicy):
         return {"asked": self._asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"asked"}:
-            raise ValueError(
-                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
-                "policy that wrote the checkpoint"
-            )
+        self._refuse_other(state)
         self._asked = state["asked"]
 
 

@@ -83,15 +83,12 @@ class Guarded(FreezePolicy):
             return FreezeDecision(0, f"warm-up until step {warmup:g}")
         most = max(0, context.num_layers - self._min_active)
         num_frozen = min(wanted.num_frozen, most)
-        if num_frozen <= context.num_frozen:
-            self._wanted.clear()
-            resting = tuple(i for i in wanted.resting if i > num_frozen)
-            return FreezeDecision(num_frozen, wanted.reason, resting)
-        self._wanted.append(num_frozen)
-        if len(self._wanted) < self._patience:
-            text = f"waiting, {len(self._wanted)} of {self._patience}: {wanted.reason}"
-            return FreezeDecision(context.num_frozen, text, context.resting)
-        num_frozen = min(self._wanted)
+        if num_frozen > context.num_frozen:
+            self._wanted.append(num_frozen)
+            if len(self._wanted) < self._patience:
+                text = f"waiting, {len(self._wanted)} of {self._patience}: {wanted.reason}"
+                return FreezeDecision(context.num_frozen, text, context.resting)
+            num_frozen = min(self._wanted)
         self._wanted.clear()
         resting = tuple(i for i in wanted.resting if i > num_frozen)
         return FreezeDecision(num_frozen, wanted.reason, resting)
@@ -109,15 +106,10 @@ class Guarded(FreezePolicy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        try:
-            self._policy.load_state_dict(state["policy"])
-            self._wanted, self._best = list(state["wanted"]), state["best"]
-            self._frozen_at_best, self._seen = state["frozen_at_best"], list(state["seen"])
-        except KeyError as error:
-            raise ValueError(
-                f"{self.name} was given a state without {error}; resume with the policy that "
-                "wrote the checkpoint"
-            ) from error
+        self._refuse_other(state)
+        self._policy.load_state_dict(state["policy"])
+        self._wanted, self._best = list(state["wanted"]), state["best"]
+        self._frozen_at_best, self._seen = state["frozen_at_best"], list(state["seen"])
 
     def _regressed(self, context: FreezeContext) -> str | None:
         """Return why to thaw, where a new evaluation is worse; remember the best."""
@@ -181,10 +173,6 @@ class Shadow(FreezePolicy):
         return {"policy": self._policy.state_dict(), "since": list(self._since)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != {"policy", "since"}:
-            raise ValueError(
-                f"{self.name} was given a state with the keys {sorted(state)}; resume with the "
-                "policy that wrote the checkpoint"
-            )
+        self._refuse_other(state)
         self._policy.load_state_dict(state["policy"])
         self._since = tuple(state["since"])
