@@ -96,8 +96,6 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
         ValueError: the folder holds no records, or no decision, or they lack the first one.
     """
     path = folder / RECORDS_FILE
-    if not path.exists():
-        raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
     found = _latest_branch(read_records(path))
     if 0 not in found:
         raise ValueError(

@@ -84,10 +84,7 @@ def draw_folder(folder: Path) -> str:
     Raises:
         ValueError: the folder holds no records, or no epoch of them.
     """
-    path = folder / RECORDS_FILE
-    if not path.exists():
-        raise ValueError(f"{folder} holds no {RECORDS_FILE}; give the folder= of a run")
-    runs = {"elastic": read_records(path)}
+    runs = {"elastic": read_records(folder / RECORDS_FILE)}
     draw_report(runs, folder / "report.png")
     return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 

@@ -131,8 +131,10 @@ def read_records(path: Path) -> list[Record]:
     A last line without its newline was torn by a kill and is left out.
 
     Raises:
-        ValueError: another line is not a record.
+        ValueError: there is no such file, or another line is not a record.
     """
+    if not path.exists():
+        raise ValueError(f"{path.parent} holds no {path.name}; give the folder= of a run")
     lines = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
