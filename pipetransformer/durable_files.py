@@ -73,9 +73,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file that appears under its name in one piece, and is then on disk.
 
+    Its folder is created if missing.
+
     Args:
         tensors: anywhere, and in any layout; some may share memory.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     write_tensors(

@@ -14,10 +14,11 @@ from autopipe.trace import Trace
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint import Saved
 from pipetransformer.data import Batch, SizedDataset, own_random_numbers
+from pipetransformer.durable_files import replace_tensors
 from pipetransformer.events import Callback, Events, check_callbacks
 from pipetransformer.loss import LossFunction
 from pipetransformer.measure import Measurements
-from pipetransformer.model_files import write_model_folder, write_weights
+from pipetransformer.model_files import write_model_folder
 from pipetransformer.optimizer import OptimizerFactory
 from pipetransformer.predictions import PredictionOutput
 from pipetransformer.processes import on_rank_0
@@ -197,7 +198,7 @@ class Trainer:
     def save_model(self, path: str | Path) -> None:
         """Write the weights as one safetensors file under the model's own names. Collective."""
         state = self.state_dict()
-        on_rank_0(lambda: write_weights(Path(path), state), group=self.world.group)
+        on_rank_0(lambda: replace_tensors(Path(path), state), group=self.world.group)
 
     def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:
         """Write what `from_pretrained` loads: weights, configuration, tokenizer. Collective.

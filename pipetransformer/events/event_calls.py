@@ -50,7 +50,7 @@ class Events:
         self._world, self._timeline = world, timeline
         self._saves = trainer.config.saves
         self._failure: tuple[str, Exception] | None = None
-        self._wants_stop = False
+        self.wants_stop = False  # Of this rank alone.
         # An event is collective: ranks that heard of different ones would wait for each other.
         names = gather_json([type(one).__name__ for one in callbacks], group=world.group)
         if any(own != names[0] for own in names):
@@ -59,14 +59,9 @@ class Events:
                 "its work where trainer.is_main_process"
             )
 
-    @property
-    def wants_stop(self) -> bool:
-        """Tell whether this rank has asked to end the run."""
-        return self._wants_stop
-
     def ask_to_stop(self) -> None:
         """Have all ranks end the run, as soon as they agree on it."""
-        self._wants_stop = True
+        self.wants_stop = True
 
     def tell(self, event: Callable[..., None], *facts: Any) -> None:
         """Call a method of `Callback` on all callbacks. Collective, where there are any.
@@ -115,7 +110,7 @@ class Events:
     def _agree(self) -> None:
         """Raise on all ranks what one has met, and end the run where one asks for it."""
         text, cause = self._failure or ("", None)
-        answers = gather_json([text, self._wants_stop], group=self._world.group)
+        answers = gather_json([text, self.wants_stop], group=self._world.group)
         self._failure = None
         for rank, (failure, _) in enumerate(answers):
             if failure:

@@ -115,7 +115,6 @@ class Probe:
         if self._folder is None:
             return
         try:
-            self._folder.mkdir(exist_ok=True)
             tensors = {str(layer): gram for layer, gram in self._last.items()}
             replace_tensors(self._folder / f"step-{step:08d}.safetensors", tensors)
         except OSError as error:

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pipetransformer.config import TrainConfig
+from pipetransformer.durable_files import replace_tensors
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.model_files.model_folder import write_weights
 
 BEST_FOLDER = "best"
 
@@ -74,7 +74,7 @@ class BestModel:
     def write(self, state: Mapping[str, Tensor]) -> None:
         """Keep the weights of the best evaluation, and those that the last checkpoint asks for."""
         path = self._path()
-        write_weights(path, state)
+        replace_tensors(path, state)
         kept = {path, self._path(self._step_of_checkpoint)}
         for other in path.parent.glob("step-*"):
             if other not in kept:

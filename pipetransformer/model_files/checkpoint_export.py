@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from pipetransformer.checkpoint import CHECKPOINTS, Checkpoint, open_checkpoint, open_latest
-from pipetransformer.model_files.model_folder import WEIGHTS_FILE, write_weights
+from pipetransformer.durable_files import replace_tensors
+from pipetransformer.model_files.model_folder import WEIGHTS_FILE
 from pipetransformer.transition import WEIGHTS, split_shard_name
 
 
@@ -39,7 +40,7 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
         raise ValueError(f"{out} exists and is no empty folder; give a new one")
     checkpoint = find_checkpoint(options.source)
     tensors = read_weights(checkpoint)
-    write_weights(out / WEIGHTS_FILE, tensors)
+    replace_tensors(out / WEIGHTS_FILE, tensors)
     if options.config is not None:
         _write_config(options.config, out)
     show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")

@@ -23,12 +23,6 @@ WEIGHTS_FILE = "model.safetensors"
 _PRETRAINED_MODEL = "transformers.modeling_utils.PreTrainedModel"
 
 
-def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write weights as one safetensors file, in a folder that is created if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_tensors(path, state)
-
-
 def write_model_folder(
     model: nn.Module, state: Mapping[str, Tensor], folder: Path, processing_class: Any
 ) -> None:
@@ -46,7 +40,7 @@ def write_model_folder(
     if any(qualified_name(kind) == _PRETRAINED_MODEL for kind in type(model).__mro__):
         _write_transformers(model, state, folder)
     else:
-        write_weights(folder / WEIGHTS_FILE, state)
+        replace_tensors(folder / WEIGHTS_FILE, state)
         _describe_timm(model, folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
