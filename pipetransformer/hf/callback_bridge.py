@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ class CallbackBridge(Callback):
         state, control: transformers' own.
         prefix: of the metrics of the evaluation that goes on.
         num_samples: of the training set.
-        total_loss, num_steps: of this process's steps so far.
+        losses: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
     """
@@ -60,10 +59,13 @@ class CallbackBridge(Callback):
         self.control = TrainerControl()
         self.prefix = "eval"
         self.num_samples = 1
-        self._args, self._is_asked = args, False
-        self._handler = CallbackHandler([_NoFlow()], model, processing_class, None, None)
-        self._loss, self._num_losses = 0.0, 0
-        self.total_loss, self.num_steps = 0.0, 0
+        self.losses: list[float] = []
+        self._args, self._num_logged = args, 0
+        self._handler = CallbackHandler(
+            [DefaultFlowCallback()], model, processing_class, None, None
+        )
+        # Without one transformers warns, but our Trainer has its own flow.
+        self._handler.remove_callback(DefaultFlowCallback)
         for callback in callbacks:
             self.add(callback)
         self._handler.on_init_end(args, self.state, self.control)
@@ -87,11 +89,8 @@ class CallbackBridge(Callback):
 
     def refuse_stateful(self) -> None:
         """Raise a ValueError for callbacks that a resumed run would not find as they were."""
-        kept = [
-            type(one).__name__
-            for one in self._handler.callbacks
-            if isinstance(one, ExportableState)
-        ]
+        callbacks = self._handler.callbacks
+        kept = [type(one).__name__ for one in callbacks if isinstance(one, ExportableState)]
         if kept:
             raise ValueError(
                 f"{', '.join(kept)} keeps a state that our checkpoints do not hold; leave it out "
@@ -109,21 +108,21 @@ class CallbackBridge(Callback):
         state.train_batch_size = self._args.per_device_train_batch_size
         state.compute_steps(self._args, state.max_steps)
         self._note(trainer)
+        self._note_best(trainer)
         self._take_up(trainer)
         self.tell(trainer, "on_train_begin")
         self.tell(trainer, "on_epoch_begin")
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self._note(trainer)
-        norm = result.gradient_norm
-        self._loss, self._num_losses = self._loss + result.loss, self._num_losses + 1
-        self.total_loss, self.num_steps = self.total_loss + result.loss, self.num_steps + 1
+        self.losses.append(result.loss)
         self.tell(trainer, "on_step_end")
         ends_epoch = trainer.epoch.is_integer() or trainer.is_over
         if self._logs_now(ends_epoch=ends_epoch):
-            rate, mean = trainer.learning_rate, self._loss / self._num_losses
-            self._loss, self._num_losses = 0.0, 0
-            self.log(trainer, {"loss": mean, "grad_norm": norm, "learning_rate": rate})
+            new = self.losses[self._num_logged :]
+            self._num_logged = len(self.losses)
+            logs = {"loss": sum(new) / len(new), "grad_norm": result.gradient_norm}
+            self.log(trainer, {**logs, "learning_rate": trainer.learning_rate})
         if ends_epoch:
             self.tell(trainer, "on_epoch_end")
             if not trainer.is_over:
@@ -134,8 +133,7 @@ class CallbackBridge(Callback):
         named = prefixed(metrics, self.prefix)
         self.log(trainer, named)
         self.tell(trainer, "on_evaluate", metrics=named)
-        if not self._is_asked:
-            self._note_best(named)  # After it, as an early stop compares with the best so far.
+        self._note_best(trainer)  # After it, as an early stop compares with the best so far.
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         if trainer.is_main_process:
@@ -144,12 +142,12 @@ class CallbackBridge(Callback):
 
     @contextmanager
     def asked_for(self, prefix: str) -> Iterator[None]:
-        """Give metrics a prefix; they are a script's, and none of the run's evaluations."""
-        self.prefix, self._is_asked = prefix, True
+        """Give the metrics that a script asks for a prefix."""
+        self.prefix = prefix
         try:
             yield
         finally:
-            self.prefix, self._is_asked = "eval", False
+            self.prefix = "eval"
 
     def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
         """Take down numbers of this step, and tell of them."""
@@ -171,36 +169,23 @@ class CallbackBridge(Callback):
         for entry in history:
             if entry["step"] <= step and entry not in self.state.log_history:
                 self.state.log_history.append(entry)
-                self._note_best(entry, at=entry["step"])
 
     def _note(self, trainer: Any) -> None:
         self.state.global_step = trainer.global_step
         self.state.epoch = trainer.epoch
 
-    def _note_best(self, metrics: Mapping[str, float], *, at: int | None = None) -> None:
-        """Keep the best value of the metric that the arguments name."""
-        name = self._args.metric_for_best_model
-        if name is None:
-            return
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-        if value is None:
-            return
-        best, sign = self.state.best_metric, 1 if self._args.greater_is_better else -1
-        if best is None or sign * (value - best) > 0:
-            self.state.best_metric = value
-            self.state.best_global_step = self.state.global_step if at is None else at
+    def _note_best(self, trainer: Any) -> None:
+        """Keep the best of the run's own evaluations, where the arguments name a metric."""
+        if self._args.metric_for_best_model is not None:
+            best = trainer.report
+            self.state.best_metric, self.state.best_global_step = best.best_metric, best.best_step
 
     def _logs_now(self, *, ends_epoch: bool) -> bool:
-        strategy, step = self._args.logging_strategy, self.state.global_step
-        if strategy == "no":
-            return False
-        if step == 1 and self._args.logging_first_step:
-            return True
-        if strategy == "epoch":
-            return ends_epoch
-        every = self._args.logging_steps
-        every = math.ceil(every * self.state.max_steps) if every < 1 else int(every)
-        return step % every == 0
+        flow, control = DefaultFlowCallback(), TrainerControl()
+        flow.on_step_end(self._args, self.state, control)
+        if ends_epoch:
+            flow.on_epoch_end(self._args, self.state, control)
+        return bool(control.should_log)
 
     def tell(self, trainer: Any, event: str, **facts: Any) -> None:
         """Call transformers' event of all callbacks, and do what they ask for."""
@@ -223,13 +208,3 @@ def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Return metrics under names that begin with a prefix, as some may already."""
     begin = f"{prefix}_"
     return {n if n.startswith(begin) else begin + n: value for n, value in metrics.items()}
-
-
-class _NoFlow(DefaultFlowCallback):
-    """Stand for the callback without which transformers warns; our Trainer has its own flow."""
-
-    def on_step_end(self, *args: Any, **facts: Any) -> None:
-        """Leave the flow as it is."""
-
-    def on_epoch_end(self, *args: Any, **facts: Any) -> None:
-        """Leave the flow as it is."""

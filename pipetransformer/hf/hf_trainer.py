@@ -26,7 +26,6 @@ from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.training_arguments import (
     optimizer_of,
-    peak_learning_rate_of,
     refuse_unknown,
     settings_of,
 )
@@ -144,7 +143,7 @@ class HFTrainer:
             raise ValueError("train() has been called before; make another Trainer to go on")
         samples_before = trainer.report.samples
         trainer.fit()
-        steps, mean_loss = bridge.num_steps, bridge.total_loss / max(1, bridge.num_steps)
+        steps, mean_loss = len(bridge.losses), sum(bridge.losses) / max(1, len(bridge.losses))
         num_samples = trainer.report.samples - samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}
@@ -264,8 +263,7 @@ class HFTrainer:
         args = self.args
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
         self._bridge.num_samples = len(dataset)
-        rate = peak_learning_rate_of(self._optimizer)
-        settings = settings_of(args, len(dataset), rate)
+        settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
         if evaluated is not self.eval_dataset and args.eval_strategy != "no":
             raise ValueError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from pipetransformer.optimizer import NamedParameters, OptimizerFactory, named_schedule
 from pipetransformer.processes import world_size
 
-_HONOURED = """
+_KNOWN = """
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay
     adam_beta1 adam_beta2 adam_epsilon max_grad_norm label_smoothing_factor bf16 fp16
@@ -25,10 +24,7 @@ _HONOURED = """
     load_best_model_at_end metric_for_best_model greater_is_better seed data_seed use_cpu
     dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor remove_unused_columns
     train_sampling_strategy length_column_name ddp_timeout
-""".split()  # noqa: SIM905
-"""Fields that `settings_of` reads, or the Trainer itself."""
 
-_HARMLESS = """
     average_tokens_across_devices log_on_each_node logging_nan_inf_filter log_level
     log_level_replica project trackio_space_id trackio_bucket_id trackio_static_space_id
     do_train do_eval do_predict resume_from_checkpoint local_rank skip_memory_metrics
@@ -37,8 +33,9 @@ _HARMLESS = """
     ddp_backend hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
     use_cache torch_empty_cache_steps label_names
 """.split()  # noqa: SIM905
-"""Fields that a script reads, that choose among ways to the same numbers, or that matter only with
-one that is refused; `label_names` may say what the model has as its targets."""
+"""Fields that `settings_of` reads, or the Trainer itself; then those that a script reads, that
+choose among ways to the same numbers, or that matter only with one that is refused. `label_names`
+may say what the model has as its targets."""
 
 _LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
 
@@ -49,23 +46,11 @@ _CHOICES = {
 _KEEP_ALL = 1_000_000
 
 
-@dataclass(frozen=True)
-class Length:
-    """Say how long a run is: its epochs, whole or begun, and all its steps."""
-
-    epochs: int
-    steps: int
-
-
 def refuse_unknown(args: TrainingArguments) -> None:
     """Raise a ValueError that names every field with a value that would not be honoured."""
     usual = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    names = [field.name for field in fields(TrainingArguments)]
-    changed = [
-        name
-        for name in names
-        if name not in {*_HONOURED, *_HARMLESS} and getattr(args, name) != getattr(usual, name)
-    ]
+    others = [field.name for field in fields(TrainingArguments) if field.name not in _KNOWN]
+    changed = [name for name in others if getattr(args, name) != getattr(usual, name)]
     if changed:
         given = ", ".join(f"{name}={getattr(args, name)!r}" for name in changed)
         raise ValueError(
@@ -83,39 +68,30 @@ def refuse_unknown(args: TrainingArguments) -> None:
             raise ValueError(f"{name} is {given!r}; choose one of {', '.join(choices)}")
 
 
-def global_batch_size(args: TrainingArguments) -> int:
-    """Return the samples of an update: as many as with transformers on as many devices."""
-    per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return per_process * world_size()
-
-
-def length_of(args: TrainingArguments, num_samples: int) -> Length:
-    """Return how long a run over so many samples is."""
-    per_epoch = -(-num_samples // global_batch_size(args))
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    return Length(-(-steps // per_epoch), steps)
-
-
 def settings_of(
-    args: TrainingArguments, num_samples: int, peak_learning_rate: float
+    args: TrainingArguments, num_samples: int, optimizer: OptimizerFactory
 ) -> dict[str, Any]:
     """Return the fields of `TrainConfig` that arguments stand for.
 
     Args:
         args: checked by `refuse_unknown`.
         num_samples: of the training set.
-        peak_learning_rate: the optimizer's, which need not be `args.learning_rate`.
+        optimizer: whose rate need not be `args.learning_rate`.
     """
-    length = length_of(args, num_samples)
+    # As many samples an update as with transformers on as many devices.
+    per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    global_batch_size = per_process * world_size()
+    per_epoch = -(-num_samples // global_batch_size)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     ends_within = args.max_steps > 0 or not float(args.num_train_epochs).is_integer()
     settings = {
         # Each has a step at least, whatever the batch with which a run is resumed.
-        "epochs": args.max_steps if args.max_steps > 0 else length.epochs,
-        "max_steps": length.steps if ends_within else None,
-        "global_batch_size": global_batch_size(args),
+        "epochs": args.max_steps if args.max_steps > 0 else -(-steps // per_epoch),
+        "max_steps": steps if ends_within else None,
+        "global_batch_size": global_batch_size,
         "eval_batch_size": args.per_device_eval_batch_size * world_size(),
         "seed": args.seed,
-        "learning_rate_schedule": _schedule_of(args, length, peak_learning_rate),
+        "learning_rate_schedule": _schedule_of(args, steps, optimizer),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         "max_grad_norm": args.max_grad_norm or None,
         "label_smoothing": args.label_smoothing_factor,
@@ -131,8 +107,8 @@ def settings_of(
         "remove_unused_columns": args.remove_unused_columns,
         "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
     }
-    settings |= _every("checkpoint", args.save_strategy, args.save_steps, length)
-    settings |= _every("evaluate", args.eval_strategy, args.eval_steps, length)
+    settings |= _every("checkpoint", args.save_strategy, args.save_steps, steps)
+    settings |= _every("evaluate", args.eval_strategy, args.eval_steps, steps)
     if args.metric_for_best_model is not None and args.eval_strategy != "no":
         settings |= {
             "load_best_model_at_end": args.load_best_model_at_end,
@@ -171,27 +147,22 @@ def optimizer_of(
     return build
 
 
-def peak_learning_rate_of(optimizer: OptimizerFactory) -> float:
-    """Return the rate that an optimizer begins with, before any schedule."""
-    return float(optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))]).param_groups[0]["lr"])
-
-
-def _schedule_of(args: TrainingArguments, length: Length, peak_learning_rate: float) -> Any:
+def _schedule_of(args: TrainingArguments, steps: int, optimizer: OptimizerFactory) -> Any:
     name = transformers.SchedulerType(args.lr_scheduler_type).value
-    warmup = 0 if name == "constant" else int(args.get_warmup_steps(length.steps))
+    warmup = 0 if name == "constant" else int(args.get_warmup_steps(steps))
+    begun = optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))])
+    rate = float(begun.param_groups[0]["lr"])
     options: Any = args.lr_scheduler_kwargs or {}
-    return named_schedule(name, warmup=warmup, learning_rate=peak_learning_rate, **options)
+    return named_schedule(name, warmup=warmup, learning_rate=rate, **options)
 
 
-def _every(what: str, strategy: Any, steps: float | None, length: Length) -> dict[str, int]:
+def _every(what: str, strategy: Any, given: float | None, steps: int) -> dict[str, int]:
     """Return how often something is done, as our settings say it."""
-    epochs, every = f"{what}_every_epochs", f"{what}_every_steps"
-    if strategy == "epoch":
-        return {epochs: 1, every: 0}
-    if strategy == "no" or steps is None:
-        return {epochs: 0, every: 0}
-    # A share of the run, below 1, is transformers' other way to say it.
-    return {epochs: 0, every: math.ceil(length.steps * steps) if steps < 1 else int(steps)}
+    every = 0
+    if strategy == "steps" and given is not None:
+        # A share of the run, below 1, is transformers' other way to say it.
+        every = math.ceil(steps * given) if given < 1 else int(given)
+    return {f"{what}_every_epochs": int(strategy == "epoch"), f"{what}_every_steps": every}
 
 
 def _order_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
@@ -204,16 +175,12 @@ def _order_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
             )
         return {"group_by_length": True}
     if args.train_sampling_strategy == "sequential":
-        return {"sample_order": partial(_in_order, num_samples=num_samples)}
+        return {"sample_order": lambda epoch: torch.arange(num_samples)}
     seed = args.seed if args.data_seed is None else args.data_seed
-    return {"sample_order": partial(_shuffled, num_samples=num_samples, seed=seed)}
 
+    def shuffled(epoch: int) -> Tensor:
+        # As accelerate's SeedableRandomSampler, which transformers' Trainer goes through.
+        generator = torch.Generator().manual_seed(seed + epoch)
+        return torch.randperm(num_samples, generator=generator)
 
-def _in_order(epoch: int, *, num_samples: int) -> Tensor:
-    return torch.arange(num_samples)
-
-
-def _shuffled(epoch: int, *, num_samples: int, seed: int) -> Tensor:
-    """Shuffle as accelerate's SeedableRandomSampler, which transformers' Trainer goes through."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(num_samples, generator=generator)
+    return {"sample_order": shuffled}

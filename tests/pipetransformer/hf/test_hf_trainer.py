@@ -90,6 +90,7 @@ def run(folder: Path, kind: Any, options: dict[str, Any]) -> dict[str, Any]:
         {"max_steps": 5, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
         {"num_train_epochs": 1.5, "label_smoothing_factor": 0.1, "optim": "sgd"},
         {"eval_strategy": "steps", "eval_steps": 3, "data_seed": 11, "logging_steps": 2},
+        {"max_steps": 3, "logging_strategy": "no", "logging_first_step": True},
     ],
     ids=str,
 )
