@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -92,6 +92,16 @@ class FreezeContext:
     def num_layers(self) -> int:
         """Return L."""
         return len(self.layers)
+
+    def as_frozen(self, since: tuple[int, ...]) -> FreezeContext:
+        """Return what would be seen with as many layers frozen, since these steps."""
+        layers = tuple(
+            LayerStats(layer.name, layer.index, layer.num_parameters)
+            if layer.index < len(since)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, num_frozen=len(since), frozen_since=since, layers=layers)
 
 
 @dataclass(frozen=True)

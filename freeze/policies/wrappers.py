@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, final
 
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
-    LayerStats,
     PolicyFunction,
     as_policy,
     checked_decision,
@@ -152,18 +150,7 @@ class Shadow(FreezePolicy):
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
         """Keep what is frozen, with what the policy wants as reason."""
-        seen = replace(
-            context,
-            num_frozen=len(self._since),
-            frozen_since=self._since,
-            layers=tuple(
-                LayerStats(layer.name, layer.index, layer.num_parameters)
-                if layer.index < len(self._since)
-                else layer
-                for layer in context.layers
-            ),
-        )
-        wanted = checked_decision(self._policy, seen)
+        wanted = checked_decision(self._policy, context.as_frozen(self._since))
         kept = self._since[: wanted.num_frozen]
         self._since = kept + (context.step,) * (wanted.num_frozen - len(kept))
         text = f"would have {wanted.num_frozen} frozen: {wanted.reason}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from freeze import FreezeDecision, FreezePolicy, LayerStats, checked_decision
+from freeze import FreezeDecision, FreezePolicy, checked_decision
 from pipetransformer.report import RecordedDecision
 
 
@@ -67,22 +67,11 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
     frozen, reasons, unseen = {}, {}, 0
     for one in decisions:
         seen = one.context
-        context = replace(
-            seen,
-            num_frozen=len(since),
-            frozen_since=since,
-            layers=tuple(
-                LayerStats(layer.name, layer.index, layer.num_parameters)
-                if layer.index < len(since)
-                else layer
-                for layer in seen.layers
-            ),
-        )
         if policy.signals and len(since) < seen.num_frozen:
             unseen += 1
             decision = FreezeDecision(len(since), "not asked: the run had more layers frozen")
         else:
-            decision = checked_decision(policy, context)
+            decision = checked_decision(policy, seen.as_frozen(since))
         kept = since[: decision.num_frozen]
         since = kept + (seen.step,) * (decision.num_frozen - len(kept))
         frozen[seen.step], reasons[seen.step] = decision.num_frozen, decision.reason
