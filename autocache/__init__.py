@@ -10,7 +10,7 @@ from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
 from autocache.positions import Positions, own_lengths
-from autocache.stamp import PrefixStamps, chain_hash
+from autocache.stamp import chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "NamelessFilesError",
     "Positions",
     "PrefixCache",
-    "PrefixStamps",
     "RowContent",
     "RowField",
     "RowLayout",

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,7 +42,6 @@ from torch import Tensor
 from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.positions import own_lengths
 from autocache.reader import RowReader
-from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
@@ -87,7 +86,7 @@ class PrefixCache:
         *,
         chunk_size: int,
         store: RowStore | None,
-        stamps: PrefixStamps,
+        stamps: Sequence[int],
         device: torch.device,
         content: RowContent,
     ) -> None:
@@ -99,7 +98,8 @@ class PrefixCache:
                 and the kept entries. It puts the layers in eval mode itself.
             chunk_size: samples per call; the last chunk is padded with its last sample.
             store: None computes every sample.
-            stamps: of the frozen layers; read only where there is a store.
+            stamps: of the first frozen layer, the first two, ..., as `chain_hash` gives them; read
+                only where there is a store.
             device: where layers run and results lie.
             content: what rows hold.
         Raises:
@@ -185,7 +185,7 @@ class PrefixCache:
             coming: the (B,) sample and row ids of every fetch to come.
             depth: of these fetches.
         """
-        reads, stamps = self._reads, self._stamps.up_to(depth) if self._store else ()
+        reads, stamps = self._reads, self._up_to(depth) if self._store else ()
         for sample_ids, row_ids in coming:
             found, stored = torch.zeros_like(row_ids), False
             if self._store is not None:
@@ -206,19 +206,28 @@ class PrefixCache:
             row_ids, depth: as that fetch's; where they are others, what was read is dropped.
         """
         if self._reader is not None:
-            self._reader.read_ahead(row_ids, self._stamps.up_to(depth))
+            self._reader.read_ahead(row_ids, self._up_to(depth))
 
     def close(self) -> None:
         """End the thread that reads ahead."""
         if self._reader is not None:
             self._reader.close()
 
+    def _up_to(self, depth: int) -> tuple[int, ...]:
+        """Return the stamps of depths 1..depth."""
+        if depth > len(self._stamps):
+            raise ValueError(
+                f"depth {depth} has no stamp, as {len(self._stamps)} layers are frozen; choose a "
+                "depth up to that, or extend the stamps first"
+            )
+        return tuple(self._stamps[:depth])
+
     def _read(self, row_ids: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (B,) depth each sample was found at, and the rows if any was found."""
         if self._reader is None:
             return torch.zeros_like(row_ids), {}
         with self._timed("read_s"):
-            read = self._reader.read(row_ids, self._stamps.up_to(depth))
+            read = self._reader.read(row_ids, self._up_to(depth))
             if not read.depth.any():
                 return read.depth, {}
             hidden = read.rows[HIDDEN].to(self._device, non_blocking=True)
@@ -325,7 +334,7 @@ class PrefixCache:
                 row_ids = row_ids.where(fits, self._store.num_rows)
                 rows = positions.bring(rows, positions.most)
             if self._fit(rows):
-                self._store.write(row_ids, self._stamps[depth], rows, lengths)
+                self._store.write(row_ids, self._stamps[depth - 1], rows, lengths)
 
     def _fit(self, rows: dict[str, Tensor]) -> bool:
         """Tell whether rows are as the store's; those that are not are computed every time."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autocache import HIDDEN, PrefixCache, PrefixStamps, RowContent, RowField, RowLayout, RowStore
+from autocache import HIDDEN, PrefixCache, RowContent, RowField, RowLayout, RowStore, chain_hash
 from experiments.benchmarks.pairs import Ratio, paired_ratio
 from experiments.benchmarks.rounds import num_cores
 
@@ -74,9 +74,10 @@ class _HalfFrozen:
         )
         self._frozen, self._active = layers[:NUM_FROZEN].eval(), layers[NUM_FROZEN:]
         self.samples = torch.randn(NUM_ROWS, tokens, width)
-        self.stamps = PrefixStamps("eval")
+        self.stamps = [0]
         for layer in self._frozen:
-            self.stamps.extend(layer.named_parameters())
+            self.stamps.append(chain_hash(self.stamps[-1], layer.named_parameters(), mode="eval"))
+        del self.stamps[0]
 
     def load(self, ids: Tensor) -> dict[str, Tensor]:
         return {"x": self.samples[ids]}
@@ -129,7 +130,7 @@ def compare_steps(num_pairs: int) -> dict[str, Ratio]:
         def upgrade() -> None:
             hidden = fetch(ids := next(batches))[HIDDEN]  # Of as many bytes as a shallower row.
             half.run_new(hidden)
-            store.write(ids, half.stamps[NUM_FROZEN], {HIDDEN: hidden})
+            store.write(ids, half.stamps[NUM_FROZEN - 1], {HIDDEN: hidden})
 
         hits, _ = paired_ratio(
             lambda: half.step(fetch(next(batches))[HIDDEN]),

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from autocache import HIDDEN, PrefixStamps
+from autocache import HIDDEN, chain_hash
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, in_mode, modes_of
 
@@ -24,7 +24,7 @@ class FrozenPrefix:
     Attributes:
         task: what is trained.
         depth: frozen layers.
-        stamps: of activations after each of them; on stage 0, where a cache is used.
+        stamps: of activations after each of them, in order; on stage 0, where a cache is used.
         uses_cache: whether reading rows is faster than computing them.
         on_stage_0: whether this rank holds the prefix.
         generation: grows whenever any of them changes.
@@ -35,9 +35,7 @@ class FrozenPrefix:
         self._is_away, self._num_unneeded = False, 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
-        dtype = task.computes_in
-        mode = "as the weights are" if dtype is None else f"autocast to {dtype}"
-        self.stamps = PrefixStamps(f"eval, {mode}")
+        self.stamps: list[int] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._stamped: list[tuple[int, int]] = []
 
@@ -50,7 +48,7 @@ class FrozenPrefix:
             use_cache: whether reading rows is faster than computing them.
         """
         self.come_back()
-        self.stamps.truncate(min(num_frozen, len(self.stamps)))
+        del self.stamps[num_frozen:]
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
         self.uses_cache = use_cache and num_frozen > 0
@@ -98,7 +96,7 @@ class FrozenPrefix:
                 "weights of frozen layers were changed between two steps: their activations are "
                 "computed anew"
             )
-            self.stamps.truncate(0)
+            self.stamps.clear()
             self._stamp_layers()
 
     def _sublayers(self) -> range:
@@ -111,11 +109,14 @@ class FrozenPrefix:
         return [(t.data_ptr(), t._version) for t in tensors]
 
     def _stamp_layers(self) -> None:
-        model = self.task.model
+        model, dtype = self.task.model, self.task.computes_in
+        mode = "eval, as the weights are" if dtype is None else f"eval, autocast to {dtype}"
         for layer in range(len(self.stamps), self.depth):
-            self.stamps.extend(
-                (name, tensor)
+            tensors = (
+                named
                 for index in range(model.first_active(layer), model.first_active(layer + 1))
-                for name, tensor in model.tensors(index).items()
+                for named in model.tensors(index).items()
             )
+            below = self.stamps[-1] if self.stamps else 0
+            self.stamps.append(chain_hash(below, tensors, mode=mode))
         self._stamped = self._versions()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, PrefixCache, PrefixStamps, RowContent, RowField, RowLayout, RowStore
+from autocache import HIDDEN, PrefixCache, RowContent, RowField, RowLayout, RowStore
 from pipetransformer.data import Batch
 from pipetransformer.measure.timing import displacer, typical_s
 
@@ -32,16 +32,14 @@ def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, 
 
 def measure_rows() -> tuple[float, float]:
     """Return the seconds of fetching cached rows, a call and a byte."""
-    stamps = PrefixStamps("")
-    stamps.extend([])
     with RowStore.in_memory(RowLayout((_ROW,)), _NUM_ROWS) as store:
         rows = torch.zeros(_NUM_ROWS, *_ROW.shape, dtype=_ROW.dtype)
-        store.write(torch.arange(_NUM_ROWS), stamps[1], {HIDDEN: rows})
+        store.write(torch.arange(_NUM_ROWS), 1, {HIDDEN: rows})
         cache = PrefixCache(
             _never,
             chunk_size=1,
             store=store,
-            stamps=stamps,
+            stamps=[1],
             device=torch.device("cpu"),
             content=RowContent((), checked=False),
         )

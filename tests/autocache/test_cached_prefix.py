@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autocache.cached_prefix import PrefixCache
 from autocache.content import RowContent
-from autocache.stamp import PrefixStamps
+from autocache.stamp import chain_hash
 from autocache.store import RowStore
 
 NUM_SAMPLES, NUM_TOKENS, WIDTH, NUM_LAYERS, CHUNK_SIZE = 24, 9, 16, 4, 4
@@ -45,10 +45,11 @@ class Prefix(nn.Module):
             hidden = block(hidden, src_key_padding_mask=batch["mask"])
         return hidden
 
-    def stamps(self, depth: int) -> PrefixStamps:
-        stamps = PrefixStamps(mode="eval")
+    def stamps(self, depth: int) -> list[int]:
+        stamps: list[int] = []
         for block in self.blocks[:depth]:
-            stamps.extend(block.state_dict().items())
+            below = stamps[-1] if stamps else 0
+            stamps.append(chain_hash(below, block.state_dict().items(), mode="eval"))
         return stamps
 
 
@@ -72,7 +73,7 @@ class Samples:
 
 
 def make_cache(
-    prefix: Prefix, stamps: PrefixStamps, store: RowStore | None, device: torch.device = CPU
+    prefix: Prefix, stamps: list[int], store: RowStore | None, device: torch.device = CPU
 ) -> PrefixCache:
     return PrefixCache(
         prefix.run_layers,
@@ -208,7 +209,7 @@ def test_a_thaw_without_training_makes_deeper_rows_miss_and_recomputes_them(
         stamps = prefix.stamps(3)
         cache = make_cache(prefix, stamps, store)
         cache.fetch(ids, samples.load, depth=3)
-        stamps.truncate(1)
+        del stamps[1:]
         found = cache.fetch(ids, samples.load, depth=1)
         stats = cache.take_stats()
     assert (stats.hits, stats.misses) == (0, 12)
@@ -305,7 +306,7 @@ def test_a_loaded_batch_that_lacks_entries_or_samples_is_refused(
     spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
 ) -> None:
     samples = Samples()
-    cache = make_cache(Prefix(), PrefixStamps(mode="eval"), None)
+    cache = make_cache(Prefix(), [], None)
     with pytest.raises(ValueError, match=message):
         cache.fetch(torch.arange(5), lambda ids: spoil(samples.load(ids)), depth=2)
 

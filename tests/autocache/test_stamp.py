@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache.stamp import PrefixStamps, chain_hash
+from autocache.stamp import chain_hash
 
 
 def test_hash_changes_with_name_dtype_shape_mode_value_and_order() -> None:
@@ -45,29 +45,11 @@ def test_hash_takes_any_dtype_and_form_and_repeats(tensor: Tensor) -> None:
 
 def test_refrozen_layers_get_their_stamps_back_only_with_the_same_weights() -> None:
     layers = [[("w", torch.full((2,), float(index)))] for index in range(3)]
-    stamps = PrefixStamps(mode="eval")
-    for tensors in layers:
-        stamps.extend(tensors)
-    before = stamps.up_to(3)
-    stamps.truncate(1)
-    assert len(stamps) == 1
-    stamps.extend([("w", torch.full((2,), 9.0))])
-    stamps.extend(layers[2])
-    assert stamps[1] == before[0]
+    first = chain_hash(0, layers[0], mode="eval")
+    second = chain_hash(first, layers[1], mode="eval")
+    third = chain_hash(second, layers[2], mode="eval")
+    trained = chain_hash(first, [("w", torch.full((2,), 9.0))], mode="eval")
     # Layer 3 is unchanged, but what it is fed is not.
-    assert not {stamps[2], stamps[3]} & set(before)
-    stamps.truncate(1)
-    stamps.extend(layers[1])
-    stamps.extend(layers[2])
-    assert stamps.up_to(3) == before
-
-
-def test_stamps_refuse_depths_that_are_not_frozen() -> None:
-    stamps = PrefixStamps(mode="eval")
-    stamps.extend([("w", torch.ones(1))])
-    for depth in (0, 2, -1):
-        with pytest.raises(ValueError, match="has no stamp"):
-            stamps[depth]
-    for depth in (-1, 2):
-        with pytest.raises(ValueError, match="cannot keep"):
-            stamps.truncate(depth)
+    above = chain_hash(trained, layers[2], mode="eval")
+    assert len({first, second, third, trained, above}) == 5
+    assert chain_hash(chain_hash(first, layers[1], mode="eval"), layers[2], mode="eval") == third

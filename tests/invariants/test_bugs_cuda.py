@@ -16,7 +16,6 @@ from torch.optim import SGD, Adam, AdamW
 
 from autocache.cached_prefix import PrefixCache
 from autocache.content import RowContent
-from autocache.stamp import PrefixStamps
 from autocache.store import RowStore
 from pipetransformer.optimizer import put_state, take_state
 
@@ -39,15 +38,13 @@ def test_what_goes_to_other_stages_beside_the_frozen_prefix_is_in_host_memory(
         assert {entry.device for entry in batch.values()} == {META}
         return batch["x"] * 2
 
-    stamps = PrefixStamps("eval")
-    stamps.extend([])
     store = None
     if stored:
         one = load(torch.tensor([0]))
         store = RowStore.in_memory(content.layout(one, one["x"]), 6)
-        store.write(torch.arange(6), stamps[1], full_rows(entries, store))
+        store.write(torch.arange(6), 1, full_rows(entries, store))
     cache = PrefixCache(
-        run_layers, chunk_size=4, stamps=stamps, store=store, device=META, content=content
+        run_layers, chunk_size=4, stamps=[1], store=store, device=META, content=content
     )
     rows = cache.fetch(torch.tensor([3, 1, 3, 5]), load, depth=1)
     assert rows["hidden"].device == META and rows["hidden"].shape == (4, 4)
