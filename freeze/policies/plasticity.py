@@ -25,7 +25,8 @@ class Plasticity(FreezePolicy):
         window: decisions that a slope is fitted to, at least 2.
         min_active: layers that never freeze.
         thaw_drop: everything thaws, and is judged anew, where the learning rate falls by this
-            factor from one decision to the next, as a step schedule's does; None never thaws.
+            factor from one decision to the next, and by more than twice as much as before, as a
+            step schedule's does and no smooth decay's; None never thaws.
     Raises:
         ValueError: an argument is out of its range.
     Source: Egeria (EuroSys 2023), whose reference is a quantised copy of the model, renewed while
@@ -57,16 +58,15 @@ class Plasticity(FreezePolicy):
         self._min_active = checked_count("min_active", min_active)
         self._values: list[list[float]] = []
         self._steepest: list[float] = []
-        self._rate_before: float | None = None
+        self._rates: list[float] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         if not self._values:
             self._begin(context.num_layers)
-        rate, before = context.learning_rate, self._rate_before
-        self._rate_before = rate
-        drop = math.inf if self._thaw_drop is None else self._thaw_drop
-        if context.num_frozen and before is not None and rate * drop <= before:
+        self._rates = [*self._rates, context.learning_rate][-3:]
+        if context.num_frozen and self._has_dropped():
             self._begin(context.num_layers)
+            _, before, rate = self._rates
             return FreezeDecision(0, f"the learning rate fell from {before:.2g} to {rate:.2g}")
         slopes = [self._slope(layer, context) for layer in range(context.num_layers)]
         most = context.num_layers - self._min_active
@@ -80,13 +80,20 @@ class Plasticity(FreezePolicy):
         return {
             "values": [list(own) for own in self._values],
             "steepest": list(self._steepest),
-            "rate_before": self._rate_before,
+            "rates": list(self._rates),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._refuse_other(state)
         self._values = [list(own) for own in state["values"]]
-        self._steepest, self._rate_before = list(state["steepest"]), state["rate_before"]
+        self._steepest, self._rates = list(state["steepest"]), list(state["rates"])
+
+    def _has_dropped(self) -> bool:
+        """Tell whether the rate has fallen as by a step: far, and not as it fell already."""
+        if self._thaw_drop is None or len(self._rates) < 3:
+            return False
+        earlier, before, rate = self._rates
+        return rate * self._thaw_drop <= before and before - rate > 2 * (earlier - before)
 
     def _begin(self, num_layers: int) -> None:
         self._values = [[] for _ in range(num_layers)]

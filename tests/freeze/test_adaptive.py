@@ -102,14 +102,15 @@ def test_plasticity_thaws_where_the_learning_rate_drops() -> None:
     policy = Plasticity(window=2, measure="cka")
     flat = [[0.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     assert run(policy, "probe_cka", flat, learning_rate=1e-3) == [0, 0, 1]
-    # A smooth decay is no drop, however far it goes.
-    for step, rate in enumerate((2e-4, 4e-5, 1e-5), start=3):
+    # A smooth decay is no drop, however far it goes, and were it to zero.
+    line, curve = (8e-4, 4e-4, 0.0, 0.0), (2e-4, 4e-5, 1e-6, 1e-5, 1e-5)
+    for step, rate in enumerate((*line, *curve), start=3):
         kept = context_with("probe_cka", [1.0, 3.0], step=step, num_frozen=1, learning_rate=rate)
         assert checked_decision(policy, kept).num_frozen == 1
-    low = context_with("probe_cka", [1.0, 3.0], step=6, num_frozen=1, learning_rate=1e-6)
+    low = context_with("probe_cka", [1.0, 3.0], step=12, num_frozen=1, learning_rate=1e-6)
     thawed = checked_decision(policy, low)
     assert thawed.num_frozen == 0 and "fell from 1e-05 to 1e-06" in thawed.reason
-    again = context_with("probe_cka", [1.0, 3.0], step=7, learning_rate=1e-6)
+    again = context_with("probe_cka", [1.0, 3.0], step=13, learning_rate=1e-6)
     assert checked_decision(policy, again).num_frozen == 0
 
 
