@@ -108,7 +108,8 @@ class PrefixCache:
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
-        _check_fields(content, store)
+        if store is not None:
+            content.check_layout(store.layout)
         self._run_layers = run_layers
         self._chunk_size = chunk_size
         self._store = store
@@ -395,12 +396,3 @@ def _place(
             # Nothing was read, so these are all the positions there are.
             rows[name] = row.new_empty(len(positions), *row.shape[1:])
         rows[name][positions.to(row.device)] = row[inverse.to(row.device)]
-
-
-def _check_fields(content: RowContent, store: RowStore | None) -> None:
-    needed = {HIDDEN, *content.keep, *((DIGEST,) if content.checked else ())}
-    if store is not None and needed != (stored := {field.name for field in store.layout.fields}):
-        raise ValueError(
-            f"the store has fields {sorted(stored)}, the cache needs {sorted(needed)}; "
-            "build the store's layout with the same content"
-        )
