@@ -7,18 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipetransformer.checkpoint import run_state
-from tests.pool import PATIENCE_STEPS, Pool
+from tests.pool import Pool, suit_tests
 
 # Tiny models pay a hundred times their cost to wake threads; and equality bit by bit holds for a
 # fixed number of them.
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def every_save_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the save before as long as it takes: the steps of the tests are too short."""
-    monkeypatch.setattr(run_state, "_PATIENCE_STEPS", PATIENCE_STEPS)
+suit_tests()
 
 
 @pytest.fixture(scope="session")

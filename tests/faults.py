@@ -34,7 +34,6 @@ from autodp.groups import GroupPool
 from autodp.reduce import GradientReducer
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
-from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
 from pipetransformer.data import Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
@@ -46,7 +45,7 @@ from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.deployment import Deployment
 from pipetransformer.transition.journal import Journal
 from tests.models import tiny_data, tiny_model
-from tests.pool import PATIENCE_STEPS
+from tests.pool import suit_tests
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -204,7 +203,7 @@ def train(run: Run) -> None:
     assert parent is not None and parent.pid is not None
     note(pids_file(run, parent.pid), str(os.getpid()))
     keep_warnings(run.folder / "warnings", rank)
-    run_state._PATIENCE_STEPS = PATIENCE_STEPS
+    suit_tests()
     clock = Clock(run.folder)
     for fault in run.faults:
         if (fault.rank, fault.attempt) == (rank, attempt):

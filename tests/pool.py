@@ -23,11 +23,25 @@ from typing import Any
 
 from pipetransformer.processes.launcher import _applied, _environment
 
-PATIENCE_STEPS = 1e5
+_PATIENCE_STEPS = 1e5
 """Steps for which training waits for the save before: as long as it takes."""
+
 
 # The first optimizer of a process imports the compiler, which takes seconds.
 _IMPORTED = ["pipetransformer", "tests.scenario", "torch._dynamo"]
+
+
+def suit_tests() -> None:
+    """Have this process wait for every save, as steps of tests are too short for any, and measure
+    briefly: what the planner is told about tiny models takes longer than all their training.
+    """
+    from pipetransformer.checkpoint import run_state
+    from pipetransformer.measure import link_times, measurements, reading_times, timing
+
+    run_state._PATIENCE_STEPS = _PATIENCE_STEPS
+    timing._DISPLACING_BYTES = 1 << 12
+    link_times._TURNS = measurements._MOST_ROUNDS = 1
+    reading_times._NUM_ROWS, reading_times._FETCHED = 8, 4
 
 
 def prepared() -> ForkServerContext:
@@ -151,10 +165,9 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from pipetransformer.checkpoint import run_state
     from pipetransformer.processes.world import connect
 
-    run_state._PATIENCE_STEPS = PATIENCE_STEPS
+    suit_tests()
     torch.set_num_threads(1)
     connect("cpu", timeout_s=60.0)
     while True:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from pipetransformer.measure.timing import typical_s
 from pipetransformer.processes import World
 
 _PROBE_BYTES = 1 << 20
-_TURNS = 11
+_TURNS = 9
 _SUM_BYTES = (1 << 12, 1 << 18, 1 << 22, 25 << 20)
 """Sizes at which sums are timed; beyond the last, a bucket's, they cost in proportion."""
 
@@ -106,8 +107,8 @@ def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
     values: list[float] = []
     if peer < world.size:
         small_s, large_s = (
-            typical_s(lambda n=n: _ping(world, peer, n, begins=is_lower)) / 2  # type: ignore[misc]
-            for n in (1, _PROBE_BYTES)
+            typical_s(partial(_ping, world, peer, num, begins=is_lower), repeats=_TURNS) / 2
+            for num in (1, _PROBE_BYTES)
         )
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
         overhead_s = _overhead_s(world, peer, work, begins=is_lower, message_s=small_s)
@@ -183,6 +184,6 @@ def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
         parameter.grad = gradient
 
     try:
-        return typical_s(reducer.finish, repeats=9, before=have_gradient)
+        return typical_s(reducer.finish, repeats=_TURNS, before=have_gradient)
     finally:
         reducer.close()

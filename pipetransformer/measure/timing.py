@@ -22,7 +22,7 @@ def displacer() -> Callable[[], object]:
 
 
 def typical_s(
-    action: Callable[[], object], *, repeats: int = 15, before: Callable[[], object] | None = None
+    action: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
 ) -> float:
     """Return the median seconds of an action's repeats, after one to warm up.
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -191,6 +191,15 @@ def test_an_interrupt_raised_in_a_layer_reaches_the_caller_and_hangs_nothing(mod
         assert_usable(model)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have SIGINT interrupt, also in a job in the background, which starts without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_caller_ends_the_pipeline() -> None:
     interrupted = threading.Event()
 
@@ -203,7 +212,7 @@ def test_an_interrupt_of_the_caller_ends_the_pipeline() -> None:
     model = on_cpu(nn.Sequential(*linears(3, 3), Call(wait)), [1, 1, 1], chunks=3)
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt, match="^$"):
-        for _ in range(100_000):
+        for _ in range(1_000):
             model(ramp(4, 3))
     assert set(threading.enumerate()) == before
     assert_usable(model)

@@ -31,7 +31,7 @@ from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect
 from pipetransformer.transition import transitions as steering
 from tests.models import tiny_data, tiny_model
-from tests.pool import PATIENCE_STEPS, Pool
+from tests.pool import Pool, suit_tests
 from tests.scenario import build_adamw
 
 
@@ -274,7 +274,7 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
         return write_shards(target, shards)
 
     saving.write_shards = dying
-    run_state._PATIENCE_STEPS = PATIENCE_STEPS
+    suit_tests()
     # Two runs may measure the machine differently; bits depend on the plan.
     with make_trainer(folder, pipeline_length=2, micro_batches=2, schedule="1f1b") as trainer:
         trainer._run.begin()
