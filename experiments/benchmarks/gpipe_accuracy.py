@@ -106,6 +106,8 @@ def main() -> None:
             begin = time.perf_counter()
             found[name].append(train(data, test, row, seed=seed, epochs=options.epochs))
             seconds[name].append(time.perf_counter() - begin)
+            done = f"{found[name][-1]:.2f} % in {seconds[name][-1]:.0f} s"
+            print(f"seed {seed}, {name}: {done}", flush=True)
     print(table(found, seconds))
     print(json.dumps({"benchmark": "gpipe_accuracy", "accuracy": found, "seconds": seconds}))
 
