@@ -1,14 +1,13 @@
 """Run two samples through the sublayers, and refuse what cannot be trained in parts.
 
     pass          samples   mode    what must hold
-    training      a b       train   no sublayer writes into its tensors; gradients reach the first
+    training      b a       train   no sublayer writes into its tensors; gradients reach the first
     first         a b       eval    no random numbers are drawn, nothing is written
-    other         b a       eval
-    again         a b       eval    each sublayer gives what it gave first, whatever ran between
-    split         a, b      eval    and gives each sample by itself the same
+    split         a, b      eval    each sublayer gives each sample by itself what it gave first
 
-At the end the loss of both samples is held against those of each. Two samples that are evaluated
-run once, in eval mode.
+A sublayer that does not is run with both once more, to tell what depends on how a batch is split
+from what depends on what ran before. At the end the loss of both samples is held against those of
+each. Two samples that are evaluated run once, in eval mode.
 """
 
 from __future__ import annotations
@@ -96,9 +95,8 @@ class _Probe:
         """Run the passes; refuse what the first that fails has found."""
         batch = {name: t.to(self.device) for name, t in self.samples.items()}
         swapped = {name: t.flip(0) for name, t in batch.items()}
-        self._train(batch)
+        self._train(swapped)
         first = self._evaluate(batch)
-        self._evaluate(swapped)
         inputs: Tensor | Batch = batch
         for index, expected in enumerate(first):
             self._compare(index, inputs, batch, expected)
@@ -154,23 +152,22 @@ class _Probe:
         return outputs
 
     def _compare(self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor) -> None:
-        name = self.task.model.sublayers[index].name
+        name, cuts = self.task.model.sublayers[index].name, (slice(0, 1), slice(1, 2))
         with self._lent(index, training=False):
-            again = self._call(index, value, batch)
-            if self._differ(again, expected):
-                raise ValueError(
-                    f"sublayer {name!r} gives another output for the same input once other "
-                    "samples have run: it keeps something in an attribute, or gets something "
-                    "beside the hidden state; let forward depend on its arguments and tensors "
-                    "alone"
-                )
-            cuts = (slice(0, 1), slice(1, 2))
             parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
-        if self._differ(torch.cat(parts), expected):
+            if not self._differ(torch.cat(parts), expected):
+                return
+            again = self._call(index, value, batch)
+        if self._differ(again, expected):
             raise ValueError(
-                f"the output of sublayer {name!r} depends on how a batch is split; let it treat "
-                "each sample by itself"
+                f"sublayer {name!r} gives another output for the same input once other samples "
+                "have run: it keeps something in an attribute, or gets something beside the "
+                "hidden state; let forward depend on its arguments and tensors alone"
             )
+        raise ValueError(
+            f"the output of sublayer {name!r} depends on how a batch is split; let it treat each "
+            "sample by itself"
+        )
 
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
         # A copy, on which a layer may work in place.
