@@ -1,7 +1,8 @@
 """Cache the frozen prefix's activations, shared by all processes of a node.
 
 stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, content of a sample, positions
-              └─► reader: rows read ahead ─► row_copy
+              ├─► reader: rows read ahead ─► row_copy
+              └─► chunks: who runs together
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ however few it serves, samples of several depths are run together from where the
     misses ── layers 0, 1 ──┬── layers 2, 3 ──┬── layer 4 ──
                found at 2 ──┘    found at 4 ──┘
 
+What is left of a chunk is filled up with samples of later fetches, which will find their rows.
+
 A row is of use only as long as the dataset gives the same sample again. Of the rows that are read
 some are checked, for as long as the cache is used: the dataset is asked for the sample, and what
 it gives is compared, by its digest, with what the row was made from. One difference condemns the
@@ -39,6 +41,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from autocache.chunks import NO_ROW, NOTHING, SampleRows, filling, of_ids, one_each, place
 from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.positions import own_lengths
 from autocache.reader import RowReader
@@ -129,6 +132,7 @@ class PrefixCache:
         depth: int,
         row_ids: Tensor | None = None,
         keeps: bool = True,
+        later: SampleRows = NOTHING,
     ) -> dict[str, Tensor]:
         """Return the activations after `depth` layers, and the kept entries, of the samples.
 
@@ -140,6 +144,8 @@ class PrefixCache:
             row_ids: (B,) int64, each sample's row in the store, out of its range where it has
                 none; None where they are the samples' ids.
             keeps: whether to store what is computed; it may never be read again.
+            later: samples of the fetches to come, the sooner first, which `load` can read, too:
+                some may be computed now, and stored.
         Returns:
             (B, ...) each, without grad: "hidden" on the device, and the kept entries in host
             memory, from where they are sent to the stages that need them. They are the caller's
@@ -152,7 +158,8 @@ class PrefixCache:
                 f"cannot fetch {len(sample_ids)} samples at depth {depth}; give depth >= 1 and at "
                 "least one id (for an empty micro-batch fetch any one id and slice [:0])"
             )
-        row_ids = sample_ids if row_ids is None else row_ids
+        num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
+        sample_ids, row_ids, _ = self._filled_up(own, later, depth)
         found, rows = self._read(row_ids, depth)
         wanted, due, self._reads = self._to_load(sample_ids, found, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
@@ -160,38 +167,38 @@ class PrefixCache:
             found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
             loaded = self._load(wanted, load)
         rows, loaded = self._brought_together(found, rows, loaded)
+        kept_ids = row_ids if keeps else row_ids.index_fill(0, torch.arange(num), NO_ROW)
         for first, last in pairwise(sorted({*found.tolist(), depth})):
             positions = (found <= first).nonzero().flatten()
             ids, inverse = sample_ids[positions].unique(return_inverse=True)
             if first:
-                batch = {name: _chosen(row, positions, inverse) for name, row in rows.items()}
+                batch = {name: one_each(row, positions, inverse) for name, row in rows.items()}
             else:
-                batch = _of_ids(loaded, wanted, ids)
+                batch = of_ids(loaded, wanted, ids)
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                if keeps:
-                    self._write(_chosen(row_ids, positions, inverse), fresh, depth)
-            _place(rows, positions, fresh, inverse)
-        self._count(found, depth)
+                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
+            place(rows, positions, fresh, inverse)
+        self._count(found[:num], depth)
         rows.pop(DIGEST, None)
-        return rows
+        return self._content.first(rows, num)
 
     def foresee(
-        self, coming: Iterable[tuple[Tensor, Tensor]], *, depth: int
+        self, coming: Iterable[tuple[SampleRows, SampleRows]], *, depth: int
     ) -> Iterator[tuple[Tensor, bool]]:
         """Yield the ids that `load` will be asked for, as far as the store stays as it is.
 
         Args:
-            coming: the (B,) sample and row ids of every fetch to come.
+            coming: the samples of every fetch to come, and those later than it.
             depth: of these fetches.
         """
-        reads, stamps = self._reads, self._up_to(depth) if self._store else ()
-        for sample_ids, row_ids in coming:
-            found, stored = torch.zeros_like(row_ids), False
-            if self._store is not None:
-                found = self._store.find(row_ids, stamps)
-                stored = bool(((found == 0) & (row_ids < self._store.num_rows)).any())
+        reads, done = self._reads, NOTHING[0]
+        for own, later in coming:
+            sample_ids, row_ids, found = self._filled_up(own, later, depth, done)
+            done = torch.cat((done[~torch.isin(done, own[1])], row_ids[len(own[1]) :]))
+            num_rows = 0 if self._store is None else self._store.num_rows
+            stored = bool(((found == 0) & (row_ids < num_rows)).any())
             wanted, _, reads = self._to_load(sample_ids, found, reads)
             yield wanted, stored
 
@@ -222,6 +229,25 @@ class PrefixCache:
                 "depth up to that, or extend the stamps first"
             )
         return tuple(self._stamps[:depth])
+
+    def _filled_up(
+        self, own: SampleRows, later: SampleRows, depth: int, done: Tensor = NOTHING[0]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add later samples to a fetch's own; return all, and the depths they will be found at.
+
+        Args:
+            done: rows that will be there by then.
+        """
+        if self._store is None or self._store.is_condemned:
+            return *own, torch.zeros_like(own[1])
+        stamps, beside = self._up_to(depth), ~torch.isin(later[1], torch.cat((own[1], done)))
+        beside &= later[1] < self._store.num_rows
+        found = self._store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
+        later_found = self._store.find(later[1], stamps).masked_fill(~beside, depth)
+        more = filling(found, later_found, chunk_size=self._chunk_size, depth=depth)
+        pairs = zip((*own, found), (*later, later_found), strict=True)
+        ids, rows, depths = (torch.cat((one, other[more])) for one, other in pairs)
+        return ids, rows, depths
 
     def _read(self, row_ids: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (B,) depth each sample was found at, and the rows if any was found."""
@@ -258,7 +284,7 @@ class PrefixCache:
         loaded: dict[str, Tensor],
     ) -> bool:
         """Compare samples read with the dataset's; condemn the store if one differs."""
-        given = self._content.digests(_of_ids(loaded, wanted, sample_ids))
+        given = self._content.digests(of_ids(loaded, wanted, sample_ids))
         differing = (given != rows[DIGEST][due]).nonzero().flatten().tolist()
         if not differing:
             return True
@@ -370,29 +396,3 @@ class PrefixCache:
         finally:
             spent_s = time.perf_counter() - start
             setattr(self._stats, name, getattr(self._stats, name) + spent_s)
-
-
-def _chosen(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
-    """Return the values at the given positions, each id's once: `inverse` says which each is."""
-    # Any one position of each id will do.
-    chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
-    return values[chosen.to(values.device)]
-
-
-def _of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the rows of some ids of those that a batch holds, ascending."""
-    if torch.equal(held, ids):
-        return batch
-    index = torch.searchsorted(held, ids)
-    return {name: entry[index.to(entry.device)] for name, entry in batch.items()}
-
-
-def _place(
-    rows: dict[str, Tensor], positions: Tensor, fresh: dict[str, Tensor], inverse: Tensor
-) -> None:
-    """Put fresh rows, each id once, at all its positions, making the tensors if need be."""
-    for name, row in fresh.items():
-        if name not in rows:
-            # Nothing was read, so these are all the positions there are.
-            rows[name] = row.new_empty(len(positions), *row.shape[1:])
-        rows[name][positions.to(row.device)] = row[inverse.to(row.device)]

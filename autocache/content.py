@@ -103,6 +103,13 @@ class RowContent:
             found.append(int.from_bytes(digest.digest(), "little", signed=True))
         return torch.tensor(found)
 
+    def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+        """Return so many of a batch's rows, without positions that only the others need."""
+        own = {name: row[:num] for name, row in rows.items()}
+        if len(rows[HIDDEN]) == num or self.positions is None:
+            return own
+        return self.positions.bring(own, int(own_lengths(own[self.positions.mask]).max()))
+
 
 def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
     """Refuse a batch that lacks an entry to keep."""

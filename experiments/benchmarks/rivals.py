@@ -1,7 +1,8 @@
 """Measure the Trainer against the loop a user would write instead, with the same freezing.
 
 Both train in one process on all cores, step by step in turn: nothing frozen, and at a third and
-two thirds of the layers an epoch in which the cache fills and one in which every row is there.
+two thirds of the layers an epoch in which the cache fills and one in which every row is there; and
+an epoch in whose steps rows are found at several depths, as layers froze within the one before.
 Then two processes of one thread each, against the loop on all cores. Run it as
 
     python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
@@ -43,7 +44,7 @@ from experiments.benchmarks.plain_loop import (
     sentences_task,
 )
 from experiments.benchmarks.rounds import num_cores
-from freeze import FreezeSchedule
+from freeze import FreezeContext, FreezeDecision, FreezeSchedule
 from pipetransformer import Trainer, adamw, launch
 
 LEARNING_RATE = 5e-5
@@ -53,6 +54,7 @@ LEAST = {
     "vs_plain_loop": 0.98,
     "vs_plain_loop_frozen": 1.0,
     "vs_plain_loop_warm": 1.5,
+    "vs_plain_loop_mixed": 1.0,
     "vs_plain_loop_two_processes": 0.9,
 }
 Seconds = list[tuple[float, float]]
@@ -66,12 +68,16 @@ def tasks(sentences: Sentences) -> tuple[RivalTask, ...]:
 
 def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
     """Return the Trainer of a task, with settings as the plain loop's, and others as given."""
-    usual = {"epochs": len(frozen_by_epoch), "evaluate_every_epochs": 0, "progress": False}
+    usual = {
+        "epochs": len(frozen_by_epoch),
+        "freeze": FreezeSchedule(frozen_by_epoch),
+        "evaluate_every_epochs": 0,
+        "progress": False,
+    }
     return Trainer(
         task.build(),
         task.dataset,
         optimizer=adamw(LEARNING_RATE),
-        freeze=FreezeSchedule(frozen_by_epoch),
         global_batch_size=task.batch_size,
         num_workers=task.num_workers,
         collate_fn=task.collate_fn,
@@ -122,6 +128,22 @@ def in_one_process(task: RivalTask) -> dict[str, Seconds]:
             loop.freeze(num_frozen)
             found[name] = [_pair(loop, trainer, n) for n in range(task.steps_per_epoch)]
     return found
+
+
+def at_mixed_depths(task: RivalTask) -> Seconds:
+    """Time the epoch after one in which layers froze at a third and at two thirds of its steps."""
+    interval = task.steps_per_epoch // 3
+    depths = (0, task.num_layers // 3, 2 * task.num_layers // 3)
+
+    def freeze(context: FreezeContext) -> FreezeDecision:
+        return FreezeDecision(depths[min(context.step // interval, 2)], "by thirds of an epoch")
+
+    with make_trainer(task, (0, 0), freeze=freeze, freeze_interval_steps=interval) as trainer:
+        for _ in range(task.steps_per_epoch):
+            trainer.step()
+        loop = PlainLoop(task, learning_rate=LEARNING_RATE)
+        loop.freeze(depths[-1])
+        return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
 def in_two_processes(sentences: Sentences, which: int, answer: str) -> None:
@@ -179,7 +201,12 @@ def time_all(sentences: Sentences, which: int) -> dict[str, Seconds]:
     with tempfile.TemporaryDirectory() as folder:
         answer = f"{folder}/seconds.json"
         launch(in_two_processes, (sentences, which, answer), num_slots=2)
-        return {**found, "two_processes": json.loads(Path(answer).read_text())}
+        two = json.loads(Path(answer).read_text())
+    return {
+        **found,
+        "mixed_depths": at_mixed_depths(tasks(sentences)[which]),
+        "two_processes": two,
+    }
 
 
 def compare(sentences: Sentences) -> dict[str, object]:
@@ -214,6 +241,7 @@ def compare(sentences: Sentences) -> dict[str, object]:
         "vs_plain_loop": worse("unfrozen"),
         "vs_plain_loop_frozen": worse("third_filling", "two_thirds_filling"),
         "vs_plain_loop_warm": worse("two_thirds_warm"),
+        "vs_plain_loop_mixed": worse("mixed_depths"),
         "vs_plain_loop_two_processes": worse("two_processes"),
         "losses_differ_by": differences,
         "padding": sentences.padding,

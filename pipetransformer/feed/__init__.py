@@ -1,10 +1,12 @@
 """Give stage 0 its samples, through the frozen prefix and the cache where there are.
 
 data's workers ─► sample_feed ─► stage 0
-frozen_prefix ─────►┘  └─ row_maker, node_store: the rows that a node shares
+frozen_prefix ─────►┘  ├─ row_maker, node_store: the rows that a node shares
+                       └─ fetches: what follows the one that is made
 """
 
+from pipetransformer.feed.fetches import Coming
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.sample_feed import Coming, Rows, SampleFeed
+from pipetransformer.feed.sample_feed import Rows, SampleFeed
 
 __all__ = ["Coming", "FrozenPrefix", "Rows", "SampleFeed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from pipetransformer.data import (
     Samples,
     SizedDataset,
 )
+from pipetransformer.feed.fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store
 from pipetransformer.feed.row_maker import RowMaker
@@ -31,10 +32,6 @@ _LOGGER = logging.getLogger(__name__)
 _AHEAD_BYTES = 1 << 20
 """Rows of a step that are read ahead where they are no fewer: less is read faster than handed
 from thread to thread."""
-
-
-Coming = Callable[[], Iterable[tuple[int, Tensor]]]
-"""Yields the epoch and (B,) samples of every fetch to come, the next one first."""
 
 
 class SampleFeed:
@@ -63,7 +60,7 @@ class SampleFeed:
         self.dataset = dataset
         self._task = task = prefix.task
         self._world = world
-        self._to_come = to_come
+        self._to_come, self._followed = to_come, FollowedFetches(to_come)
         model, config = task.model, task.config
         names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
         collation = Collation(
@@ -151,7 +148,9 @@ class SampleFeed:
     def follow_prefix(self) -> None:
         """Serve the prefix's depth from now on, if it has changed. Collective."""
         prefix = self.prefix
-        self._foreseen.forget()  # After a transition others may train these samples.
+        # After a transition others may train these samples.
+        self._foreseen.forget()
+        self._followed.forget()
         if self._generation == prefix.generation:
             return
         self._generation = prefix.generation
@@ -203,8 +202,14 @@ class SampleFeed:
             self.prefix.stamp_anew_if_edited()
         depth = self.prefix.depth
         self.prefix.expect_fetch(len(ids), num_all=len(self.dataset))
-        row_ids = self.row_ids(ids, epoch)
-        return self._cache.fetch(ids, load, depth=depth, row_ids=row_ids, keeps=keeps)
+        return self._cache.fetch(
+            ids,
+            load,
+            depth=depth,
+            row_ids=self.row_ids(ids, epoch),
+            keeps=keeps,
+            later=self._with_rows(self._followed.later(epoch, ids), epoch),
+        )
 
     def read_ahead(self, row_ids: Tensor) -> None:
         """Have rows read while this step computes, where that is worth a thread."""
@@ -224,6 +229,9 @@ class SampleFeed:
         slots = wanted * num_rows // num_all
         return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
 
+    def _with_rows(self, ids: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        return ids, self.row_ids(ids, epoch)
+
     def _view(self, epoch: int) -> int:
         """Return which view of the samples an epoch sees."""
         views = self._task.config.cache_views
@@ -240,11 +248,15 @@ class SampleFeed:
                 if len(ids):
                     yield tuple(ids.tolist()), self._view(epoch)
             return
-        ahead, behind = itertools.tee(coming)
-        batches = ((ids, self.row_ids(ids, epoch)) for epoch, ids in ahead)
-        foreseen = self._cache.foresee(batches, depth=self.prefix.depth)
+        fetches, behind = itertools.tee(with_later(coming))
+        samples = (
+            (self._with_rows(fetch.ids, fetch.epoch), self._with_rows(fetch.later, fetch.epoch))
+            for fetch in fetches
+        )
+        foreseen = self._cache.foresee(samples, depth=self.prefix.depth)
         filling = -1
-        for (epoch, _), (wanted, fills) in zip(behind, foreseen, strict=True):
+        for fetch, (wanted, fills) in zip(behind, foreseen, strict=True):
+            epoch = fetch.epoch
             if filling not in (-1, epoch):
                 return
             filling = epoch if fills else filling

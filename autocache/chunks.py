@@ -1,0 +1,65 @@
+"""Say which samples run through layers together, and where each of them stands.
+
+As layers run on chunks of one fixed number of samples, a chunk that is not full is filled up with
+samples of later fetches, which then find their rows::
+
+    chunks of 8      found at 0   found at 2          of later fetches
+    layers 0, 1      x x x        .                   x x x x x
+    layers 2, 3      x x x        x x x x             x x x x x  x x x x
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+SampleRows: TypeAlias = tuple[Tensor, Tensor]
+"""(B,) int64 each, on CPU: ids of samples, and those of their rows in the store, out of its range
+where they have none."""
+NOTHING: SampleRows = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+NO_ROW = torch.iinfo(torch.int64).max
+
+
+def filling(found: Tensor, later: Tensor, *, chunk_size: int, depth: int) -> Tensor:
+    """Return the positions of those later samples that fill up the chunks which are run anyway.
+
+    Args:
+        found: (B,) the depths at which the rows of a fetch were found.
+        later: (N,) likewise, of samples of later fetches, the sooner first.
+        chunk_size: samples that run together.
+        depth: what is wanted; rows found there are not run.
+    """
+    num, chosen = 0, [torch.empty(0, dtype=torch.int64)]
+    for first in found[found < depth].unique().tolist():
+        num += int((found == first).sum())
+        chosen.append((later == first).nonzero().flatten()[: -num % chunk_size])
+        num += len(chosen[-1])
+    return torch.cat(chosen)
+
+
+def one_each(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
+    """Return the values at the given positions, each id's once: `inverse` says which each is."""
+    # Any one position of each id will do.
+    chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
+    return values[chosen.to(values.device)]
+
+
+def of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """Return the rows of some ids of those that a batch holds, ascending."""
+    if torch.equal(held, ids):
+        return batch
+    index = torch.searchsorted(held, ids)
+    return {name: entry[index.to(entry.device)] for name, entry in batch.items()}
+
+
+def place(
+    rows: dict[str, Tensor], positions: Tensor, fresh: dict[str, Tensor], inverse: Tensor
+) -> None:
+    """Put fresh rows, each id once, at all its positions, making the tensors if need be."""
+    for name, row in fresh.items():
+        if name not in rows:
+            # Nothing was read, so these are all the positions there are.
+            rows[name] = row.new_empty(len(positions), *row.shape[1:])
+        rows[name][positions.to(row.device)] = row[inverse.to(row.device)]

@@ -1,0 +1,159 @@
+"""Claims about chunks that are filled up with samples of later fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from autocache.cached_prefix import PrefixCache
+from autocache.chunks import SampleRows, filling
+from autocache.content import RowContent
+from autocache.positions import Positions
+from autocache.store import RowStore
+from tests.autocache.test_cached_prefix import (
+    CHUNK_SIZE,
+    CPU,
+    KEEP,
+    NUM_LAYERS,
+    NUM_SAMPLES,
+    NUM_TOKENS,
+    WIDTH,
+    Prefix,
+    Samples,
+    assert_bitwise_equal,
+    compute_uncached,
+)
+
+
+class World:
+    """Hold a prefix, its samples, and a cache whose rows are checked against these."""
+
+    def __init__(self, store: RowStore, samples: Samples, content: RowContent) -> None:
+        self.prefix, self.samples, self.store = Prefix(), samples, store
+        self.cache = PrefixCache(
+            self.prefix.run_layers,
+            chunk_size=CHUNK_SIZE,
+            store=store,
+            stamps=self.prefix.stamps(NUM_LAYERS),
+            device=CPU,
+            content=content,
+        )
+
+    def found(self, *ids: int) -> list[int]:
+        stamps = self.prefix.stamps(NUM_LAYERS)
+        return self.store.find(torch.tensor(ids), stamps).tolist()
+
+    def fetch(
+        self, ids: list[int], later: list[int] | Tensor = (), depth: int = 4, keeps: bool = True
+    ) -> None:
+        """Fetch, and hold what comes against what is computed alone."""
+        wanted = torch.tensor(ids)
+        found = self.cache.fetch(
+            wanted, self.samples.load, depth=depth, keeps=keeps, later=pair(later)
+        )
+        alone = compute_uncached(Prefix(), wanted, depth, Samples())
+        assert_bitwise_equal(found, alone)
+
+
+def pair(ids: list[int] | Tensor) -> SampleRows:
+    tensor = torch.as_tensor(ids, dtype=torch.int64)
+    return tensor, tensor
+
+
+@contextmanager
+def a_world(folder: Path, num_rows: int = NUM_SAMPLES) -> Iterator[World]:
+    samples, content = Samples(), RowContent(KEEP)
+    one = {name: entry[:1] for name, entry in samples.entries.items()}
+    layout = content.layout(one, torch.empty(1, NUM_TOKENS, WIDTH))
+    with RowStore.create(folder / "rows", layout, num_rows) as store:
+        yield World(store, samples, content)
+
+
+def test_the_soonest_samples_found_as_deep_fill_up_each_chunk() -> None:
+    found, later = torch.tensor([4, 0, 1, 4]), torch.tensor([1, 4, 0, 0, 2, 0, 0, 1, 1, 1])
+    # Of 4 that run from layer 0 on, 3 are later; of the 8 from layer 1 on, 3 more.
+    assert filling(found, later, chunk_size=4, depth=4).tolist() == [2, 3, 5, 0, 7, 8]
+
+
+def test_full_chunks_and_hits_take_no_later_sample() -> None:
+    later = torch.zeros(9, dtype=torch.int64)
+    for found in ([0, 0, 0, 0], [4, 4], [4]):
+        assert not len(filling(torch.tensor(found), later, chunk_size=4, depth=4))
+
+
+def test_later_samples_are_computed_once_and_found_by_their_fetch(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.fetch([7, 8, 9], depth=1)
+        world.prefix.calls.clear()
+        world.samples.asked.clear()
+        world.fetch([0, 7], [1, 2, 8, 9, 3, 5])
+        assert world.prefix.calls == [(0, 1), (1, 4), (1, 4)]
+        assert world.samples.asked == [0, 1, 2, 3]
+        assert world.found(0, 7, 1, 2, 8, 9, 3, 5) == [4, 4, 4, 4, 4, 4, 4, 0]
+        world.cache.take_stats()
+        world.prefix.calls.clear()
+        world.fetch([1, 2, 8, 9])
+        assert not world.prefix.calls
+        assert world.cache.take_stats().hits == 4
+
+
+def test_what_is_not_kept_makes_room_for_what_is_later(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.fetch([0, 1], [2, 3, 4], keeps=False)
+        assert world.found(0, 1, 2, 3, 4) == [0, 0, 4, 4, 0]
+
+
+def test_nothing_later_is_computed_where_it_has_no_row_or_rows_are_of_no_use(
+    tmp_path: Path,
+) -> None:
+    with a_world(tmp_path, num_rows=6) as world:
+        world.fetch([0], [7, 8, 9])
+        assert world.samples.asked == [0]
+        world.store.condemn()
+        world.fetch([1], [2, 3])
+        assert world.samples.asked == [0, 1]
+
+
+def test_a_sample_that_is_fetched_now_and_later_is_computed_once(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.fetch([0, 0, 1], [1, 0, 2, 3], keeps=False)
+        assert world.samples.asked == [0, 1, 2] and world.found(0, 1, 2) == [0, 0, 4]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_foreseen_are_the_loads_of_an_epoch_at_mixed_depths(tmp_path: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with a_world(tmp_path, num_rows=NUM_SAMPLES - 3) as world:
+        mixed = torch.randperm(NUM_SAMPLES, generator=generator)
+        for depth, ids in zip((1, 2, 4), mixed[:15].split(5), strict=True):
+            world.fetch(ids.tolist(), depth=depth)
+        batches = torch.randperm(NUM_SAMPLES, generator=generator).split(3)
+        later = [torch.cat([*batches[i + 1 : i + 4], batches[0][:0]]) for i in range(len(batches))]
+        coming = [(pair(ids), pair(after)) for ids, after in zip(batches, later, strict=True)]
+        foreseen = [ids.tolist() for ids, _ in world.cache.foresee(coming, depth=4)]
+        loads, calls = [], []
+        for ids, after in zip(batches, later, strict=True):
+            world.samples.asked.clear()
+            world.prefix.calls.clear()
+            world.fetch(ids.tolist(), after)
+            loads.append(world.samples.asked.copy())
+            calls += world.prefix.calls
+        assert foreseen == loads
+        # Without later samples each of the 8 fetches needs about one call from the bottom.
+        assert sum(first == 0 for first, _ in calls) <= 5
+
+
+def test_positions_that_only_later_samples_need_are_left_out() -> None:
+    positions = Positions("mask", ("hidden", "mask"), most=5)
+    content = RowContent(("mask",), padding_mask="mask", positions=positions)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    rows = {"hidden": torch.arange(15.0).reshape(3, 5, 1), "mask": mask}
+    own = content.first(rows, 2)
+    assert torch.equal(own["hidden"], rows["hidden"][:2, :3])
+    assert torch.equal(own["mask"], mask[:2, :3])
+    assert content.first(rows, 3)["hidden"].shape == (3, 5, 1)
