@@ -178,7 +178,8 @@ class PrefixCache:
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
+                if keeps or len(row_ids) > num:
+                    self._write(one_each(kept_ids, positions, inverse), fresh, depth)
             place(rows, positions, fresh, inverse)
         self._count(found[:num], depth)
         rows.pop(DIGEST, None)
