@@ -138,12 +138,12 @@ class PrefixCache:
 
         Args:
             sample_ids: (B,) int64 on CPU, B >= 1; dataset indices, duplicates allowed.
-            load: reads the dataset for the (N,) ids given, ascending and each once: only those
-                that miss. All entries, (N, ...) each.
+            load: reads the dataset for the (N,) ids given, ascending and each once: those that
+                miss, and some to check. All entries, (N, ...) each.
             depth: number of layers to have passed, at least 1.
             row_ids: (B,) int64, each sample's row in the store, out of its range where it has
                 none; None where they are the samples' ids.
-            keeps: whether to store what is computed; it may never be read again.
+            keeps: whether to store these samples; they may never be read again.
             later: samples of the fetches to come, the sooner first, which `load` can read, too:
                 some may be computed now, and stored.
         Returns:
@@ -160,13 +160,14 @@ class PrefixCache:
             )
         num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
         sample_ids, row_ids, _ = self._filled_up(own, later, depth)
-        found, rows = self._read(row_ids, depth)
-        wanted, due, self._reads = self._to_load(sample_ids, found, self._reads)
+        found, rows = self._read(own[1], row_ids[num:], depth)
+        wanted, due, reads = self._to_load(sample_ids, found, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
+        self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
         if len(due) and not self._is_current(sample_ids[due], rows, due, wanted, loaded):
             found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
             loaded = self._load(wanted, load)
-        rows, loaded = self._brought_together(found, rows, loaded)
+        rows, loaded = self._content.brought_together(found, rows, loaded)
         kept_ids = row_ids if keeps else row_ids.index_fill(0, torch.arange(num), NO_ROW)
         for first, last in pairwise(sorted({*found.tolist(), depth})):
             positions = (found <= first).nonzero().flatten()
@@ -188,7 +189,9 @@ class PrefixCache:
     def foresee(
         self, coming: Iterable[tuple[SampleRows, SampleRows]], *, depth: int
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the ids that `load` will be asked for, as far as the store stays as it is.
+        """Yield the ids that `load` will be asked for, and whether their fetch writes rows.
+
+        It holds as far as nobody else writes any; within `load`, too.
 
         Args:
             coming: the samples of every fetch to come, and those later than it.
@@ -199,7 +202,7 @@ class PrefixCache:
             sample_ids, row_ids, found = self._filled_up(own, later, depth, done)
             done = torch.cat((done[~torch.isin(done, own[1])], row_ids[len(own[1]) :]))
             num_rows = 0 if self._store is None else self._store.num_rows
-            stored = bool(((found == 0) & (row_ids < num_rows)).any())
+            stored = bool(((found < depth) & (row_ids < num_rows)).any())
             wanted, _, reads = self._to_load(sample_ids, found, reads)
             yield wanted, stored
 
@@ -241,21 +244,27 @@ class PrefixCache:
         """
         if self._store is None or self._store.is_condemned:
             return *own, torch.zeros_like(own[1])
-        stamps, beside = self._up_to(depth), ~torch.isin(later[1], torch.cat((own[1], done)))
-        beside &= later[1] < self._store.num_rows
+        stamps = self._up_to(depth)
         found = self._store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
-        later_found = self._store.find(later[1], stamps).masked_fill(~beside, depth)
+        if self._has_warned or not len(later[1]) or bool((found == depth).all()):
+            return *own, found
+        there = torch.isin(later[1], torch.cat((own[1], done))) | (
+            later[1] >= self._store.num_rows
+        )
+        later_found = self._store.find(later[1], stamps).masked_fill(there, depth)
         more = filling(found, later_found, chunk_size=self._chunk_size, depth=depth)
         pairs = zip((*own, found), (*later, later_found), strict=True)
         ids, rows, depths = (torch.cat((one, other[more])) for one, other in pairs)
         return ids, rows, depths
 
-    def _read(self, row_ids: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the (B,) depth each sample was found at, and the rows if any was found."""
-        if self._reader is None:
-            return torch.zeros_like(row_ids), {}
+    def _read(self, own: Tensor, later: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the (B,) depth each row was found at, and the rows if any was found."""
+        if self._reader is None or self._store is None:
+            return torch.zeros_like(own), {}
         with self._timed("read_s"):
-            read = self._reader.read(row_ids, self._up_to(depth))
+            read = self._reader.read(own, self._up_to(depth))
+            if len(later):
+                read = read.joined(self._store.read(later, self._up_to(depth)))
             if not read.depth.any():
                 return read.depth, {}
             hidden = read.rows[HIDDEN].to(self._device, non_blocking=True)
@@ -299,18 +308,6 @@ class PrefixCache:
                 int(sample_ids[differing[0]]),
             )
         return False
-
-    def _brought_together(
-        self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Give what was read and what was loaded as many positions as the longest needs."""
-        positions = self._content.positions
-        if positions is None:
-            return rows, loaded
-        num = loaded[positions.mask].shape[1] if loaded and bool((found == 0).any()) else 1
-        if rows:
-            num = max(num, int(own_lengths(rows[positions.mask][found > 0]).max()))
-        return positions.bring(rows, num), positions.bring(loaded, num)
 
     def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
         batch = load(ids)

@@ -1,11 +1,11 @@
 """Say which samples run through layers together, and where each of them stands.
 
-As layers run on chunks of one fixed number of samples, a chunk that is not full is filled up with
+As layers run on chunks of one fixed number of samples, what the fullest lacks is filled up with
 samples of later fetches, which then find their rows::
 
-    chunks of 8      found at 0   found at 2          of later fetches
-    layers 0, 1      x x x        .                   x x x x x
-    layers 2, 3      x x x        x x x x             x x x x x  x x x x
+    chunks of 8      found at 0   found at 2    of later fetches
+    layers 0, 1      x x x                      x x
+    layers 2, 3      x x x        x x x         x x
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ NO_ROW = torch.iinfo(torch.int64).max
 
 
 def filling(found: Tensor, later: Tensor, *, chunk_size: int, depth: int) -> Tensor:
-    """Return the positions of those later samples that fill up the chunks which are run anyway.
+    """Return the positions of those later samples that fill up chunks which are run anyway.
+
+    No layer runs on more chunks than without them, so that no step takes longer: others may be
+    waiting for it.
 
     Args:
         found: (B,) the depths at which the rows of a fetch were found.
@@ -31,11 +34,13 @@ def filling(found: Tensor, later: Tensor, *, chunk_size: int, depth: int) -> Ten
         chunk_size: samples that run together.
         depth: what is wanted; rows found there are not run.
     """
-    num, chosen = 0, [torch.empty(0, dtype=torch.int64)]
-    for first in found[found < depth].unique().tolist():
-        num += int((found == first).sum())
-        chosen.append((later == first).nonzero().flatten()[: -num % chunk_size])
-        num += len(chosen[-1])
+    depths, numbers = found[found < depth].unique(return_counts=True)
+    # Of a depth, and of those above it, which what comes from below passes through, too.
+    room = (-numbers.cumsum(0) % chunk_size).flip(0).cummin(0).values.flip(0)
+    taken, chosen = 0, [torch.empty(0, dtype=torch.int64)]
+    for first, most in zip(depths.tolist(), room.tolist(), strict=True):
+        chosen.append((later == first).nonzero().flatten()[: max(0, most - taken)])
+        taken += len(chosen[-1])
     return torch.cat(chosen)
 
 

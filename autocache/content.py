@@ -103,6 +103,23 @@ class RowContent:
             found.append(int.from_bytes(digest.digest(), "little", signed=True))
         return torch.tensor(found)
 
+    def brought_together(
+        self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Give what was read and what was loaded as many positions as the longest needs.
+
+        Args:
+            found: (B,) depths at which the rows were found, 0 for those that are loaded.
+            rows, loaded: (B, ...) and (N, ...) each; {} for none.
+        """
+        positions = self.positions
+        if positions is None:
+            return rows, loaded
+        num = loaded[positions.mask].shape[1] if loaded and bool((found == 0).any()) else 1
+        if rows:
+            num = max(num, int(own_lengths(rows[positions.mask][found > 0]).max()))
+        return positions.bring(rows, num), positions.bring(loaded, num)
+
     def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Return so many of a batch's rows, without positions that only the others need."""
         own = {name: row[:num] for name, row in rows.items()}

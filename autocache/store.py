@@ -51,6 +51,12 @@ class RowRead:
     rows: dict[str, Tensor]
     num_corrupt: int
 
+    def joined(self, other: RowRead) -> RowRead:
+        """Return both, this one's rows first, in memory of their own."""
+        rows = {name: torch.cat((row, other.rows[name])) for name, row in self.rows.items()}
+        corrupt = self.num_corrupt + other.num_corrupt
+        return RowRead(torch.cat((self.depth, other.depth)), rows, corrupt)
+
 
 class NamelessFilesError(OSError):
     """Say that files without a name cannot be made here; others can."""

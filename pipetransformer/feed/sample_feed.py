@@ -208,7 +208,7 @@ class SampleFeed:
             depth=depth,
             row_ids=self.row_ids(ids, epoch),
             keeps=keeps,
-            later=self._with_rows(self._followed.later(epoch, ids), epoch),
+            later=self._later(self._followed.later(epoch, ids), epoch),
         )
 
     def read_ahead(self, row_ids: Tensor) -> None:
@@ -229,7 +229,12 @@ class SampleFeed:
         slots = wanted * num_rows // num_all
         return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
 
-    def _with_rows(self, ids: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+    def _later(self, ids: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return those later samples, and their rows, which may be read together with others: all,
+        unless a sample depends in unknown ways on those with which it is collated.
+        """
+        if self._task.config.collate_fn is not None and self._rows.content.positions is None:
+            ids = ids[:0]
         return ids, self.row_ids(ids, epoch)
 
     def _view(self, epoch: int) -> int:
@@ -240,7 +245,7 @@ class SampleFeed:
     def _requests(self) -> Iterator[Request]:
         """Yield what the dataset will be asked for, fetch by fetch.
 
-        Behind an epoch that fills the cache it is not known what that will lack.
+        Behind an epoch that writes rows it is not known what the next will lack.
         """
         coming = iter(self._to_come())
         if self._cache is None:
@@ -250,16 +255,15 @@ class SampleFeed:
             return
         fetches, behind = itertools.tee(with_later(coming))
         samples = (
-            (self._with_rows(fetch.ids, fetch.epoch), self._with_rows(fetch.later, fetch.epoch))
-            for fetch in fetches
+            ((f.ids, self.row_ids(f.ids, f.epoch)), self._later(f.later, f.epoch)) for f in fetches
         )
         foreseen = self._cache.foresee(samples, depth=self.prefix.depth)
-        filling = -1
-        for fetch, (wanted, fills) in zip(behind, foreseen, strict=True):
+        writing = -1
+        for fetch, (wanted, writes) in zip(behind, foreseen, strict=True):
             epoch = fetch.epoch
-            if filling not in (-1, epoch):
+            if writing not in (-1, epoch):
                 return
-            filling = epoch if fills else filling
+            writing = epoch if writes else writing
             if len(wanted):
                 yield tuple(wanted.tolist()), self._view(epoch)
 
