@@ -179,8 +179,7 @@ class PrefixCache:
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                if keeps or len(row_ids) > num:
-                    self._write(one_each(kept_ids, positions, inverse), fresh, depth)
+                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
             place(rows, positions, fresh, inverse)
         self._count(found[:num], depth)
         rows.pop(DIGEST, None)
@@ -347,7 +346,7 @@ class PrefixCache:
         return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
 
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
-        if self._store is None:
+        if self._store is None or bool((row_ids >= self._store.num_rows).all()):
             return
         with self._timed("write_s"):
             lengths, positions = self._content.lengths(fresh), self._content.positions
