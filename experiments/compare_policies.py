@@ -20,7 +20,7 @@ from pathlib import Path
 from experiments.compare import read_rows, table
 from experiments.finetune.finished_run import FinishedRun, draw_learning
 from experiments.finetune.series import Series, add_series_options, markdown, series_of, spread
-from freeze import POLICY_HELP
+from freeze import POLICY_HELP, named_policy
 
 NONE = "none"
 POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet", "freezeout")
@@ -49,6 +49,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="those given a shortened rival; else adaptive ones",
     )
     options = parser.parse_args(arguments)
+    try:
+        for name in options.policies:
+            named_policy(name)
+    except ValueError as error:  # Else it would be found where its turn comes, after hours.
+        parser.error(f"--policies: {error}")
     if options.short is None:
         adaptive = [name for name in options.policies if name.partition(":")[0] in ADAPTIVE]
         options.short = adaptive

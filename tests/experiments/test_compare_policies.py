@@ -9,9 +9,8 @@ import pytest
 
 from experiments.compare_policies import main, parse
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_every_policy_gets_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, picture = tmp_path / "tiny.toml", tmp_path / "learning.png"
     recipe.write_text('task = "sst2"\nnum_train_epochs = 2\n')
@@ -40,3 +39,13 @@ def test_a_shortened_rival_needs_its_policy(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parse(["--script", "vit", "--recipe", "x", "--folder", "y", "--short", "auto:10"])
     assert "not among --policies" in capsys.readouterr().err
+
+
+def test_what_names_no_policy_is_refused_before_any_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    with pytest.raises(SystemExit):
+        main(["--script", "vit", "--recipe", "x", "--folder", str(folder), "--policies", "alpha"])
+    assert "'alpha' names no freeze policy" in capsys.readouterr().err
+    assert not folder.exists()

@@ -254,6 +254,9 @@ class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.zeros(4, 6))
 
+    def __repr__(self) -> str:
+        return "Stream()"  # In a test's name, which must be the same wherever it is collected.
+
 
 def with_batch_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
