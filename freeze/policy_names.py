@@ -14,6 +14,7 @@ from freeze.policies import (
     AutoFreeze,
     FreezeOut,
     FreezeSchedule,
+    Guarded,
     Linear,
     PaperRule,
     Plasticity,
@@ -24,7 +25,8 @@ from freeze.policy import FreezePolicy, NeverFreeze, as_policy
 
 POLICY_HELP = (
     "none, paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
-    "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy"
+    "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy; "
+    "guarded:4,POLICY keeps so many layers from freezing"
 )
 """What `named_policy` understands."""
 
@@ -72,6 +74,11 @@ def _linear(value: str) -> FreezePolicy:
     return Linear(begin=begin, end=end)
 
 
+def _guarded(value: str) -> FreezePolicy:
+    min_active, _, policy = value.partition(",")
+    return Guarded(named_policy(policy), min_active=int(min_active))
+
+
 def _optional(build: Callable[..., FreezePolicy], **fixed: Any) -> Callable[[str], FreezePolicy]:
     """Return what builds a policy from a number, or from its default."""
     return lambda value: build(*([float(Fraction(value))] if value else []), **fixed)
@@ -88,5 +95,6 @@ _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "cka": _optional(Plasticity, measure="cka"),
     "quiet": _optional(QuietUpdates),
     "freezeout": _optional(FreezeOut),
+    "guarded": _guarded,
     "replay": Replay,
 }

@@ -238,8 +238,28 @@ def test_a_module_of_the_working_folder_names_a_policy(
     assert str(tmp_path) not in sys.path
 
 
+def test_a_guarded_policy_keeps_so_many_layers_from_freezing() -> None:
+    held, free = named_policy("guarded:2,alpha:1/2"), named_policy("alpha:1/2")
+    assert held.name == "Guarded(AlphaSchedule)"
+    context = make_context([1.0] * 4, epoch=3)
+    assert checked_decision(free, context).num_frozen > 2
+    assert checked_decision(held, context).num_frozen == 2
+
+
 @pytest.mark.parametrize(
-    "text", ["", "auto:x", "auto:101", "paper", "paper:1/0", "linear:0.5", "none:3", "os:nothing"]
+    "text",
+    [
+        "",
+        "auto:x",
+        "auto:101",
+        "paper",
+        "paper:1/0",
+        "linear:0.5",
+        "none:3",
+        "os:nothing",
+        "guarded:2",
+        "guarded:auto",
+    ],
 )
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"names no freeze policy .*; give none, paper:1/3"):
