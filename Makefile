@@ -36,7 +36,8 @@ donor: setup ## Reproduce the pretrained weights that the demo starts from
 	$(BIN)/python -m experiments.donor
 
 test: setup ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -q -m "not slow"
+	@# Most tests keep one core busy, so that two go on side by side.
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-all: setup ## Run all tests, with soak and fault tests and that of the wheel
 	$(BIN)/python -m pytest -q

@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 
 from experiments.cluster.train_vit import images, main
 from pipetransformer.report.records import RECORDS_FILE, read_records
+from tests.marks import slow
 from tests.measured import measuring, never
 from tests.nodes import ROOT, Cluster, logs, run_nodes
 
@@ -103,8 +104,8 @@ def test_ssh_starts_a_launcher_on_every_host_with_the_settings(
     ("ending", "code"),
     [
         ("down", 255),
-        pytest.param("fail", 1, marks=pytest.mark.slow),
-        pytest.param("kill", 137, marks=pytest.mark.slow),
+        slow("fail", 1),
+        slow("kill", 137),
     ],
 )
 def test_ssh_ends_all_launchers_when_one_fails_or_it_is_killed_itself(

@@ -194,6 +194,7 @@ def threads_after_a_run(folder: str) -> None:
     Path(folder, f"rank{trainer.world.rank}").write_text("\n".join(thread_names()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not name threads in /proc")
 def test_no_thread_of_a_closed_world_is_left(tmp_path: Path) -> None:
     # The trainer kept the default group while it was alive itself, and torch._dynamo, which the

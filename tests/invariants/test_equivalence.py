@@ -11,6 +11,7 @@ import dataclasses
 import pytest
 
 from tests.forced import train_quickly, train_watched
+from tests.marks import slow
 from tests.pool import Pool
 from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, plain, train
 
@@ -31,7 +32,7 @@ def test_two_processes_train_as_a_plain_loop_does(two_ranks: Pool, shape: Shape)
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(4, 4), Shape(2, 2), Shape(1, 2), Shape(4, 3, "gpipe")], ids=str
+    "shape", [Shape(4, 4), Shape(2, 2), slow(Shape(1, 2)), slow(Shape(4, 3, "gpipe"))], ids=str
 )
 def test_four_processes_train_as_a_plain_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape})
@@ -84,7 +85,7 @@ def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> Non
     assert_same_bits(with_cache, without)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [slow(Shape(1, 2)), Shape(2, 3)], ids=str)
 def test_replicas_are_equal_bit_by_bit_after_every_step(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape}, frozen=(0, 1), dtype="float32")
     ranks = four_ranks.run(train_watched, scenario)
@@ -101,7 +102,7 @@ def test_dropout_depends_neither_on_the_run_nor_on_the_cut(two_ranks: Pool) -> N
     assert_equal(first, cut)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [slow(2), 4])
 def test_a_fixed_micro_batch_size_makes_dropout_the_same_for_any_k_and_r(
     two_ranks: Pool, size: int
 ) -> None:

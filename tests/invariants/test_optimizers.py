@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pipetransformer import named_optimizer
 from pipetransformer.adapters import adapt
 from pipetransformer.optimizer import NamedParameters, OptimizerFactory
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -68,9 +69,7 @@ def train_with(name: str, settings: dict[str, Any]) -> Outcome:
         return run_to_end(trainer, None)
 
 
-@pytest.mark.parametrize(
-    "name", [*OPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*OPTIONS, *(slow(name) for name in OTHERS)])
 def test_an_optimizer_by_name_equals_the_plain_loop_across_transitions(
     two_ranks: Pool, name: str
 ) -> None:

@@ -29,6 +29,7 @@ from tests.invariants.test_transition import (
     assert_resumes_with_the_same_bits,
     fit_until,
 )
+from tests.marks import slow
 from tests.measured import freely, measuring, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -117,7 +118,7 @@ def test_four_processes_train_as_the_loop_does(four_ranks: Pool, shape: Shape) -
     assert_near(merge(four_ranks.run(train_quickly, scenario)), loop(scenario))
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_equal_micro_batches_give_equal_bits_for_any_k_and_r(
     two_ranks: Pool, four_ranks: Pool, precision: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_equal_micro_batches_give_equal_bits_for_any_k_and_r(
     assert_same_bits(pipeline, merge(four_ranks.run(train_quickly, wide)))
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_cached_equals_uncached_bit_by_bit_across_a_freeze(
     two_ranks: Pool, precision: str
 ) -> None:

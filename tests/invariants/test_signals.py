@@ -17,6 +17,7 @@ from freeze import LayerStats
 from freeze.signals import gram, linear_cka, similarity_change
 from pipetransformer import Trainer
 from pipetransformer.report import read_decisions
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.pool import Pool
 from tests.scenario import Scenario, Shape, build_adamw, mean_loss, slow_start
@@ -244,7 +245,7 @@ def test_what_half_an_interval_has_shown_moves_on_with_its_layers(
     assert_same_signals(seen_in(str(tmp_path)), truth)
 
 
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [slow(1), 2])
 def test_half_an_interval_survives_a_resume_bit_by_bit(
     two_ranks: Pool, tmp_path: Path, length: int
 ) -> None:

@@ -20,6 +20,7 @@ from pipetransformer.planning import fastest_per_sample
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.costs import sums
 from tests.invariants.test_transition import assert_resumes_with_the_same_bits, fit_until
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.pipetransformer.test_planning import profile
 from tests.pool import Pool
@@ -89,7 +90,9 @@ def test_what_fits_nowhere_is_refused_by_the_lengths_that_use_all() -> None:
         fastest_plan(situation(memory_limit_bytes=399))
 
 
-@pytest.mark.parametrize("shape", [THREE, dataclasses.replace(THREE, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize(
+    "shape", [THREE, slow(dataclasses.replace(THREE, schedule="gpipe"))], ids=str
+)
 def test_three_of_four_ranks_train_as_a_plain_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape})
     outcomes = four_ranks.run(train, scenario)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipetransformer import Trainer
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.pool import Pool
 from tests.scenario import (
@@ -38,7 +39,7 @@ def shared(workers: tuple[int, ...], micro_batches: int = 3, **options: Any) -> 
     [
         ((2, 1, 1), 3),
         *(
-            pytest.param(workers, count, marks=pytest.mark.slow)
+            slow(workers, count)
             for workers in ((2, 1, 1), (1, 3), (3, 1), (2, 2), (1, 2, 1))
             for count in (1, 2, 5, 6)
         ),
@@ -62,7 +63,7 @@ def test_one_worker_a_stage_is_a_pipeline(two_ranks: Pool) -> None:
     assert_equal(merge(two_ranks.run(train, ours)), merge(two_ranks.run(train, usual)))
 
 
-@pytest.mark.parametrize("workers", [(2, 2), pytest.param((2, 1, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [(2, 2), slow((2, 1, 1))])
 def test_freezing_with_a_cache_equals_freezing_in_a_plain_loop(
     four_ranks: Pool, workers: tuple[int, ...]
 ) -> None:
@@ -99,7 +100,7 @@ def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
     return Outcome(before + outcome.losses, outcome.weights, outcome.states, outcome.extra)
 
 
-@pytest.mark.parametrize("train_all", [pytest.param(fit, marks=pytest.mark.slow), fit_in_two])
+@pytest.mark.parametrize("train_all", [slow(fit), fit_in_two])
 def test_the_planner_cuts_it_and_makes_replicas_of_what_is_too_short(
     four_ranks: Pool, tmp_path: Path, train_all: Any
 ) -> None:

@@ -17,6 +17,7 @@ from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezePolicy
 from pipetransformer import Trainer
 from pipetransformer.transition.deployment import Deployment
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.models import NUM_SAMPLES, tiny_data, tiny_model
 from tests.pool import Pool
@@ -135,7 +136,7 @@ def assert_resumes_with_the_same_bits(
         assert resumed.extra[name] == whole.extra[name]
 
 
-@pytest.mark.parametrize("last_step", [6, 9, 12])
+@pytest.mark.parametrize("last_step", [6, slow(9), slow(12)])
 def test_a_resumed_run_ends_with_the_uninterrupted_one_s_bits(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_resumed_run_ends_with_the_uninterrupted_one_s_bits(
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
 
 
-@pytest.mark.parametrize("last_step", [3, 7, 9, 14])
+@pytest.mark.parametrize("last_step", [3, slow(7), slow(9), 14])
 def test_a_run_resumed_within_an_epoch_ends_with_the_same_bits_and_report(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
@@ -176,7 +177,7 @@ class Remembering(FreezePolicy):
         self.shown = list(state["shown"])
 
 
-@pytest.mark.parametrize("last_step", [5, 11])
+@pytest.mark.parametrize("last_step", [5, slow(11)])
 def test_a_policy_s_state_and_the_norms_of_half_an_interval_survive_a_resume(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_run_killed_within_a_transition_resumes_with_the_same_bits(
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until_transition, 2)
 
 
-@pytest.mark.parametrize("pattern", ["*_weights-*", "*_optimizer-*", "manifest.json"])
+@pytest.mark.parametrize("pattern", ["*_weights-*", slow("*_optimizer-*"), "manifest.json"])
 def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
     two_ranks: Pool, tmp_path: Path, pattern: str
 ) -> None:
@@ -227,7 +228,7 @@ def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Pat
     assert_same_bits(merge(two_ranks.run(resume, scenario, str(tmp_path / "cut"))), whole)
 
 
-@pytest.mark.parametrize(("saved_on", "length"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize(("saved_on", "length"), [(2, 2), slow(4, 4)])
 @pytest.mark.parametrize("resumed_on", [1, 2, 4])
 def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0913
     two_ranks: Pool, four_ranks: Pool, tmp_path: Path, saved_on: int, length: int, resumed_on: int
@@ -244,7 +245,7 @@ def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0
     assert_equal(dataclasses.replace(merge(outcomes), losses=reference.losses), reference)
 
 
-@pytest.mark.parametrize("slots_per_node", [1, 2])
+@pytest.mark.parametrize("slots_per_node", [slow(1), 2])
 def test_a_run_resumes_on_another_number_of_nodes(
     four_ranks: Pool, tmp_path: Path, slots_per_node: int
 ) -> None:

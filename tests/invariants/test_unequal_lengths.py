@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from autodp.sampler import EpochSampler, shuffled, shuffled_by_length
 from pipetransformer import FreezeSchedule, LayeredModel, Loss, Sublayer, Trainer
 from pipetransformer.optimizer import NamedParameters
+from tests.marks import slow
 from tests.pool import Pool
 from tests.texts import pad_to_longest, plain_losses, sentences, tiny_bert
 
@@ -46,7 +47,7 @@ def train(settings: dict[str, Any]) -> tuple[list[float], int]:
         return losses, trainer.report.cache_hits
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, slow(2)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -54,7 +55,7 @@ def train(settings: dict[str, Any]) -> tuple[list[float], int]:
         {"pipeline_length": 2, "micro_batches": 2},
         {"pipeline_length": 1},
         {"pipeline_length": 2, "micro_batches": 3, "cache_limit_bytes": 20_000},
-        {"micro_batch_size": 2, "freeze_interval_steps": 3},
+        {"micro_batch_size": 2, "freeze_interval_steps": 3, "num_workers": 2},
     ],
     ids=str,
 )
@@ -64,7 +65,7 @@ def test_losses_are_those_of_a_plain_loop_that_pads_the_global_batch(
     expected = plain_losses(tiny_bert(), sentences(), frozen=FROZEN, batch_size=BATCH)
     if "freeze_interval_steps" in settings:
         settings = {**settings, "freeze_interval_steps": 4}
-    results = two_ranks.run(train, {**settings, "num_workers": workers})
+    results = two_ranks.run(train, {"num_workers": workers, **settings})
     for losses, _ in results:
         assert losses == pytest.approx(expected, abs=1e-9, rel=1e-7)
     if settings.get("cache", True):

@@ -17,6 +17,7 @@ from autopipe.schedule import micro_batch_sizes
 from autopipe.stashing import VERSION_RULES, StagePlace
 from pipetransformer import Callback, Trainer
 from pipetransformer.optimizer import take_state
+from tests.marks import slow
 from tests.measured import measuring, once
 from tests.pool import Pool
 from tests.scenario import (
@@ -105,7 +106,7 @@ def stages(layered: Any, num_frozen: int, length: int) -> dict[str, int]:
 
 
 @every_rule
-@pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [3, slow(1)])
 def test_two_stages_train_by_delayed_gradients(
     two_ranks: Pool, versions: str, micro_batches: int
 ) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autopipe import StashedPipeline, convert_deferred_batch_norm
 from autopipe.stashing import StagePlace, most_versions
+from tests.marks import slow
 
 BATCHES, SAMPLES = 7, 12
 BALANCES = {1: [6], 2: [4, 2], 3: [2, 2, 2]}
@@ -97,7 +98,7 @@ def by_hand(
 @pytest.mark.parametrize("versions", ["stashed", "vertical_sync", "double_buffered"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [momentum, pytest.param(adam, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", [momentum, slow(adam)])
 def test_weights_are_those_of_delayed_gradients(
     versions: str, chunks: int, num_stages: int, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:

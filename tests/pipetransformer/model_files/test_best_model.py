@@ -18,6 +18,7 @@ from pipetransformer import CorruptCheckpointError, EvalPrediction, Trainer
 from pipetransformer.config import TrainConfig
 from pipetransformer.model_files.best_model import BestModel
 from pipetransformer.refusals.run_checks import check_selection
+from tests.marks import slow
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -227,7 +228,7 @@ def stop_after(folder: Path, num_steps: int, settings: dict[str, Any]) -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize("num_steps", [6, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [6, slow(9)])
 def test_a_resumed_run_ends_with_the_same_best_weights(
     two_ranks: Pool, tmp_path: Path, num_steps: int
 ) -> None:

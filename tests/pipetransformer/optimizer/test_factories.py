@@ -14,6 +14,7 @@ from pipetransformer import named_optimizer
 from pipetransformer.optimizer import try_optimizer
 from pipetransformer.optimizer.factories import _TORCH
 from tests.adapted import timm_vit
+from tests.marks import slow
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
     "name",
     [
         # The first of them compiles, for half a minute.
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith("kron") else name
+        slow(name) if name.startswith("kron") else name
         for name in (*_TORCH, *TIMM)
     ],
 )

@@ -23,6 +23,7 @@ from pipetransformer import launch as start
 from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.launcher import _end, _first_cause
 from pipetransformer.processes.world import STORE_VARIABLE, connect
+from tests.marks import slow
 
 VARIABLES = (
     "RANK",
@@ -256,7 +257,7 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
 @pytest.mark.parametrize(
     ("ending", "how", "start_method"),
     [
-        pytest.param(signal.SIGTERM, "stopped", "forkserver", marks=pytest.mark.slow),
+        slow(signal.SIGTERM, "stopped", "forkserver"),
         (signal.SIGKILL, "waiting", "forkserver"),
         pytest.param(
             signal.SIGKILL,
