@@ -9,7 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -254,6 +255,13 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
     return text
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Give a folder in which a fork server's socket has a name of under 108 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("ending", "how", "start_method"),
     [
@@ -273,11 +281,14 @@ def read_until(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
     ],
 )
 def test_ranks_end_with_the_launcher(
-    tmp_path: Path, ending: signal.Signals, how: str, start_method: Literal["spawn", "forkserver"]
+    tmp_path: Path,
+    short_folder: Path,
+    ending: signal.Signals,
+    how: str,
+    start_method: Literal["spawn", "forkserver"],
 ) -> None:
-    fifo, temporary = tmp_path / "up", tmp_path / "temporary"
+    fifo = tmp_path / "up"
     os.mkfifo(fifo)
-    temporary.mkdir()
     script = (
         "from pipetransformer import launch; "
         "from tests.pipetransformer.processes.test_launcher import stay; "
@@ -288,7 +299,7 @@ def test_ranks_end_with_the_launcher(
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**os.environ, "TMPDIR": str(short_folder)},
     )
     try:
         up = read_until(pipe, lambda text: text.count(b"\n") == 2)
@@ -300,7 +311,7 @@ def test_ranks_end_with_the_launcher(
     os.close(pipe)
     if ending == signal.SIGTERM:
         assert parent.returncode == 128 + ending
-        assert not list(temporary.glob("pipetransformer-*"))
+        assert not list(short_folder.glob("pipetransformer-*"))
 
 
 class Stubborn:
