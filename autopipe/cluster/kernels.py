@@ -28,6 +28,12 @@ _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
 _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 """They read only what they return of their first tensor."""
+_FLASH = "_scaled_dot_product_flash_attention"
+_COUNTED_AS = {
+    getattr(_aten, f"{_FLASH}_for_cpu"): getattr(_aten, _FLASH),
+    getattr(_aten, f"{_FLASH}_for_cpu_backward"): getattr(_aten, f"{_FLASH}_backward"),
+}
+"""What torch before 2.15 does not count, and what it does that takes the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,8 @@ class _KernelCounter(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if _starts_kernel(func, inputs, outputs):
-            count = flop_registry.get(func.overloadpacket)
+            packet = func.overloadpacket
+            count = flop_registry.get(packet, flop_registry.get(_COUNTED_AS.get(packet)))
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
             # Of an expanded tensor those bytes that exist.
