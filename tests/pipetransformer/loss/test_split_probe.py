@@ -155,7 +155,7 @@ def test_the_first_8_steps_are_probed_and_every_8th() -> None:
     for step in range(100):
         for one in (probe, exact):
             output = torch.zeros(4, 2, requires_grad=True)
-            watch_step(one, output, torch.full((4, 2), step), (4,))
+            watch_step(one, output, torch.full((4, 2), float(step)), (4,))
             assert not one.finds_difference()
     assert sorted(set(calls)) == [*range(8), *range(8, 100, 8)]
     # The whole and two parts; the exact loss is not called at all.

@@ -137,8 +137,9 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
 
 def spans_of_two_ranks(batch_size: int) -> set[tuple[int, ...]]:
     """Measure on this world; return what was lent together."""
-    # All sublayers are timed, however slow the machine is.
-    with spans_noted() as noted, patch.object(measurements, "_WHOLE_S", math.inf):
+    # All sublayers are timed, and all work beside messages, however slow the machine is.
+    no_limit = patch.multiple(measurements, _WHOLE_S=math.inf, _WORK_S=math.inf)
+    with spans_noted() as noted, no_limit:
         measure(make_task(global_batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
     return {*noted}
 
