@@ -145,13 +145,16 @@ class PlainLoop:
     Args:
         task: what to train.
         learning_rate: AdamW's.
+        max_grad_norm: which a step's gradient is clipped at; None leaves it as it is.
     Attributes:
         wait_s: seconds that the last step waited for its batch.
     """
 
-    def __init__(self, task: RivalTask, *, learning_rate: float) -> None:
+    def __init__(
+        self, task: RivalTask, *, learning_rate: float, max_grad_norm: float | None = None
+    ) -> None:
         self.model = task.build().train()
-        self._loss_of = task.loss_of
+        self._loss_of, self._max_grad_norm = task.loss_of, max_grad_norm
         self._optimizer = adamw(learning_rate)(list(self.model.named_parameters()))
         self._batches = iter(
             DataLoader(
@@ -177,6 +180,8 @@ class PlainLoop:
         self.wait_s = time.perf_counter() - start
         loss = self._loss_of(self.model, batch)
         loss.backward()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self._optimizer.step()
         return loss.item()
 

@@ -3,6 +3,7 @@
 Both train in one process on all cores, step by step in turn: nothing frozen, and at a third and
 two thirds of the layers an epoch in which the cache fills and one in which every row is there; and
 an epoch in whose steps rows are found at several depths, as layers froze within the one before.
+In one epoch more nothing is frozen and both clip the gradient, whose norm ours takes in any case.
 Then two processes of one thread each, against the loop on all cores. Run it as
 
     python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
@@ -48,6 +49,8 @@ from freeze import FreezeContext, FreezeDecision, FreezeSchedule
 from pipetransformer import Trainer, adamw, launch
 
 LEARNING_RATE = 5e-5
+MAX_GRAD_NORM = 1.0
+"""As transformers' Trainer clips, where both do."""
 LOSS_TOLERANCE = 1e-4
 """Between losses of both sides: far above rounding, far below what other samples change."""
 LEAST = {
@@ -146,6 +149,13 @@ def at_mixed_depths(task: RivalTask) -> Seconds:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
+def clipped(task: RivalTask) -> Seconds:
+    """Time an epoch with nothing frozen, in which both clip the gradient."""
+    loop = PlainLoop(task, learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
+    with make_trainer(task, (0,), max_grad_norm=MAX_GRAD_NORM) as trainer:
+        return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
+
+
 def in_two_processes(sentences: Sentences, which: int, answer: str) -> None:
     """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
     task = tasks(sentences)[which]
@@ -205,6 +215,7 @@ def time_all(sentences: Sentences, which: int) -> dict[str, Seconds]:
     return {
         **found,
         "mixed_depths": at_mixed_depths(tasks(sentences)[which]),
+        "clipped": clipped(tasks(sentences)[which]),
         "two_processes": two,
     }
 
@@ -243,6 +254,7 @@ def compare(sentences: Sentences) -> dict[str, object]:
         "vs_plain_loop_warm": worse("two_thirds_warm"),
         "vs_plain_loop_mixed": worse("mixed_depths"),
         "vs_plain_loop_two_processes": worse("two_processes"),
+        "vs_plain_loop_clipped": worse("clipped"),
         "losses_differ_by": differences,
         "padding": sentences.padding,
         "workers": sentences.num_workers,
