@@ -127,19 +127,9 @@ class Run:
             timeline=self.timeline,
         )
         self.log, self.best = RunLog(world, config), BestModel(config)
-        parts: dict[str, Part] = {
-            "report": self.log.report,
-            "log": self.log,
-            "best": self.best,
-        }
-        if self.deployment.loss_scale.is_dynamic:
-            parts["loss_scale"] = self.deployment.loss_scale
+        parts = self._saved_parts()
         self.state = RunState(
-            task,
-            world,
-            transitions=self.transitions,
-            parts=parts,
-            optimizer=traits,
+            task, world, transitions=self.transitions, parts=parts, optimizer=traits
         )
 
     def begin(self, *, trains: bool = False) -> Change | None:
@@ -233,6 +223,12 @@ class Run:
             return result
         all_stop = gather_json(stops, group=self.world.group)
         return replace(result, stops=any(all_stop))
+
+    def _saved_parts(self) -> dict[str, Part]:
+        """Return what saves itself into checkpoints, beside weights, moments and transitions."""
+        scale = self.deployment.loss_scale
+        parts: dict[str, Part] = {"report": self.log.report, "log": self.log, "best": self.best}
+        return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 
     def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and this replica's samples of the coming step and of all after it."""
