@@ -12,8 +12,18 @@ from transformers import (
     BertConfig,
     BertForQuestionAnswering,
     BertForSequenceClassification,
+    BertForTokenClassification,
+    DistilBertConfig,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    PreTrainedModel,
+    RobertaForQuestionAnswering,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
     ViTConfig,
     ViTForImageClassification,
+    XLMRobertaForSequenceClassification,
 )
 
 from tests.models import sequential
@@ -34,18 +44,41 @@ def timm_vit(**options: Any) -> Any:
     return VisionTransformer(**{**sizes, **options})
 
 
+BERT_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 8,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# Positions are counted from the one behind the padding's, which is 1.
+ROBERTA_SIZES = {**BERT_SIZES, "max_position_embeddings": 10, "type_vocab_size": 2}
+DISTILBERT_SIZES = {
+    "vocab_size": 20,
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 24,
+    "max_position_embeddings": 8,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "qa_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+}
+
+
 def bert_config(**options: Any) -> BertConfig:
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 8,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return BertConfig(**{**sizes, **options})
+    return BertConfig(**{**BERT_SIZES, **options})
+
+
+def text_model(kind: type[PreTrainedModel], **options: Any) -> Any:
+    """Build a tiny encoder of one of transformers' classes, without dropout."""
+    sizes = {BertConfig: BERT_SIZES, DistilBertConfig: DISTILBERT_SIZES}
+    config = kind.config_class
+    return kind(config(**{**sizes.get(config, ROBERTA_SIZES), **options}))
 
 
 def classifier(**options: Any) -> Any:
@@ -84,6 +117,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert_sdpa": classifier,
     "bert_eager": lambda: classifier(attn_implementation="eager"),
     "bert_answers": answerer,
+    "bert_tokens": lambda: text_model(BertForTokenClassification, num_labels=3),
+    "roberta": lambda: text_model(RobertaForSequenceClassification, num_labels=3),
+    "roberta_tokens": lambda: text_model(RobertaForTokenClassification, num_labels=3),
+    "roberta_answers": lambda: text_model(RobertaForQuestionAnswering),
+    "xlm_roberta": lambda: text_model(XLMRobertaForSequenceClassification, num_labels=3),
+    "distilbert": lambda: text_model(DistilBertForSequenceClassification, num_labels=3),
+    "distilbert_tokens": lambda: text_model(DistilBertForTokenClassification, num_labels=3),
+    "distilbert_answers": lambda: text_model(DistilBertForQuestionAnswering),
     "vit": hf_vit,
 }
 
@@ -94,14 +135,17 @@ def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
     dtype = next(model.parameters()).dtype
     if isinstance(model, nn.Sequential):
         return {"x": torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=dtype)}
-    if isinstance(model, BertForSequenceClassification | BertForQuestionAnswering):
+    if isinstance(model, PreTrainedModel) and model.main_input_name == "input_ids":
         tokens = torch.arange(LENGTH)
-        return {
-            "input_ids": torch.randint(1, 20, (NUM_SAMPLES, LENGTH), generator=generator),
+        batch = {
+            "input_ids": torch.randint(2, 20, (NUM_SAMPLES, LENGTH), generator=generator),
             "attention_mask": (tokens < LENGTH - torch.arange(NUM_SAMPLES)[:, None]).long(),
             "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
             "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1),
         }
+        if isinstance(model.config, DistilBertConfig):
+            del batch["token_type_ids"]
+        return batch
     images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)
     return {"pixel_values" if isinstance(model, ViTForImageClassification) else "x": images}
 

@@ -50,8 +50,9 @@ def with_lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # Optional.
 
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    attention = [name for name in ("query", "key", "value", "qkv") if name in names]
-    heads = [name for name in ("classifier", "qa_outputs", "head", "pooler") if name in names]
+    of_attention = ("query", "key", "value", "qkv", "q_lin", "k_lin", "v_lin")
+    of_head = ("classifier", "pre_classifier", "qa_outputs", "head", "pooler")
+    attention, heads = ([n for n in some if n in names] for some in (of_attention, of_head))
     adapted: nn.Module = get_peft_model(
         model,
         LoraConfig(r=8, lora_alpha=16, target_modules=attention, modules_to_save=heads),

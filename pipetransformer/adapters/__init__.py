@@ -1,6 +1,7 @@
 """Present models as sequences of sublayers that share their very parameters.
 
-registry: timm_vit, transformers_bert, transformers_vit, or yours ─► base: LayeredModel
+timm_vit, transformers_vit, ─┐
+transformers_bert, _distilbert ◄ transformers_texts ─┴─► registry, or yours ─► base: LayeredModel
 """
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer

@@ -11,11 +11,11 @@ optimizers and moves between ranks all speak the original model's `state_dict` n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -284,6 +284,10 @@ class LayeredModel:
             module.register_forward_pre_hook(partial(_refuse_forward, name))
             for module, name in holders.items()
         ]
+
+
+Builders: TypeAlias = dict[type[nn.Module] | str, Callable[[Any], LayeredModel]]
+"""By class, or "module.Class", what presents its models; Any, as adapters import no library."""
 
 
 def _mode_flags(

@@ -7,8 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from pipetransformer.adapters import timm_vit, transformers_bert, transformers_vit
-from pipetransformer.adapters.base import LayeredModel, Sublayer
+from pipetransformer.adapters import (
+    timm_vit,
+    transformers_bert,
+    transformers_distilbert,
+    transformers_vit,
+)
+from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
 from pipetransformer.adapters.transformer import qualified_name
 
 
@@ -28,15 +33,11 @@ def _take_children(model: nn.Sequential) -> LayeredModel:
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
 
 
-_BUILDERS: dict[type[nn.Module] | str, Callable[[Any], LayeredModel]] = {
+_BUILDERS: Builders = {
     nn.Sequential: _take_children,
     timm_vit.CLASS: timm_vit.build,
-    f"{transformers_bert.MODULE}.BertForSequenceClassification": (
-        transformers_bert.build_sequence_classification
-    ),
-    f"{transformers_bert.MODULE}.BertForQuestionAnswering": (
-        transformers_bert.build_question_answering
-    ),
+    **transformers_bert.builders(),
+    **transformers_distilbert.builders(),
     f"{transformers_vit.MODULE}.ViTForImageClassification": transformers_vit.build,
 }
 

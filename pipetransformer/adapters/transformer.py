@@ -29,6 +29,14 @@ class FirstOf(nn.Module):
 
 
 @final
+class FirstToken(nn.Module):
+    """Take the first token of each sample: (N, S, D) to (N, D)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[:, 0]
+
+
+@final
 class Residual(nn.Module):
     """Add to the hidden state what a chain of the model's modules makes of it."""
 

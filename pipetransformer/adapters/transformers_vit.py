@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.transformer import (
     FirstOf,
+    FirstToken,
     Residual,
     classification_loss,
     refuse_checkpointing,
@@ -37,7 +38,7 @@ def build(model: Any) -> LayeredModel:
         )
         for layer in vit.layers
     ]
-    head = nn.Sequential(vit.layernorm, _FirstToken(), model.classifier)
+    head = nn.Sequential(vit.layernorm, FirstToken(), model.classifier)
     sublayers = transformer_sublayers(_Embedding(vit), blocks, head)
     return LayeredModel(
         model,
@@ -60,11 +61,3 @@ class _Embedding(nn.Module):
         dtype = self.embeddings.patch_embeddings.projection.weight.dtype
         hidden: Tensor = self.embeddings(pixel_values.to(dtype))
         return hidden
-
-
-@final
-class _FirstToken(nn.Module):
-    """Take the first token of each sample: (N, S, D) to (N, D)."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden[:, 0]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, BertModel
 
 from pipetransformer.adapters.registry import adapt
-from tests.adapted import MODELS, answerer, batch_for, classifier, hf_vit, own_forward, timm_vit
+from tests.adapted import MODELS, answerer, batch_for, classifier, own_forward, timm_vit
 
 
 @pytest.fixture(params=MODELS)
@@ -73,6 +73,29 @@ def test_running_in_parts_equals_running_at_once(model: nn.Module) -> None:
         assert torch.equal(layered.run(batch, first=cut, hidden=hidden), whole)
 
 
+@pytest.mark.parametrize("name", ["bert_sdpa", "roberta", "xlm_roberta", "distilbert"])
+def test_texts_without_positions_and_segments_are_the_models_own_however_far_they_are_padded(
+    name: str,
+) -> None:
+    model = MODELS[name]().double().eval()
+    layered, batch = adapt(model), batch_for(model)
+    batch = {entry: batch[entry] for entry in ("input_ids", "attention_mask")}
+    # Where it counts positions itself, a model knows padding by its token.
+    batch["input_ids"] = batch["input_ids"].where(batch["attention_mask"] == 1, pad_token(model))
+    longer = {
+        "input_ids": F.pad(batch["input_ids"], (0, 2), value=pad_token(model)),
+        "attention_mask": F.pad(batch["attention_mask"], (0, 2)),
+    }
+    assert layered.padding_mask == "attention_mask"
+    assert torch.equal(layered.run(batch), own_forward(model, batch))
+    torch.testing.assert_close(layered.run(longer), layered.run(batch), rtol=1e-12, atol=1e-12)
+
+
+def pad_token(model: nn.Module) -> int:
+    token: int = model.config.pad_token_id  # type: ignore[union-attr, assignment]
+    return token
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_token_under_padding_does_not_change_the_logits(attention: str) -> None:
     bert = classifier(attn_implementation=attention).eval()
@@ -107,9 +130,9 @@ def test_attention_mask_of_another_rank_is_refused() -> None:
 # --- layers, names, entries ---
 
 
-@pytest.mark.parametrize("build", [timm_vit, classifier, answerer, hf_vit])
-def test_transformers_are_cut_between_attention_and_mlp(build: Callable[[], nn.Module]) -> None:
-    layered = adapt(build())
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "sequential"])
+def test_transformers_are_cut_between_attention_and_mlp(name: str) -> None:
+    layered = adapt(MODELS[name]())
     assert [(sub.name, sub.layer) for sub in layered.sublayers] == [
         ("embedding", 0),
         ("blocks.0.attention", 0),

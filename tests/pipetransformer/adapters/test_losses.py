@@ -12,9 +12,18 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from pipetransformer.adapters.base import LayeredModel
 from pipetransformer.adapters.registry import adapt
-from pipetransformer.adapters.transformers_bert import span_loss
+from pipetransformer.adapters.transformers_texts import span_loss
 from pipetransformer.loss import Loss, LossFunction, choose_loss, smooth_labels
-from tests.adapted import LENGTH, NUM_SAMPLES, answerer, batch_for, classifier, hf_vit, timm_vit
+from tests.adapted import (
+    LENGTH,
+    MODELS,
+    NUM_SAMPLES,
+    answerer,
+    batch_for,
+    classifier,
+    hf_vit,
+    timm_vit,
+)
 
 
 def mean_in_parts(
@@ -56,6 +65,20 @@ def test_classification_loss_is_the_models_own_in_any_split(
     ours = mean_in_parts(layered, layered.run(batch), labels)
     assert layered.targets == ("labels",)
     torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
+
+
+@pytest.mark.parametrize("kind", ["bert_tokens", "roberta_tokens", "distilbert_tokens"])
+def test_token_loss_is_the_models_own_in_any_split(kind: str) -> None:
+    model = MODELS[kind]().eval()
+    layered, batch = adapt(model), batch_for(model)
+    labels = torch.arange(NUM_SAMPLES * LENGTH).reshape(NUM_SAMPLES, LENGTH) % 3
+    labels = labels.where(batch["attention_mask"] == 1, -100)
+    ours = mean_in_parts(layered, layered.run(batch), labels)
+    torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
+    smoothed = smooth_labels(choose_loss(None, layered.loss_fn, model=kind), 0.1)
+    expected = LabelSmoother(epsilon=0.1)(model(**batch), labels)
+    ours = mean_in_parts(layered, layered.run(batch), labels, smoothed)
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("starts", [[0, 3, 5, 2], [-1, 3, 9, LENGTH]])

@@ -9,15 +9,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from transformers import (
+    BertForTokenClassification,
+    DistilBertForSequenceClassification,
+    RobertaForSequenceClassification,
+)
 
 from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import FreezeSchedule, Trainer
-from tests.adapted import answerer, classifier, timm_vit
+from tests.adapted import answerer, classifier, text_model, timm_vit
 from tests.measured import measuring, once
 from tests.models import Entries
 from tests.pool import Pool
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 10, 4, 3
+TEXT_MODELS = {
+    "classification": lambda: classifier(num_hidden_layers=3),
+    "question_answering": lambda: answerer(num_hidden_layers=3),
+    "tokens": lambda: text_model(BertForTokenClassification, num_hidden_layers=3, num_labels=3),
+    "roberta": lambda: text_model(
+        RobertaForSequenceClassification, num_hidden_layers=3, num_labels=3
+    ),
+    "distilbert": lambda: text_model(
+        DistilBertForSequenceClassification, n_layers=3, num_labels=3
+    ),
+}
 
 
 def build(kind: str) -> tuple[nn.Module, Entries]:
@@ -27,18 +43,23 @@ def build(kind: str) -> tuple[nn.Module, Entries]:
         images = torch.randn(NUM_SAMPLES, 1, 8, 8, dtype=torch.float64)
         entries = {"x": images, "y": torch.arange(NUM_SAMPLES) % 3}
         return timm_vit(depth=3, in_chans=1).double(), Entries(entries)
-    model = (classifier if kind == "classification" else answerer)(num_hidden_layers=3)
+    model = TEXT_MODELS[kind]()
     lengths = torch.arange(NUM_SAMPLES) % 6 + 3
     entries = {
         "input_ids": torch.randint(1, 20, (NUM_SAMPLES, 8)),
         "attention_mask": (torch.arange(8) < lengths[:, None]).long(),
         "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, 8)),
     }
-    if kind == "classification":
-        entries["labels"] = torch.arange(NUM_SAMPLES) % 3
-    else:
+    if kind == "distilbert":
+        del entries["token_type_ids"]
+    if kind == "question_answering":
         entries["start_positions"] = torch.zeros(NUM_SAMPLES, dtype=torch.long)
         entries["end_positions"] = torch.arange(NUM_SAMPLES) % 4
+    elif kind == "tokens":
+        labels = torch.arange(NUM_SAMPLES * 8).reshape(NUM_SAMPLES, 8) % 3
+        entries["labels"] = labels.where(entries["attention_mask"] == 1, -100)
+    else:
+        entries["labels"] = torch.arange(NUM_SAMPLES) % 3
     return model.double(), Entries(entries)
 
 
@@ -84,16 +105,23 @@ def plain(kind: str) -> dict[str, Tensor]:
 
 def freeze_bottom(model: nn.Module, kind: str, num_layers: int) -> None:
     """Freeze the embedding and so many blocks."""
-    bottom = (
-        ("cls_token", "pos_embed", "patch_embed", *(f"blocks.{i}." for i in range(num_layers)))
-        if kind == "timm"
-        else ("bert.embeddings", *(f"bert.encoder.layer.{i}." for i in range(num_layers)))
-    )
+    bottom: tuple[str, ...]
+    if kind == "timm":
+        bottom = (
+            "cls_token",
+            "pos_embed",
+            "patch_embed",
+            *(f"blocks.{i}." for i in range(num_layers)),
+        )
+    else:
+        encoder: Any = model.base_model_prefix
+        blocks = f"{encoder}.{'transformer' if kind == 'distilbert' else 'encoder'}.layer"
+        bottom = (f"{encoder}.embeddings", *(f"{blocks}.{i}." for i in range(num_layers)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (num_layers and name.startswith(bottom)))
 
 
-@pytest.mark.parametrize("kind", ["timm", "classification", "question_answering"])
+@pytest.mark.parametrize("kind", ["timm", *TEXT_MODELS])
 @pytest.mark.parametrize("length", [1, 2])
 def test_every_parameter_ends_as_in_a_plain_loop(two_ranks: Pool, kind: str, length: int) -> None:
     ours, theirs = two_ranks.run(train, kind, length)[0], plain(kind)

@@ -1,0 +1,152 @@
+"""Share what the adapters of transformers' text encoders have in common: tasks, losses, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipetransformer.adapters.base import LayeredModel, Sublayer
+from pipetransformer.adapters.transformer import (
+    classification_loss,
+    refuse_checkpointing,
+    transformer_sublayers,
+)
+from pipetransformer.loss import Loss, sum_over_targets
+
+MASK = "attention_mask"
+
+
+def text_sublayers(
+    embeddings: nn.Module, blocks: Sequence[tuple[nn.Module, nn.Module]], head: nn.Module
+) -> tuple[Sublayer, ...]:
+    """Name the sublayers of an encoder whose attention takes a mask."""
+    return transformer_sublayers(embeddings, blocks, head, attention_sides=(MASK,))
+
+
+def classifies_texts(
+    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str]
+) -> LayeredModel:
+    """Present a model that classifies by the first position's state alone."""
+    loss_fn = classification_loss(model.config)
+    layered = LayeredModel(model, sublayers, inputs=inputs, targets=("labels",), loss_fn=loss_fn)
+    layered.padding_mask = MASK
+    return layered
+
+
+def classifies_tokens(
+    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
+) -> LayeredModel:
+    """Present a model that classifies every token."""
+    return LayeredModel(
+        model,
+        sublayers,
+        inputs=inputs,
+        targets=("labels",),
+        loss_fn=Loss(token_loss, is_exact=True, smoothed=_smoothed_token_loss),
+        unused=unused,
+    )
+
+
+def answers_questions(
+    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
+) -> LayeredModel:
+    """Present a model that finds where an answer starts and ends."""
+    return LayeredModel(
+        model,
+        sublayers,
+        inputs=inputs,
+        targets=("start_positions", "end_positions"),
+        loss_fn=Loss(span_loss, is_exact=True),
+        unused=unused,
+    )
+
+
+def token_loss(
+    output: Tensor, target: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor | int]:
+    """Sum the tokens' cross entropy, and count the tokens whose target is not -100.
+
+    Args:
+        output: (N, S, classes) logits.
+        target: (N, S) int64.
+        label_smoothing: spread over all classes.
+    Source: BertForTokenClassification.forward of transformers, whose mean is over such tokens.
+    """
+    keywords = {"label_smoothing": label_smoothing}
+    return sum_over_targets(F.cross_entropy, output.flatten(0, 1), target.flatten(), keywords)
+
+
+def _smoothed_token_loss(label_smoothing: float) -> Loss:
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | int]:
+        return token_loss(output, target, label_smoothing=label_smoothing)
+
+    return Loss(loss, is_exact=True)
+
+
+def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum the cross entropy of answers' starts and ends, and count both together.
+
+    Args:
+        output: (N, S, 2) start and end logits.
+        target: start_positions and end_positions, (N,) or (N, 1) int64; positions from S on are
+            beyond a truncated text and ignored.
+    Source: BertForQuestionAnswering.forward of transformers, which halves the mean over starts
+        plus the mean over ends. Ours is equal where as many starts as ends count. Where texts are
+        cut within an answer it weighs all positions alike: two means cannot be joined from parts.
+    """
+    length = output.shape[1]
+    total, count = output.new_zeros(()), output.new_zeros((), dtype=torch.int64)
+    for column, name in enumerate(("start_positions", "end_positions")):
+        positions = target[name].reshape(-1).clamp(0, length)
+        total = total + F.cross_entropy(
+            output[..., column], positions, ignore_index=length, reduction="sum"
+        )
+        count = count + (positions != length).sum()
+    return total, count
+
+
+def refuse_text_settings(model: Any) -> None:
+    """Raise a ValueError for settings that sublayers, called one by one, would not follow."""
+    refuse_checkpointing(model)
+    config = model.config
+    if getattr(config, "is_decoder", False):
+        raise ValueError(
+            "config.is_decoder is True, but the adapter knows "
+            f"{type(model).__name__} as an encoder; set it to False"
+        )
+    if config.chunk_size_feed_forward:
+        raise ValueError(
+            f"chunk_size_feed_forward is {config.chunk_size_feed_forward}, but would "
+            "have no effect here; set it to 0 in the configuration"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"the attention implementation is {config._attn_implementation!r}; load "
+            "the model with attn_implementation='sdpa' or 'eager'"
+        )
+
+
+def expanded_mask(mask: Tensor | None, hidden: Tensor, config: Any) -> Tensor | None:
+    """Turn a (N, S) mask, 1 for tokens and 0 for padding, into the (N, 1, S, S) of attention.
+
+    Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU, and a
+    sample's numbers, in the last bits, would depend on the padding of its neighbours.
+    """
+    if mask is None:
+        return None
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}; give (samples, tokens), "
+            "1 for tokens and 0 for padding"
+        )
+    length = hidden.shape[1]
+    keep = mask.to(torch.bool)[:, None, None, :].expand(-1, 1, length, -1)
+    # Read at each call: set_attn_implementation may have been called in between.
+    if config._attn_implementation == "sdpa":
+        return keep
+    lowest = torch.finfo(hidden.dtype).min
+    return hidden.new_zeros(()).where(keep, lowest)
