@@ -13,6 +13,9 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    DeiTForImageClassification,
+    Dinov2ForImageClassification,
+    Dinov2WithRegistersForImageClassification,
     DistilBertConfig,
     DistilBertForQuestionAnswering,
     DistilBertForSequenceClassification,
@@ -21,7 +24,6 @@ from transformers import (
     RobertaForQuestionAnswering,
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
-    ViTConfig,
     ViTForImageClassification,
     XLMRobertaForSequenceClassification,
 )
@@ -89,20 +91,25 @@ def answerer(**options: Any) -> Any:
     return BertForQuestionAnswering(bert_config(**options))
 
 
-def hf_vit(**options: Any) -> Any:
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            **{"num_labels": 3, **options},
-        )
-    )
+def hf_vit(kind: type[PreTrainedModel] = ViTForImageClassification, **options: Any) -> Any:
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": 3,
+    }
+    return kind(kind.config_class(**{**sizes, **options}))
+
+
+def without_mask_token(dino: Any) -> Any:
+    """Take out the token for hidden patches, which classification never reads."""
+    getattr(dino, dino.base_model_prefix).embeddings.mask_token = None
+    return dino
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -126,6 +133,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "distilbert_tokens": lambda: text_model(DistilBertForTokenClassification, num_labels=3),
     "distilbert_answers": lambda: text_model(DistilBertForQuestionAnswering),
     "vit": hf_vit,
+    "deit": lambda: hf_vit(DeiTForImageClassification),
+    "dinov2": lambda: without_mask_token(hf_vit(Dinov2ForImageClassification)),
+    "dinov2_with_registers": lambda: without_mask_token(
+        hf_vit(Dinov2WithRegistersForImageClassification, num_register_tokens=2)
+    ),
 }
 
 
@@ -147,7 +159,7 @@ def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
             del batch["token_type_ids"]
         return batch
     images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)
-    return {"pixel_values" if isinstance(model, ViTForImageClassification) else "x": images}
+    return {"pixel_values" if isinstance(model, PreTrainedModel) else "x": images}
 
 
 def own_forward(model: nn.Module, batch: Batch) -> Tensor:

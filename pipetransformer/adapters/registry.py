@@ -38,7 +38,7 @@ _BUILDERS: Builders = {
     timm_vit.CLASS: timm_vit.build,
     **transformers_bert.builders(),
     **transformers_distilbert.builders(),
-    f"{transformers_vit.MODULE}.ViTForImageClassification": transformers_vit.build,
+    **transformers_vit.builders(),
 }
 
 

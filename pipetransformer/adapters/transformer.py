@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, final
@@ -13,6 +14,32 @@ from torch import Tensor, nn
 
 from pipetransformer.adapters.base import Sublayer
 from pipetransformer.loss import Loss, LossValue, sum_over_targets
+
+
+@dataclass(frozen=True)
+class Family:
+    """Say how transformers' models of one kind are called.
+
+    Args:
+        package: of transformers.models.
+        prefix: of its classes' names.
+        encoder: the attribute of a model that holds its encoder.
+    """
+
+    package: str
+    prefix: str
+    encoder: str
+
+    def qualified(self, name: str) -> str:
+        """Spell one of its classes as "module.Class"."""
+        module = f"transformers.models.{self.package}.modeling_{self.package}"
+        return f"{module}.{self.prefix}{name}"
+
+    def encoder_of(self, model: nn.Module) -> Any:
+        """Return a model's encoder, of exactly the family's class."""
+        encoder = getattr(model, self.encoder)
+        require_class(self.qualified("Model"), encoder)
+        return encoder
 
 
 @final

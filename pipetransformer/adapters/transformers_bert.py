@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
-from pipetransformer.adapters.transformer import require_class
+from pipetransformer.adapters.transformer import Family, require_class
 from pipetransformer.adapters.transformers_texts import (
     answers_questions,
     classifies_texts,
@@ -23,45 +22,10 @@ from pipetransformer.adapters.transformers_texts import (
 INPUTS = ("input_ids", "token_type_ids", "position_ids")
 
 
-@dataclass(frozen=True)
-class _Family:
-    """Say how models of one kind are called.
-
-    Args:
-        package: of transformers.models.
-        prefix: of its classes' names.
-        encoder: the attribute of a model that holds its encoder.
-    """
-
-    package: str
-    prefix: str
-    encoder: str
-
-    def qualified(self, name: str) -> str:
-        """Spell one of its classes as "module.Class"."""
-        module = f"transformers.models.{self.package}.modeling_{self.package}"
-        return f"{module}.{self.prefix}{name}"
-
-    def sublayers(self, model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
-        """Take the encoder apart."""
-        encoder = getattr(model, self.encoder)
-        require_class(self.qualified("Model"), encoder)
-        refuse_text_settings(model)
-        layers = encoder.encoder.layer
-        require_class(self.qualified("Layer"), *layers)
-        blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
-        return text_sublayers(encoder.embeddings, blocks, head)
-
-    def pooler(self, model: nn.Module) -> list[str]:
-        """Name a pooler's parameters, where the encoder has one that has no part in the answer."""
-        prefix = f"{self.encoder}.pooler."
-        return [name for name, _ in model.named_parameters() if name.startswith(prefix)]
-
-
 _FAMILIES = (
-    _Family("bert", "Bert", "bert"),
-    _Family("roberta", "Roberta", "roberta"),
-    _Family("xlm_roberta", "XLMRoberta", "roberta"),
+    Family("bert", "Bert", "bert"),
+    Family("roberta", "Roberta", "roberta"),
+    Family("xlm_roberta", "XLMRoberta", "roberta"),
 )
 
 
@@ -74,24 +38,39 @@ def builders() -> Builders:
     }
 
 
-def _build_sequence_classification(family: _Family, model: Any) -> LayeredModel:
+def _build_sequence_classification(family: Family, model: Any) -> LayeredModel:
     head = model.classifier  # It takes the first token's state itself, or after BERT's pooler.
     if family.prefix == "Bert":
         head = nn.Sequential(model.bert.pooler, model.dropout, model.classifier)
-    return classifies_texts(model, family.sublayers(model, head), INPUTS)
+    return classifies_texts(model, _sublayers(family, model, head), INPUTS)
 
 
-def _build_token_classification(family: _Family, model: Any) -> LayeredModel:
-    sublayers = family.sublayers(model, nn.Sequential(model.dropout, model.classifier))
-    return classifies_tokens(model, sublayers, INPUTS, unused=family.pooler(model))
+def _build_token_classification(family: Family, model: Any) -> LayeredModel:
+    sublayers = _sublayers(family, model, nn.Sequential(model.dropout, model.classifier))
+    return classifies_tokens(model, sublayers, INPUTS, unused=_pooler(family, model))
 
 
-def _build_question_answering(family: _Family, model: Any) -> LayeredModel:
-    sublayers = family.sublayers(model, model.qa_outputs)
-    return answers_questions(model, sublayers, INPUTS, unused=family.pooler(model))
+def _build_question_answering(family: Family, model: Any) -> LayeredModel:
+    sublayers = _sublayers(family, model, model.qa_outputs)
+    return answers_questions(model, sublayers, INPUTS, unused=_pooler(family, model))
 
 
-_TASKS: Mapping[str, Callable[[_Family, Any], LayeredModel]] = {
+def _pooler(family: Family, model: nn.Module) -> list[str]:
+    """Name the parameters of a pooler, if there is one, that has no part in the answer."""
+    prefix = f"{family.encoder}.pooler."
+    return [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+
+
+def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
+    encoder = family.encoder_of(model)
+    refuse_text_settings(model)
+    layers = encoder.encoder.layer
+    require_class(family.qualified("Layer"), *layers)
+    blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
+    return text_sublayers(encoder.embeddings, blocks, head)
+
+
+_TASKS: Mapping[str, Callable[[Family, Any], LayeredModel]] = {
     "SequenceClassification": _build_sequence_classification,
     "TokenClassification": _build_token_classification,
     "QuestionAnswering": _build_question_answering,

@@ -1,13 +1,16 @@
-"""Present transformers' ViTForImageClassification."""
+"""Present transformers' vision transformers for image classification: ViT, DeiT and DINOv2."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
-from pipetransformer.adapters.base import LayeredModel
+from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
 from pipetransformer.adapters.transformer import (
+    Family,
     FirstOf,
     FirstToken,
     Residual,
@@ -17,20 +20,26 @@ from pipetransformer.adapters.transformer import (
     transformer_sublayers,
 )
 
-MODULE = "transformers.models.vit.modeling_vit"
 
-
-def build(model: Any) -> LayeredModel:
-    """Take apart a ViTForImageClassification; Any, as transformers is not imported here."""
-    vit = model.vit
-    require_class(f"{MODULE}.ViTModel", vit)
-    refuse_checkpointing(model)
-    if hasattr(model, "_loss_function"):
-        raise ValueError(
-            "model.loss_function was set, and would not be called; give loss_fn= to "
-            "pipetransformer.Trainer"
+def builders() -> Builders:
+    """Return what takes the models of each class apart."""
+    vits = Family("vit", "ViT", "vit"), Family("deit", "DeiT", "deit")
+    dinos = [
+        Family(package, prefix, package)
+        for package, prefix in (
+            ("dinov2", "Dinov2"),
+            ("dinov2_with_registers", "Dinov2WithRegisters"),
         )
-    require_class(f"{MODULE}.ViTLayer", *vit.layers)
+    ]
+    return {
+        **{one.qualified("ForImageClassification"): partial(_build_vit, one) for one in vits},
+        **{one.qualified("ForImageClassification"): partial(_build_dino, one) for one in dinos},
+    }
+
+
+def _build_vit(family: Family, model: Any) -> LayeredModel:
+    vit = family.encoder_of(model)
+    require_class(family.qualified("Layer"), *vit.layers)
     blocks = [
         (
             Residual(layer.layernorm_before, FirstOf(layer.attention), layer.dropout),
@@ -39,7 +48,31 @@ def build(model: Any) -> LayeredModel:
         for layer in vit.layers
     ]
     head = nn.Sequential(vit.layernorm, FirstToken(), model.classifier)
-    sublayers = transformer_sublayers(_Embedding(vit), blocks, head)
+    return _classifier(model, transformer_sublayers(_Embedding(vit), blocks, head))
+
+
+def _build_dino(family: Family, model: Any) -> LayeredModel:
+    dino = family.encoder_of(model)
+    require_class(family.qualified("Layer"), *dino.encoder.layer)
+    blocks = [
+        (
+            Residual(layer.norm1, FirstOf(layer.attention), layer.layer_scale1, layer.drop_path),
+            Residual(layer.norm2, layer.mlp, layer.layer_scale2, layer.drop_path),
+        )
+        for layer in dino.encoder.layer
+    ]
+    registers = getattr(model.config, "num_register_tokens", 0)
+    head = nn.Sequential(dino.layernorm, _FirstAndMean(1 + registers), model.classifier)
+    return _classifier(model, transformer_sublayers(_Embedding(dino), blocks, head))
+
+
+def _classifier(model: Any, sublayers: tuple[Sublayer, ...]) -> LayeredModel:
+    refuse_checkpointing(model)
+    if hasattr(model, "_loss_function"):
+        raise ValueError(
+            "model.loss_function was set, and would not be called; give loss_fn= to "
+            "pipetransformer.Trainer"
+        )
     return LayeredModel(
         model,
         sublayers,
@@ -53,11 +86,24 @@ def build(model: Any) -> LayeredModel:
 class _Embedding(nn.Module):
     """Embed images (N, C, H, W), of whatever float dtype, as (N, S, D)."""
 
-    def __init__(self, vit: Any) -> None:
+    def __init__(self, encoder: Any) -> None:
         super().__init__()
-        self.embeddings = vit.embeddings
+        self.embeddings = encoder.embeddings
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         dtype = self.embeddings.patch_embeddings.projection.weight.dtype
         hidden: Tensor = self.embeddings(pixel_values.to(dtype))
         return hidden
+
+
+@final
+class _FirstAndMean(nn.Module):
+    """Join the first token and the mean of the patches' tokens: (N, S, D) to (N, 2 D)."""
+
+    def __init__(self, first_patch: int) -> None:
+        super().__init__()
+        self._first_patch = first_patch
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        patches = hidden[:, self._first_patch :]
+        return torch.cat([hidden[:, 0], patches.mean(dim=1)], dim=1)

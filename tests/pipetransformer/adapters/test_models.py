@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from transformers import (
     BertForTokenClassification,
+    Dinov2ForImageClassification,
     DistilBertForSequenceClassification,
     RobertaForSequenceClassification,
 )
 
 from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import FreezeSchedule, Trainer
-from tests.adapted import answerer, classifier, text_model, timm_vit
+from tests.adapted import answerer, classifier, hf_vit, text_model, timm_vit
 from tests.measured import measuring, once
 from tests.models import Entries
 from tests.pool import Pool
@@ -43,6 +44,11 @@ def build(kind: str) -> tuple[nn.Module, Entries]:
         images = torch.randn(NUM_SAMPLES, 1, 8, 8, dtype=torch.float64)
         entries = {"x": images, "y": torch.arange(NUM_SAMPLES) % 3}
         return timm_vit(depth=3, in_chans=1).double(), Entries(entries)
+    if kind == "dinov2":  # With a token for hidden patches, which gets no gradient.
+        images = torch.randn(NUM_SAMPLES, 3, 8, 8, dtype=torch.float64)
+        entries = {"pixel_values": images, "labels": torch.arange(NUM_SAMPLES) % 3}
+        dino: nn.Module = hf_vit(Dinov2ForImageClassification, num_hidden_layers=3).double()
+        return dino, Entries(entries)
     model = TEXT_MODELS[kind]()
     lengths = torch.arange(NUM_SAMPLES) % 6 + 3
     entries = {
@@ -121,7 +127,7 @@ def freeze_bottom(model: nn.Module, kind: str, num_layers: int) -> None:
         parameter.requires_grad_(not (num_layers and name.startswith(bottom)))
 
 
-@pytest.mark.parametrize("kind", ["timm", *TEXT_MODELS])
+@pytest.mark.parametrize("kind", ["timm", "dinov2", *TEXT_MODELS])
 @pytest.mark.parametrize("length", [1, 2])
 def test_every_parameter_ends_as_in_a_plain_loop(two_ranks: Pool, kind: str, length: int) -> None:
     ours, theirs = two_ranks.run(train, kind, length)[0], plain(kind)
