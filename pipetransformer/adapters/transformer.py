@@ -44,14 +44,15 @@ class Family:
 
 @final
 class FirstOf(nn.Module):
-    """Return the first of what a module returns, such as attention without its weights."""
+    """Return a module's output, or the first of several, as attention without its weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, hidden: Tensor) -> Tensor:
-        first: Tensor = self.module(hidden)[0]
+        output = self.module(hidden)
+        first: Tensor = output if isinstance(output, Tensor) else output[0]
         return first
 
 
