@@ -194,6 +194,13 @@ class Run:
         if timeline.at_epoch_start:
             self.log.epoch(timeline.position.step, timeline.position.epoch)
 
+    def note_end(self) -> None:
+        """Record the epoch in which the run is over, if it ended within one. Collective there."""
+        timeline = self.timeline
+        if timeline.is_over and not timeline.at_epoch_start:
+            position = timeline.position
+            self.log.epoch(position.step, position.epoch + 1, partial=True)
+
     @property
     def learning_rate(self) -> float:
         """Return the last step's, or before any the first one's."""

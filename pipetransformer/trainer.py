@@ -329,6 +329,7 @@ class Trainer:
         metrics = run.evaluate_if_due()
         if metrics is not None:
             self._events.tell(Callback.on_evaluate, metrics)
+        run.note_end()
         self._note_save(run.state.save_if_due())
         return result
 

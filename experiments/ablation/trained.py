@@ -76,7 +76,11 @@ def row_of(series: Series, name: str, grown: str | None) -> Row:
         tuple(run.train_s for run in series.runs_of(grown)) if grown else (),
         tuple(run.metric for run in runs),
         tuple(pipelines_by_epoch(runs[0])),
-        tuple(r["samples_per_s"] for r in runs[0].records if r["kind"] == "epoch"),
+        tuple(
+            {
+                r["epoch"]: r["samples_per_s"] for r in runs[0].records if r["kind"] == "epoch"
+            }.values()
+        ),
     )
 
 

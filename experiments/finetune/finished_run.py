@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipetransformer.report import latest_branch
+
 Curve: TypeAlias = list[tuple[float, float]]
 """Seconds of training, and a metric then."""
 
@@ -43,8 +45,8 @@ class FinishedRun:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """Return its records, of ours or of a rival."""
-        return read_lines(records_file(self.folder))
+        """Return its records, of ours or of a rival, without what a resume has discarded."""
+        return latest_branch(read_lines(records_file(self.folder)))
 
     @property
     def epoch_ends(self) -> list[dict[str, Any]]:
@@ -63,12 +65,15 @@ class FinishedRun:
 
 
 def learning_of(records: Iterable[Mapping[str, Any]], metric: str) -> Curve:
-    """Return the seconds of training, transitions included, and a metric at every evaluation."""
+    """Return the seconds of training, and a metric at every evaluation.
+
+    As in a report's, decisions count and transitions, but what set the run up or on does not.
+    """
     seconds, found = 0.0, []
     for record in records:
-        counts = record["kind"] == "step" or (record["kind"] == "transition" and record["step"])
-        if counts:
-            seconds += record["seconds"]
+        sets_up = record["kind"] == "transition" and record["predicted_step_before_s"] is None
+        if record["kind"] in ("step", "decision", "transition") and not sets_up:
+            seconds += record.get("seconds", 0.0)  # Decisions did not always have them.
         elif record["kind"] == "evaluation" and metric in record:
             found.append((seconds, float(record[metric])))
     return found

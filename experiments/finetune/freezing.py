@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.finetune.finished_run import read_lines, records_file
+from experiments.finetune.finished_run import FinishedRun, records_file
 from freeze import FreezePolicy, Replay, named_policy
 
 
@@ -24,12 +24,11 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
 
 def read_frozen(folder: Path) -> dict[int, int]:
     """Return the frozen layers from each step on at which a run decided."""
-    path = records_file(folder)
-    if not path.exists():
+    if not records_file(folder).exists():
         raise ValueError(f"{folder} holds no records.jsonl of a run to repeat")
     frozen: dict[int, int] = {}
     last = -1
-    for record in read_lines(path):
+    for record in FinishedRun(folder).records:
         if record["kind"] == "step" and record["frozen"] != last:
             last = frozen[record["step"]] = record["frozen"]
     return frozen

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 
 import pipetransformer
-from experiments.finetune.finished_run import (
-    draw_learning,
-    learning_of,
-    read_lines,
-    records_file,
-)
+from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
 from pipetransformer.report import draw_report
@@ -80,7 +75,7 @@ def write_outcome(
 
 def _draw(folder: Path, metric: str, baseline: str | None) -> None:
     """Draw report.png: all of a run of ours, or what a rival learned when."""
-    path, records = folder / "report.png", read_lines(records_file(folder))
+    path, records = folder / "report.png", FinishedRun(folder).records
     if (folder / "run").exists():
         draw_report({"elastic": records}, path)
     else:

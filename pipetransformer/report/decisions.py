@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from freeze import MEASURED_SIGNALS, FreezeContext, LayerStats
-from pipetransformer.report.records import RECORDS_FILE, Record, read_records
+from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
 
 _SIGNALS = tuple(field.name for field in fields(LayerStats) if field.name in MEASURED_SIGNALS)
 _PLAIN = (
@@ -93,13 +93,20 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
     """Return a run's decisions in order, without those that a resume has discarded.
 
     Raises:
-        ValueError: the folder holds no records, or no decision, or they lack the first one.
+        ValueError: the folder holds no records, or no decision, or they lack the first one; or
+            steps trained more samples the more replicas there were.
     """
     path = folder / RECORDS_FILE
-    found = _latest_branch(read_records(path))
+    records = latest_branch(read_records(path))
+    found = {one["step"]: one for one in records if one["kind"] == "decision"}
     if 0 not in found:
         raise ValueError(
             f"{path} holds no decision of step 0; a run of this version records all of them"
+        )
+    if found[0].get("scales_batch"):
+        raise ValueError(
+            f"{path}: with scale_batch=True a step trained more samples the more replicas there "
+            "were, and what others' steps would have trained is not known; record a run without it"
         )
     decisions = []
     seconds: list[float | None] = []  # Step 0 always has them.
@@ -107,26 +114,6 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
         seconds = found[step]["predicted_step_s"] or seconds
         decisions.append(_read(found[step], seconds))
     return decisions
-
-
-def _latest_branch(records: Iterable[Record]) -> dict[int, Record]:
-    """Return decisions by step.
-
-    A resumed run trains steps again: what had been decided from there on is discarded, also where
-    it does not decide at the same steps.
-    """
-    found: dict[int, Record] = {}
-    num_done = 0
-    for record in records:
-        kind, step = record["kind"], record["step"]
-        if kind not in ("decision", "step"):  # A checkpoint's comes late, when it is written.
-            continue
-        if step < num_done:
-            found = {before: one for before, one in found.items() if before < step}
-        if kind == "decision":
-            found[step] = record
-        num_done = step + (kind == "step")
-    return found
 
 
 def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipetransformer.config import EVALUATION_FIELDS
-from pipetransformer.report.records import RECORDS_FILE, Record, read_records
+from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
 from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
@@ -63,7 +63,7 @@ def draw_report(runs: Runs, path: Path) -> None:
 
 
 def total_breakdown(records: list[Record]) -> dict[str, float]:
-    """Sum the seconds of each category over a run; the last record of a repeated epoch counts."""
+    """Sum the seconds of each category over a run."""
     parts = [epoch["breakdown"] for epoch in _epochs(records)]
     return {name: sum(part.get(name, 0.0) for part in parts) for name in CATEGORY_COLORS}
 
@@ -84,7 +84,7 @@ def draw_folder(folder: Path) -> str:
     Raises:
         ValueError: the folder holds no records, or no epoch of them.
     """
-    runs = {"elastic": read_records(folder / RECORDS_FILE)}
+    runs = {"elastic": latest_branch(read_records(folder / RECORDS_FILE))}
     draw_report(runs, folder / "report.png")
     return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 
@@ -189,7 +189,7 @@ def _of_kind(records: list[Record], kind: str) -> list[Record]:
 
 
 def _epochs(records: list[Record]) -> list[Record]:
-    """Select the epochs; of an epoch repeated after a resume only the last record."""
+    """Select the epochs; of one that is partial, and gone on with, the whole."""
     return list({record["epoch"]: record for record in _of_kind(records, "epoch")}.values())
 
 

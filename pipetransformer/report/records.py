@@ -5,7 +5,8 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     kind         fields
     step         epoch, loss, seconds, samples, frozen, length, replicas, micro_batches,
                  cache_hits, cache_misses, learning_rate, gradient_norm
-    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category)
+    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category); of an epoch
+                 in which the run ended as well, and then partial
     evaluation   epoch, loss, accuracy, seconds
     transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
                  predicted_seconds, bytes_moved, resting, reason; a step's predicted_step_s,
@@ -13,7 +14,8 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     decision     what the policy saw (see `FreezeContext`): epoch, frozen_before, frozen_since,
                  resting_before, loss, loss_slope, metrics, ..., signals (lists by layer);
                  frozen, reason; look_seconds (of the probe), predicted_step_s (by frozen layers;
-                 null where predicting would have taken long)
+                 null where predicting would have taken long); seconds of observing and deciding,
+                 where a transition's do not hold the latter
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
@@ -29,7 +31,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,10 @@ Record = dict[str, Any]
 RecordListener = Callable[[Mapping[str, Any]], None]
 
 RECORDS_FILE = "records.jsonl"
+
+_BEGIN_A_STEP = ("decision", "transition", "step")
+_END_ONE = ("epoch", "evaluation", "checkpoint")
+"""Kinds of records of what precedes a step, or is it, and of what follows so many steps."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -137,6 +143,23 @@ def read_records(path: Path) -> list[Record]:
         raise ValueError(f"{path.parent} holds no {path.name}; give the folder= of a run")
     lines = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def latest_branch(records: Iterable[Record]) -> list[Record]:
+    """Leave out what a resume has discarded, as steps behind its checkpoint are trained again.
+
+    A run that goes on at a step does so with that step's decision, transition or training.
+    """
+    found: list[Record] = []
+    num_done = 0
+    for record in records:
+        if record["kind"] in _BEGIN_A_STEP:
+            step = record["step"]
+            if step < num_done:
+                found = [one for one in found if one["step"] < step + (one["kind"] in _END_ONE)]
+            num_done = step + (record["kind"] == "step")
+        found.append(record)
+    return found
 
 
 def _parse(line: bytes, place: str) -> Record:

@@ -150,8 +150,9 @@ class RunLog:
     def change(self, change: Change) -> None:
         """Note what happened between two steps."""
         decision, before = change.decision, change.before
-        self.report.seconds += change.observe_s
-        self.report.seconds += change.seconds if before else 0.0
+        spent_s = change.observe_s + (change.seconds if before else 0.0)
+        self.report.seconds += spent_s
+        self._spent["transition"] += spent_s
         if change.context is not None and self._records is not None:
             num_steps = decision.step - before.step if before else 0
             seen = decision_fields(
@@ -160,7 +161,15 @@ class RunLog:
                 reason=decision.reason,
                 interval_s=num_steps * (change.step_before_s or 0.0),
             )
-            self._record("decision", decision.step, **seen, look_seconds=change.look_s)
+            carried_s = change.seconds if before and change.is_transition else 0.0
+            self._record(
+                "decision",
+                decision.step,
+                **seen,
+                look_seconds=change.look_s,
+                seconds=spent_s - carried_s,
+                scales_batch=self._config.scale_batch,
+            )
         if not change.is_transition:
             return
         plan, topology = decision.plan, self._topology(decision)
@@ -171,7 +180,6 @@ class RunLog:
         if before:
             self.report.transitions.append(entry)
         self._changed_step = decision.step
-        self._spent["transition"] += seconds if before else 0.0
         self._record(
             "transition",
             **entry,
@@ -201,8 +209,11 @@ class RunLog:
             measured_step_s=measured_step_s,
         )
 
-    def epoch(self, step: int, epoch: int) -> None:
-        """Note that an epoch is over. Collective."""
+    def epoch(self, step: int, epoch: int, *, partial: bool = False) -> None:
+        """Note that an epoch is over, or the run within it. Collective.
+
+        What is known of one that is partial is kept, as a resume goes on with it.
+        """
         gathered = gather_json(dict(self._spent), group=self._world.group)
         breakdown = {
             key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
@@ -217,7 +228,10 @@ class RunLog:
             breakdown=breakdown,
             loss=self._epoch_loss / max(self._epoch_samples, 1),
             samples_per_s=self._epoch_samples / max(seconds, 1e-9),
+            **({"partial": True} if partial else {}),
         )
+        if partial:
+            return
         self._spent.clear()
         self._epoch_samples, self._epoch_loss = 0, 0.0
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import compare
-from experiments.finetune.finished_run import draw_learning
+from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.series import series_of
 
 
@@ -19,9 +20,9 @@ def write_run(folder: Path, metrics: list[float], *, seconds: float, before: flo
     folder.mkdir(parents=True)
     records = []
     for epoch, metric in enumerate(metrics):
-        step = {"kind": "step", "seconds": seconds, "epoch": epoch, "frozen": epoch}
-        step |= elapsed
-        records += [step, {"kind": "evaluation", "f1": metric}]
+        step = {"kind": "step", "step": epoch, "seconds": seconds, "epoch": epoch}
+        step |= {"frozen": epoch, **elapsed}
+        records += [step, {"kind": "evaluation", "step": epoch + 1, "f1": metric}]
     (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     summary = {
         "metric": "f1",
@@ -57,6 +58,29 @@ def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> N
     curves = [run.learning for run in series_of(options).runs_of("ddp")]
     draw_learning({"ddp": curves}, picture, label="f1")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_learning_counts_decisions_and_transitions_and_each_step_once(tmp_path: Path) -> None:
+    def event(kind: str, step: int, **fields: Any) -> dict[str, Any]:
+        return {"kind": kind, "step": step, "elapsed_s": 0.0, **fields}
+
+    def moved(step: int, before_s: float | None) -> dict[str, Any]:
+        return event("transition", step, seconds=100.0, predicted_step_before_s=before_s)
+
+    steps = [event("step", step, seconds=1.0) for step in range(6)]
+    records = [
+        event("decision", 0, seconds=0.5), moved(0, None), *steps[:2],
+        event("decision", 2, seconds=0.25), moved(2, 1.0), *steps[2:4],
+        event("evaluation", 4, f1=1.0), event("checkpoint", 4), *steps[4:],
+        event("evaluation", 6, f1=7.0),  # Killed here, and gone on with from step 4.
+        moved(4, None), event("decision", 4, seconds=0.125), *steps[4:],
+        event("evaluation", 6, f1=2.0),
+    ]  # fmt: skip
+    path = tmp_path / "run" / "records.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    found = learning_of(FinishedRun(tmp_path).records, "f1")
+    assert found == [(104.75, 1.0), (106.875, 2.0)]
 
 
 @pytest.mark.slow

@@ -123,6 +123,12 @@ def test_a_resumed_run_s_decisions_replace_those_it_has_given_up(
     assert [one.context.step for one in read_decisions(tmp_path)] == steps
 
 
+def test_decisions_of_steps_with_a_growing_batch_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {**decided(0, float), "scales_batch": True})
+    with pytest.raises(ValueError, match="with scale_batch=True a step trained more samples the"):
+        read_decisions(tmp_path)
+
+
 def test_a_run_resumed_with_another_interval_has_one_line_of_decisions(tmp_path: Path) -> None:
     """Its decisions 9 and 12 were of steps that the resumed run trained anew."""
     for interval, num_steps in ((3, 14), (4, 10)):
