@@ -84,9 +84,8 @@ def simulate(machines: Machines, training: Training, parts: Parts) -> list[Simul
     before = num_filling = 0
     for frozen in training.frozen:
         now = frozen if parts.freeze else 0
-        caches = parts.auto_cache and now >= training.cached_from
         prefix_s = None
-        if caches:
+        if parts.auto_cache and now >= training.cached_from and _pays(machines, training, now):
             hits = 1 - (1 - 1 / machines.nodes) ** num_filling
             prefix_s = _cached_s(machines, training, before=before, num_frozen=now, hits=hits)
             num_filling += 1
@@ -110,7 +109,6 @@ def _epoch(
     """Simulate an epoch in which a sample's frozen part takes so many seconds with a cache."""
     profile = machines.profile
     active = sum(cost.layer >= num_frozen for cost in profile.sublayers)
-    chunk = _chunk(machines, training)
     fixed = max(n for n in range(1, machines.slots_per_node + 1) if n <= active)
     counts = None if training.micro_batches is None else (training.micro_batches,)
     request = PlanRequest(
@@ -122,11 +120,9 @@ def _epoch(
         lengths=None if parts.auto_pipe else (fixed,),
         max_replicas=None if parts.auto_dp else machines.nodes,
         micro_batches=counts,
-        prefix_chunk=chunk,
+        prefix_chunk=_chunk(machines, training),
+        prefix_cached_s=cached_s,
     )
-    computed_s = forward_s(profile, 0, num_frozen, chunk) / chunk
-    if cached_s is not None and cached_s < computed_s:
-        request = replace(request, prefix_cached_s=cached_s)
     plan = fastest_per_sample(
         PlanSituation(0, 0, profile, request, None, lambda plan: 0.0, training.scale_batch)
     )
@@ -134,6 +130,13 @@ def _epoch(
     batch = training.global_batch * (replicas if training.scale_batch else 1)
     seconds = training.num_samples / batch * plan.predicted_step_s
     return SimulatedEpoch(num_frozen, plan, replicas, batch, seconds)
+
+
+def _pays(machines: Machines, training: Training, num_frozen: int) -> bool:
+    """Tell whether a sample's frozen part is read faster than computed."""
+    chunk = _chunk(machines, training)
+    read_s = _cached_s(machines, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
+    return read_s < forward_s(machines.profile, 0, num_frozen, chunk) / chunk
 
 
 def _cached_s(

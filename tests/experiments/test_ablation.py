@@ -68,6 +68,11 @@ def test_a_cache_holds_what_its_node_has_seen() -> None:
     assert [epoch.seconds for epoch in one[1:]] == [one[1].seconds] * 3
     lost = [epoch.seconds - one[1].seconds for epoch in two[1:]]
     assert [seconds / lost[0] for seconds in lost] == pytest.approx([1, 1 / 2, 1 / 4])
+    # What the first one writes, which the others read, is charged where it is written.
+    slower = dataclasses.replace(whole, cache_bytes_per_s=10.0)
+    row_bytes, (first, *_) = MACHINES.profile.prefix_bytes(4), simulate(slower, training, parts)
+    of_a_replica = training.num_samples / first.replicas
+    assert first.seconds - one[0].seconds == pytest.approx(of_a_replica * row_bytes / 10.0)
     heavy = tuple(dataclasses.replace(c, output_bytes=9.0) for c in MACHINES.profile.sublayers)
     costly = dataclasses.replace(MACHINES.profile, sublayers=heavy)
     slow = dataclasses.replace(whole, profile=costly, cache_bytes_per_s=1.0)
