@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from autopipe.profile import AllReduceCost, LinkCost
+from autopipe.profile import LinkCost, RingCost
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +21,6 @@ else:  # The standard library reads TOML from Python 3.11 on.
     import tomli as tomllib
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LARGEST_SUM_BYTES = 1 << 40
 _FINITE = sys.float_info.max
 _BYTES = {
     "": 1,
@@ -61,28 +60,9 @@ class Cluster:
         arithmetic_s = flops / self.flops_per_s[dtype]
         return max(arithmetic_s, num_bytes / self.memory_bytes_per_s) + self.kernel_overhead_s
 
-    def all_reduce_costs(self) -> tuple[AllReduceCost, ...]:
-        """Return the cost of a sum for every number of replicas that divides the slots."""
-        counts = (n for n in range(2, self.num_slots + 1) if self.num_slots % n == 0)
-        return tuple(self._all_reduce(count) for count in counts)
-
-    def _all_reduce(self, num_replicas: int) -> AllReduceCost:
-        """Price a ring in which each of R ranks sends 2 (R - 1) messages of 1 / R of the bytes.
-
-        With several nodes every ring leaves its node, as pipelines are consecutive ranks, and as
-        many rings as a node has stages share its link. A ring is as slow as its slowest edge.
-        """
-        latency_s, bytes_per_s = self.link.latency_s, self.link.bytes_per_s
-        if self.nodes > 1:
-            num_rings = min(self.num_slots // num_replicas, self.slots_per_node)
-            latency_s = max(latency_s, self.node_link.latency_s)
-            bytes_per_s = min(bytes_per_s, self.node_link.bytes_per_s / num_rings)
-        edge, sizes = LinkCost(latency_s, bytes_per_s), (1, _LARGEST_SUM_BYTES)
-        return AllReduceCost(
-            num_replicas,
-            sizes,
-            tuple(2 * (num_replicas - 1) * edge.seconds(size / num_replicas) for size in sizes),
-        )
+    def all_reduce_costs(self) -> RingCost:
+        """Return what sums cost over the links."""
+        return RingCost(self.link, self.node_link)
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -172,14 +172,13 @@ class StepModel:
 
     def _outside_schedule_s(self, split: tuple[int, ...]) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
-        profile, length = self._profile, len(split) - 1
-        workers, num_replicas = self.request.workers_of(length), self.request.replicas_of(length)
+        profile, rings = self._profile, self.request.rings_of(len(split) - 1)
         trained_bytes = [
             self._gradients[last] - self._gradients[first] for first, last in pairwise(split)
         ]
         stage_s = max(
-            profile.optimizer_s_per_byte * size + profile.all_reduce_s(num_replicas * count, size)
-            for size, count in zip(trained_bytes, workers, strict=True)
+            profile.optimizer_s_per_byte * size + profile.all_reduce_s(ring, size)
+            for size, ring in zip(trained_bytes, rings, strict=True)
         )
         return stage_s + profile.step_overhead_s
 

@@ -14,7 +14,7 @@ from typing import Any
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import predict, simulate_plan
 from autopipe.plan.simulation import Simulation
-from autopipe.profile import LinkCost, Profile
+from autopipe.profile import LinkCost, Profile, RingCost
 from autopipe.trace import Span
 
 _NO_LINK = LinkCost(0.0, float("inf"))
@@ -70,12 +70,7 @@ class ExplainedPlan:
 
 def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> ExplainedPlan:
     """Divide a plan's step into its parts."""
-    unsummed = replace(
-        profile,
-        all_reduce=tuple(
-            replace(cost, seconds=(0.0,) * len(cost.seconds)) for cost in profile.all_reduce
-        ),
-    )
+    unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
     compute_s = sum(unlinked.busy_s) / len(unlinked.busy_s)

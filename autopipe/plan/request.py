@@ -9,6 +9,8 @@ from itertools import chain
 from typing import Any
 
 from autopipe.plan.lengths import length_choices, replicas_of
+from autopipe.plan.rings import rings_of
+from autopipe.profile import Ring
 from autopipe.schedule import SCHEDULES, micro_batch_sizes
 
 
@@ -162,6 +164,11 @@ class PlanRequest:
     def workers_of(self, length: int) -> tuple[int, ...]:
         """Return how many workers each stage of a pipeline has."""
         return (self.stage_workers or ()) if self._is_shared(length) else (1,) * length
+
+    def rings_of(self, length: int) -> tuple[Ring, ...]:
+        """Return over which ranks and links each stage of a length sums its gradients."""
+        workers, num_replicas = self.workers_of(length), self.replicas_of(length)
+        return rings_of(workers, num_replicas, self.num_ranks, self.slots_per_node)
 
     def schedules_of(self, length: int) -> tuple[str, ...]:
         """Return the schedules to consider; stages of several workers have one alone."""

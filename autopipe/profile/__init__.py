@@ -12,7 +12,7 @@ from autopipe.profile.chain import (
 )
 from autopipe.profile.fit import uncertainty
 from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
-from autopipe.profile.network import AllReduceCost, LinkCost
+from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 from autopipe.profile.profile import (
     MeasuredChain,
     Profile,
@@ -26,8 +26,8 @@ from autopipe.profile.profile import (
 
 __all__ = [
     "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
-    "ProfiledSublayer", "SublayerCost", "chain_bytes", "chain_seconds", "graph_of",
-    "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
+    "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
+    "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
     "profile_sublayers", "read_graph", "saved_storages", "storages", "time_rounds",
     "uncertainty", "unshared",
 ]  # fmt: skip

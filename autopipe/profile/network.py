@@ -35,8 +35,43 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """State the way of a stage's sum.
+
+    Args:
+        num_ranks: ranks that sum.
+        num_sharing: rings, it included, that leave the busiest of its nodes at once, over that
+            node's one link; 0 where all its ranks are on one node.
+    """
+
+    num_ranks: int
+    num_sharing: int = 0
+
+
+@dataclass(frozen=True)
+class RingCost:
+    """State what sums cost over links that are described: within a node, and of a node."""
+
+    link: LinkCost
+    node_link: LinkCost
+
+    def seconds(self, ring: Ring, num_bytes: float) -> float:
+        """Price 2 (R - 1) messages, in each of which each of R ranks sends 1 / R of the bytes.
+
+        A ring is as slow as its slowest edge.
+        """
+        edge = self.link
+        if ring.num_sharing:
+            edge = LinkCost(
+                max(self.link.latency_s, self.node_link.latency_s),
+                min(self.link.bytes_per_s, self.node_link.bytes_per_s / ring.num_sharing),
+            )
+        return 2 * (ring.num_ranks - 1) * edge.seconds(num_bytes / ring.num_ranks)
+
+
+@dataclass(frozen=True)
 class AllReduceCost:
-    """State what it costs to sum gradients over the replicas of a stage.
+    """State what it was measured to cost to sum gradients over the replicas of a stage.
 
     Args:
         num_replicas: ranks that sum.

@@ -22,7 +22,7 @@ from autopipe.profile.chain import (
     time_chain,
 )
 from autopipe.profile.fit import fitted
-from autopipe.profile.network import AllReduceCost, LinkCost
+from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Profile:
         step_overhead_s: a step's time outside of all else here.
         link: a message between neighbouring stages on one node.
         node_link: a message between neighbouring stages on two nodes.
-        all_reduce: sums over replicas, one entry for each number of them.
+        all_reduce: sums over replicas: one measured entry for each number of them, or what any
+            ring costs where links are described.
         fetch_s: fetching a step's samples, whatever their number.
         cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
         idle_node_share: what computing takes while other slots are idle, as a share of what the
@@ -96,7 +97,7 @@ class Profile:
     step_overhead_s: float
     link: LinkCost
     node_link: LinkCost
-    all_reduce: tuple[AllReduceCost, ...] = ()
+    all_reduce: tuple[AllReduceCost, ...] | RingCost = ()
     fetch_s: float = 0.0
     cached_fetch_s: float = 0.0
     idle_node_share: float = 1.0
@@ -135,16 +136,20 @@ class Profile:
         first = self.first_active(num_frozen)
         return self.sublayers[first - 1].output_bytes if first else 0.0
 
-    def all_reduce_s(self, num_replicas: int, num_bytes: float) -> float:
-        """Return the seconds of a sum over replicas.
+    def all_reduce_s(self, ring: Ring, num_bytes: float) -> float:
+        """Return the seconds of a sum over a ring's ranks.
 
-        A number that was not measured, as spares leave it, costs what the next larger one does.
+        Measured sums are told by their number of ranks. One that was not measured, as spares leave
+        it, costs what the next larger one does.
 
         Raises:
             ValueError: no sum over so many replicas was measured.
         """
+        num_replicas = ring.num_ranks
         if num_replicas == 1:
             return 0.0
+        if isinstance(self.all_reduce, RingCost):
+            return self.all_reduce.seconds(ring, num_bytes)
         measured = {cost.num_replicas: cost for cost in self.all_reduce}
         enough = [n for n in measured if n >= num_replicas]
         if not enough:
@@ -184,11 +189,18 @@ class Profile:
             "sublayers": tuple(SublayerCost(**_with_tuples(one)) for one in values["sublayers"]),
             "link": LinkCost(**values["link"]),
             "node_link": LinkCost(**values["node_link"]),
-            "all_reduce": tuple(
-                AllReduceCost(**_with_tuples(one)) for one in values["all_reduce"]
-            ),
+            "all_reduce": _rebuilt_sums(values["all_reduce"]),
         }
         return Profile(**{**_with_tuples(values), **rebuilt})
+
+
+def _rebuilt_sums(
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+) -> tuple[AllReduceCost, ...] | RingCost:
+    """Rebuild measured sums from their list, or described links from their two entries."""
+    if isinstance(values, Mapping):
+        return RingCost(**{name: LinkCost(**link) for name, link in values.items()})
+    return tuple(AllReduceCost(**_with_tuples(one)) for one in values)
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from autopipe.profile import chain as chain_module
 from autopipe.profile.chain import ProfiledSublayer
-from autopipe.profile.network import AllReduceCost, LinkCost
+from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 from autopipe.profile.profile import Profile, SublayerCost, merge, profile_sublayers
 
 LINK = LinkCost(1e-3, 1e6)
@@ -247,6 +248,19 @@ def test_noise_never_makes_more_samples_cheaper_or_fewer_free() -> None:
 def test_profile_survives_json() -> None:
     measured = profile(cost("a"), cost("b", buffer_bytes=7))
     assert Profile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+    described = replace(measured, all_reduce=RingCost(LINK, LinkCost(0.5, math.inf)))
+    assert Profile.from_json(json.loads(json.dumps(described.to_json()))) == described
+
+
+def test_measured_sums_are_read_as_checkpoints_have_them() -> None:
+    written = profile(cost("block")).to_json()
+    written["all_reduce"] = [{"num_replicas": 2, "num_bytes": [1, 9], "seconds": [0.5, 1.5]}]
+    assert Profile.from_json(written) == profile(cost("block"))
+
+
+def test_measured_sums_are_told_by_their_ranks_whatever_their_links() -> None:
+    measured = profile(cost("block"))
+    assert measured.all_reduce_s(Ring(2), 5) == measured.all_reduce_s(Ring(2, 8), 5) == 1.0
 
 
 def test_merge_takes_the_median_of_every_measurement() -> None:
@@ -272,16 +286,16 @@ def test_profile_with_missing_times_or_unordered_sizes_is_refused() -> None:
 
 def test_sum_over_replicas_is_linear_between_sizes_and_in_proportion_beyond() -> None:
     measured = profile(cost("block"))
-    assert [measured.all_reduce_s(2, size) for size in (0, 1, 5, 9, 18)] == [
+    assert [measured.all_reduce_s(Ring(2), size) for size in (0, 1, 5, 9, 18)] == [
         0.5,
         0.5,
         1.0,
         1.5,
         3.0,
     ]
-    assert measured.all_reduce_s(1, 100) == 0.0
+    assert measured.all_reduce_s(Ring(1), 100) == 0.0
     with pytest.raises(ValueError, match=r"sums over \[2\] replicas, none over 4"):
-        measured.all_reduce_s(4, 100)
+        measured.all_reduce_s(Ring(4), 100)
     with pytest.raises(ValueError, match="2 or more replicas and ascending sizes, got 1 replicas"):
         AllReduceCost(1, (1,), (0.1,))
     with pytest.raises(ValueError, match="2 sizes have 1 times"):
