@@ -95,7 +95,9 @@ class Series:
         with log.open("w") as file:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise RuntimeError(f"{variant} with seed {seed} failed; see {log}")
+            raise RuntimeError(
+                f"{variant} with seed {seed} ended with status {done.returncode}; see {log}"
+            )
 
 
 def add_series_options(parser: argparse.ArgumentParser) -> None:
