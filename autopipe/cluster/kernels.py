@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from autopipe.cluster.flops import flops_of
 from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found, storages
 
 _META = torch.device("meta")
@@ -28,12 +28,6 @@ _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
 _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 """They read only what they return of their first tensor."""
-_FLASH = "_scaled_dot_product_flash_attention"
-_COUNTED_AS = {
-    getattr(_aten, f"{_FLASH}_for_cpu"): getattr(_aten, _FLASH),
-    getattr(_aten, f"{_FLASH}_for_cpu_backward"): getattr(_aten, f"{_FLASH}_backward"),
-}
-"""What torch before 2.15 does not count, and what it does that takes the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +129,10 @@ class _KernelCounter(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if _starts_kernel(func, inputs, outputs):
-            packet = func.overloadpacket
-            count = flop_registry.get(packet, flop_registry.get(_COUNTED_AS.get(packet)))
-            flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
             # Of an expanded tensor those bytes that exist.
             num_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*outputs, *read))
-            self.kernels.append(Kernel(flops, num_bytes))
+            self.kernels.append(Kernel(flops_of(func, args, kwargs, result), num_bytes))
         return result
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopipe.cluster.description import Cluster
-from autopipe.cluster.kernels import _COUNTED_AS, Kernel, count_bytes, count_kernels
+from autopipe.cluster.flops import COUNTED_AS
+from autopipe.cluster.kernels import Kernel, count_bytes, count_kernels
 from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
@@ -106,7 +107,7 @@ def test_flops_are_those_that_torch_counts_on_a_real_run(
     counts = count_kernels(chain(*builders), meta(*shape))
     model = nn.Sequential(*(build() for build in builders))
     # torch before 2.15 does not count attention on a CPU.
-    attention = {kind: flop_registry[same].__wrapped__ for kind, same in _COUNTED_AS.items()}
+    attention = {kind: flop_registry[same].__wrapped__ for kind, same in COUNTED_AS.items()}
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
         output = model(torch.randn(shape))
         assert sum(flops(count.forward) for count in counts) == counter.get_total_flops()
