@@ -54,7 +54,8 @@ def count_kernels(
     """Count every sublayer's passes over a batch, all on the meta device.
 
     Raises:
-        ValueError: a sublayer looks at the values of its input, which are not there.
+        ValueError: a sublayer looks at the values of its input, which are not there, or runs an
+            operation of which nobody says what it computes.
         TypeError: it returns something else than one tensor.
     """
     counts: list[SublayerKernels] = []
