@@ -96,7 +96,8 @@ class Replicated:
 def replicate(place: Place, request: PlanRequest) -> Replicated:
     """Return PipeDream's choice for a place, with one minibatch a slot in a step's time.
 
-    Frozen sublayers only run forward, in the first stage. Transfers between stages count.
+    Frozen sublayers only run forward, in the first stage, or their output is read there from the
+    cache, as the request says. Transfers between stages count.
 
     Raises:
         ValueError: no pipeline fits, or a level has too many machines.
@@ -104,7 +105,10 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
     minibatch = max(1, request.global_batch // place.num_slots)
     profile, chain = place.profile, graph_of(place.profile, minibatch)
     first = profile.first_active(request.num_frozen)
-    frozen_s = sum(profile.frozen_s(index, minibatch) for index in range(first))
+    if request.prefix_cached_s is None:
+        frozen_s = sum(profile.frozen_s(index, minibatch) for index in range(first))
+    else:
+        frozen_s = minibatch * request.prefix_cached_s
     active = chain.without({node.name for node in chain.nodes[:first]})
     bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
     graph = LayerGraph((bottom, *active.nodes[1:]), active.edges)

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.plan import PlanRequest
 from autopipe.profile import LayerGraph, LayerNode
 from pipetransformer.cli import main
+from pipetransformer.forecast.replicated import replicate
+from pipetransformer.forecast.target import Place
+from tests.costs import uniform
 from tests.pipetransformer.forecast.test_command import CLUSTER, HERE
 from tests.profile_text import profile_text
 
@@ -105,6 +109,19 @@ def test_our_own_models_get_one_too(
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     names = [name for stage in answer["pipedream"]["stage_nodes"] for name in stage]
     assert len(names) == 5 - int(frozen)
+
+
+@pytest.mark.parametrize(("cached_s", "bottom_s"), [(None, 8 * (3.0 + 2 * 0.5)), (0.125, 25.0)])
+def test_frozen_layers_are_read_from_the_cache_where_ours_are(
+    cached_s: float | None, bottom_s: float
+) -> None:
+    # 8 samples a slot: a layer takes 3 s a sample, a frozen one 1/2 s, a row of the cache 1/8 s.
+    place = Place("here", uniform(4), 2, 2, None, 1.0)
+    request = PlanRequest(2, 2, 16, 2, prefix_cached_s=cached_s)
+    found = replicate(place, request)
+    assert [node.compute_s for node in found.graph.nodes] == [bottom_s, 24.0]
+    # Sums are free, so that both slots do half of all the work.
+    assert found.plan.seconds == pytest.approx((bottom_s + 24.0) / 2)
 
 
 def test_stages_with_workers_of_their_own_can_be_asked_for(
