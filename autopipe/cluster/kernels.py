@@ -185,7 +185,8 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Stand for any fused attention: equal in what they compute and keep."""
-    if query.dim() != 4 or options.get("enable_gqa"):
+    is_uneven = value.shape[-1] != query.shape[-1]
+    if query.dim() != 4 or is_uneven or options.get("enable_gqa"):
         return _SCALED_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     output: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale")

@@ -226,6 +226,14 @@ def test_attention_that_no_fused_kernel_takes_is_counted_taken_apart() -> None:
     (count,) = count_kernels(chain(Grouped), meta(2, 2, 8, 4))
     assert flops(count.forward) == 2 * 2 * (2 * 2 * 8 * 8 * 4)
     assert len(count.forward) > 1
+    (count,) = count_kernels(chain(WideValues), meta(2, 2, 8, 4))
+    assert flops(count.forward) == 2 * (2 * 2 * 8 * 8 * (4 + 12))
+
+
+class WideValues(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        values = torch.cat([hidden] * 3, dim=-1)
+        return F.scaled_dot_product_attention(hidden, hidden, values)[..., :4]
 
 
 class Peeking(nn.Module):
