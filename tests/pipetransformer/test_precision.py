@@ -12,7 +12,7 @@ from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.precision import DTYPES as NAMED
 from pipetransformer.precision import call_in
-from tests.adapted import MODELS, batch_for
+from tests.adapted import MODELS, batch_for, targets_for
 from tests.measured import measuring, never
 from tests.models import Entries, tiny_data, tiny_model
 
@@ -89,15 +89,9 @@ def train(model: nn.Module | LayeredModel, data: Any, **settings: Any) -> Traine
 def test_models_of_every_adapter_train(kind: str, name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()
-    batch = batch_for(model)
-    if kind == "bert_answers":
-        targets = {side: torch.arange(4) for side in ("start_positions", "end_positions")}
-    else:
-        targets = {
-            "labels" if kind in ("bert_sdpa", "bert_eager", "vit") else "y": torch.arange(4) % 3
-        }
+    data = Entries({**batch_for(model), **targets_for(model)})
     with measuring(never):
-        trainer = train(model, Entries({**batch, **targets}), precision=name)
+        trainer = train(model, data, precision=name)
     assert trainer.is_over
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
 from pipetransformer.loss import Loss
-from tests.adapted import MODELS, batch_for, classifier, timm_vit
+from tests.adapted import MODELS, batch_for, classifier, targets_for, timm_vit
 from tests.invariants.test_bugs_numbers import (
     TINY,
     Bounded,
@@ -32,11 +32,7 @@ WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.
 
 def batch_with_targets(model: nn.Module) -> dict[str, Tensor]:
     """Make a batch of a model, with targets for its own loss."""
-    batch = batch_for(model)
-    classes = torch.arange(len(next(iter(batch.values())))) % 3
-    if "input_ids" in batch and not hasattr(model, "classifier"):
-        return {**batch, "start_positions": classes, "end_positions": classes + 1}
-    return {**batch, "labels" if hasattr(model, "config") else "y": classes}
+    return {**batch_for(model), **targets_for(model)}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "sequential"])
