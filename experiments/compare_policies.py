@@ -24,8 +24,6 @@ from freeze import POLICY_HELP, named_policy
 
 NONE = "none"
 POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet", "freezeout")
-ADAPTIVE = ("paper", "auto", "plasticity", "cka", "quiet")
-"""Those that decide from what they see."""
 
 OTHERS = {
     "static": ("--baseline", "static", "--freeze", "none"),
@@ -46,17 +44,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--short",
         nargs="*",
         metavar="POLICY",
-        help="those given a shortened rival; else adaptive ones",
+        help="those given a shortened rival; else those that look at signals",
     )
     options = parser.parse_args(arguments)
     try:
-        for name in options.policies:
-            named_policy(name)
+        policies = {name: named_policy(name) for name in options.policies}
     except ValueError as error:  # Else it would be found where its turn comes, after hours.
         parser.error(f"--policies: {error}")
     if options.short is None:
-        adaptive = [name for name in options.policies if name.partition(":")[0] in ADAPTIVE]
-        options.short = adaptive
+        options.short = [name for name, policy in policies.items() if policy.signals]
     if unknown := sorted(set(options.short) - set(options.policies)):
         parser.error(f"--short names {unknown}, which are not among --policies")
     return options

@@ -26,7 +26,8 @@ from freeze.policy import FreezePolicy, NeverFreeze, as_policy
 POLICY_HELP = (
     "none, paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
     "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy; "
-    "guarded:4,POLICY keeps so many layers from freezing"
+    "guarded:4,POLICY keeps so many layers from freezing, paced:3,POLICY takes one at a time, "
+    "wanted at so many decisions in a row"
 )
 """What `named_policy` understands."""
 
@@ -79,6 +80,11 @@ def _guarded(value: str) -> FreezePolicy:
     return Guarded(named_policy(policy), min_active=int(min_active))
 
 
+def _paced(value: str) -> FreezePolicy:
+    patience, _, policy = value.partition(",")
+    return Guarded(named_policy(policy), patience=int(patience), at_once=1)
+
+
 def _optional(build: Callable[..., FreezePolicy], **fixed: Any) -> Callable[[str], FreezePolicy]:
     """Return what builds a policy from a number, or from its default."""
     return lambda value: build(*([float(Fraction(value))] if value else []), **fixed)
@@ -96,5 +102,6 @@ _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "quiet": _optional(QuietUpdates),
     "freezeout": _optional(FreezeOut),
     "guarded": _guarded,
+    "paced": _paced,
     "replay": Replay,
 }

@@ -18,13 +18,15 @@ from freeze.policy import (
 
 @final
 class Guarded(FreezePolicy):
-    """Hold a policy back: not too early, not on one measurement, not too far, and not at a loss.
+    """Hold a policy back: not early, not on one measurement, not fast, not far, and not at a loss.
 
     Args:
         policy: a policy, or a function of the context.
         warmup: steps, or as a float below 1 a share of the run, before which nothing freezes.
         patience: decisions in a row in which the policy must want more than is frozen; the least
             of what it wanted in them then freezes. It thaws without.
+        at_once: layers that freeze at one decision at the most; None sets no limit. With
+            `patience` it paces a policy: a further layer only after so many decisions.
         min_active: layers that never freeze.
         thaw_on: a metric's name. Where an evaluation finds it worse than the best so far by more
             than `tolerance`, what has frozen since that best thaws, and patience starts anew.
@@ -42,6 +44,7 @@ class Guarded(FreezePolicy):
         *,
         warmup: float = 0,
         patience: int = 1,
+        at_once: int | None = None,
         min_active: int = 1,
         thaw_on: str | None = None,
         tolerance: float = 0.0,
@@ -50,6 +53,7 @@ class Guarded(FreezePolicy):
         for name, value, least in (
             ("warmup", warmup, 0),
             ("patience", patience, 1),
+            ("at_once", math.inf if at_once is None else at_once, 1),
             ("min_active", min_active, 0),
             ("tolerance", tolerance, 0),
         ):
@@ -58,6 +62,7 @@ class Guarded(FreezePolicy):
         self._policy = as_policy(policy)
         self.signals = self._policy.signals
         self._warmup, self._patience, self._min_active = warmup, patience, min_active
+        self._at_once = at_once
         self._thaw_on, self._tolerance = thaw_on, tolerance
         if greater_is_better is None:
             greater_is_better = not (thaw_on or "").endswith("loss")
@@ -87,6 +92,8 @@ class Guarded(FreezePolicy):
                 text = f"waiting, {len(self._wanted)} of {self._patience}: {wanted.reason}"
                 return FreezeDecision(context.num_frozen, text, context.resting)
             num_frozen = min(self._wanted)
+            if self._at_once is not None:
+                num_frozen = min(num_frozen, context.num_frozen + self._at_once)
         self._wanted.clear()
         resting = tuple(i for i in wanted.resting if i > num_frozen)
         return FreezeDecision(num_frozen, wanted.reason, resting)

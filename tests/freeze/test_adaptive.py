@@ -246,6 +246,14 @@ def test_a_guarded_policy_keeps_so_many_layers_from_freezing() -> None:
     assert checked_decision(held, context).num_frozen == 2
 
 
+def test_a_paced_policy_freezes_a_layer_at_a_time() -> None:
+    paced, frozen = named_policy("paced:2,schedule:4"), []
+    for _ in range(5):
+        context = make_context([1.0] * 6, num_frozen=frozen[-1] if frozen else 0)
+        frozen.append(checked_decision(paced, context).num_frozen)
+    assert frozen == [0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -259,6 +267,8 @@ def test_a_guarded_policy_keeps_so_many_layers_from_freezing() -> None:
         "os:nothing",
         "guarded:2",
         "guarded:auto",
+        "paced:0,auto",
+        "paced:auto",
     ],
 )
 def test_other_words_are_refused(text: str) -> None:

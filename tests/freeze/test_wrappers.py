@@ -53,6 +53,8 @@ def test_a_guard_waits_for_warm_up_and_patience_and_leaves_layers_active() -> No
     assert run(Guarded(wanting(0, 5, 3, 4, 4), patience=3), 5) == [0, 0, 0, 3, 3]
     assert run(Guarded(wanting(0, 5, 0, 4, 4), patience=2), 5) == [0, 0, 0, 0, 4]
     assert run(Guarded(wanting(12), min_active=2), 1) == [10]
+    assert run(Guarded(wanting(3), at_once=2), 3) == [2, 3, 3]
+    assert run(Guarded(wanting(2, 9, 9, 9, 3), patience=2, at_once=1), 6) == [0, 1, 1, 2, 2, 3]
 
 
 def test_a_guard_lets_its_policy_thaw_at_once() -> None:
@@ -116,7 +118,8 @@ def test_a_guard_goes_on_from_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"warmup": -1}, {"patience": 0}, {"min_active": -1}, {"tolerance": math.nan}]
+    "options",
+    [{"warmup": -1}, {"patience": 0}, {"at_once": 0}, {"min_active": -1}, {"tolerance": math.nan}],
 )
 def test_guards_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give at least"):
