@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 _PIECE = 2**20
 """Values whose squares are added up in float32, which is off by 1e-6 then."""
-_CACHED_PIECE = 2**17
+_CACHED_PIECE = 2**18
 """Values that stay in a core's cache while several measures look at them."""
 
 
