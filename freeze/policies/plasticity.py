@@ -93,7 +93,9 @@ class Plasticity(FreezePolicy):
         if self._thaw_drop is None or len(self._rates) < 3:
             return False
         earlier, before, rate = self._rates
-        return rate * self._thaw_drop <= before and before - rate > 2 * (earlier - before)
+        # A tenth of 2e-5, times ten, comes out as a little more than 2e-5.
+        is_far = rate * self._thaw_drop <= before * (1 + 1e-9)
+        return is_far and before - rate > 2 * (earlier - before)
 
     def _begin(self, num_layers: int) -> None:
         self._values = [[] for _ in range(num_layers)]

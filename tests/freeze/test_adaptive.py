@@ -114,6 +114,15 @@ def test_plasticity_thaws_where_the_learning_rate_drops() -> None:
     assert checked_decision(policy, again).num_frozen == 0
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.05, 1e-3, 2e-5, 1e-5])
+def test_plasticity_thaws_at_the_very_drop_that_it_names(rate: float) -> None:
+    policy = Plasticity(window=2)
+    flat = [[0.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
+    assert run(policy, "probe_change", flat, learning_rate=rate) == [0, 0, 1]
+    low = context_with("probe_change", [1.0, 3.0], step=3, num_frozen=1, learning_rate=rate * 0.1)
+    assert checked_decision(policy, low).num_frozen == 0
+
+
 def test_freeze_out_ends_each_layer_s_learning_rate() -> None:
     policy = FreezeOut(0.5)
     ends = [policy.end(layer, 4) for layer in range(5)]
