@@ -29,8 +29,9 @@ def apply(
     """Freeze the bottom layers of a model, and thaw those above; to be called between two steps.
 
     Parameters that freeze lose their gradient, so that torch's optimizers leave them alone, weight
-    decay and momentum included, and keep their state for a thaw. A thaw lets train again what
-    trained before, and nothing else. The same call twice changes nothing more, be it for the model
+    decay and momentum included, and keep their state for a thaw. LBFGS alone goes on moving them,
+    by directions it remembers: build it anew at each change. A thaw lets train again what trained
+    before, and nothing else. The same call twice changes nothing more, be it for the model
     or for what `torch.compile` made of it; compiled code is thrown away at a change, as it does
     not notice one.
 
@@ -45,6 +46,9 @@ def apply(
     A parameter that the model, or another module around the blocks, holds directly freezes with
     block 0: torch keeps no order between those and the blocks, which could tell a `cls_token` from
     a `logit_scale`. Give one that is to go on training a module of its own behind the blocks.
+
+    Layers above do not learn if they are checkpointed with `use_reentrant=True`, which takes no
+    gradient where none of the inputs has one; give False.
 
     With a `GradScaler`, leave out `scaler.step` for an optimizer while all of its parameters are
     frozen: it finds no gradient there, and raises an AssertionError.
@@ -271,7 +275,8 @@ def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
         del module._forward_pre_hooks[key]
         module.training = hook.mode if hook.model_mode == model.training else model.training
     for module, own in new.items():
-        module.register_forward_pre_hook(own)
+        # Before others' hooks, which may read the mode, as spectral_norm's does.
+        module.register_forward_pre_hook(own, prepend=True)
     for module in wanted:
         module.training = False
     return bool(leaving or entering)
