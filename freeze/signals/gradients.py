@@ -7,7 +7,6 @@ sublayers', wherever those live.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -17,6 +16,8 @@ _PIECE = 2**20
 """Values whose squares are added up in float32, which is off by 1e-6 then."""
 _CACHED_PIECE = 2**18
 """Values that stay in a core's cache while several measures look at them."""
+_SMALL = 2**12
+"""Values of a gradient that are read in less time than a call takes: those go into one."""
 
 
 @final
@@ -38,24 +39,25 @@ class GradientSignals:
     ) -> None:
         self._names = tuple(parameters)
         distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
-        self._parameters = [
-            [p for p in dict.fromkeys(own) if distinct[p] == name]
-            for name, own in parameters.items()
-        ]
+        self._small: list[list[nn.Parameter]] = []
+        self._large: list[list[nn.Parameter]] = []
+        for name, listed in parameters.items():
+            own = [p for p in dict.fromkeys(listed) if distinct[p] == name]
+            self._small.append([p for p in own if p.numel() <= _SMALL])
+            self._large.append([p for p in own if p.numel() > _SMALL])
         device = next((p.device for p in distinct), torch.device("cpu"))
-        # Adds the tensors' squares up by sublayer; each tensor belongs to one.
-        sizes = torch.tensor([len(own) for own in self._parameters], dtype=torch.int64)
-        rows = torch.arange(len(self._names)).repeat_interleave(sizes)
-        columns = torch.arange(len(rows))
-        self._members = torch.zeros(len(self._names), len(rows), dtype=torch.float64)
-        self._members[rows, columns] = 1
-        self._members = self._members.to(device)
-        self._zero = torch.zeros((), device=device)
-        self._one = torch.ones((), dtype=torch.float64, device=device)
         self._kinds = ("squared_sums", "absolute_sums")[: 1 + absolute]
-        # One row a kind of (sublayers + 1): the sums over steps, then the number of steps in them.
+        self._nothing = [torch.zeros((), device=device)] * len(self._kinds)
+        self._once = [torch.ones((), device=device)] * len(self._kinds)
+        # Adds up what `_measure` returns: by sublayer, the steps, and all that is no step.
+        sizes = torch.tensor([*(1 + len(own) for own in self._large), 1])
+        rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+        self._adding = torch.zeros(len(sizes) + 1, len(rows), dtype=torch.float64)
+        self._adding[rows, torch.arange(len(rows))] = 1
+        self._adding[-1, :-1] = 1
+        self._adding = self._adding.to(device)
         # One tensor, so that one copy to the host reads all of it.
-        shape = len(self._kinds), len(self._names) + 1
+        shape = len(sizes), len(self._kinds)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -71,12 +73,11 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        found = self._by_tensor()
-        total = found[0].sum()
+        step = self._adding @ self._measure()
+        total = step[-1, 0]
         if reduce is not None:
             total = reduce(total)
-        step = torch.stack([torch.cat([self._members @ one, self._one[None]]) for one in found])
-        self._sums += step.masked_fill(~torch.isfinite(total), 0.0)
+        self._sums += step[:-1].masked_fill(~torch.isfinite(total), 0.0)
         return total
 
     def reset(self) -> None:
@@ -88,7 +89,7 @@ class GradientSignals:
 
         The states of a pipeline's stages merge into one by joining their sums.
         """
-        rows = self._sums.tolist()
+        rows = self._sums.T.tolist()
         return {
             "num_steps": int(rows[0][-1]),
             **{
@@ -109,23 +110,25 @@ class GradientSignals:
                     "same signals, or call reset()"
                 )
             rows.append([*(sums[name] for name in self._names), state["num_steps"]])
-        self._sums.copy_(torch.tensor(rows, dtype=torch.float64))
+        self._sums.copy_(torch.tensor(rows, dtype=torch.float64).T)
 
-    def _by_tensor(self) -> list[Tensor]:
-        """Measure every gradient: (tensors,) float64, for each kind."""
+    def _measure(self) -> Tensor:
+        """Return (measured, kinds) float64: by sublayer its small gradients together and each
+        large one, and at last a 1 for the step.
+        """
         measures = (_square, _absolute)[: len(self._kinds)]
-        nothing = [self._zero] * len(measures)
-        rows = [
-            nothing if p.grad is None else _measured(p.grad.reshape(-1), measures)
-            for p in chain.from_iterable(self._parameters)
-        ]
-        if not rows:
-            return [self._one.new_empty(0)] * len(measures)
-        return [torch.stack(column).double() for column in zip(*rows, strict=True)]
+        rows = []
+        for small, large in zip(self._small, self._large, strict=True):
+            together = [g.reshape(-1) for p in small if (g := p.grad) is not None]
+            gradients = [torch.cat(together) if together else None, *(p.grad for p in large)]
+            rows += [self._nothing if g is None else _measured(g, measures) for g in gradients]
+        columns = zip(*rows, self._once, strict=True)
+        return torch.stack([torch.stack(column).double() for column in columns], dim=1)
 
 
-def _measured(flat: Tensor, measures: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+def _measured(gradient: Tensor, measures: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
     """Add up measures of a gradient, whose pieces a CPU reads from its memory once for all."""
+    flat = gradient.reshape(-1)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
     piece = _PIECE if len(measures) == 1 else _CACHED_PIECE
