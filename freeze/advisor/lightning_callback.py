@@ -50,6 +50,8 @@ class LightningFreezeAdvisor(Observer, Callback):
             min(steps, trainer.num_training_batches / trainer.accumulate_grad_batches)
         )
         self._seen = trainer.global_step
+        if not self._seen:
+            self.forget()
         # Only plugins of mixed precision have one.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch, scaler=scaler)
@@ -63,15 +65,15 @@ class LightningFreezeAdvisor(Observer, Callback):
         self._seen = trainer.global_step
         self.end_update()
         rate, peak = learning_rates(trainer.optimizers[0].param_groups)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        look = self.end_step(
-            self._seen,
-            learning_rate=rate,
-            peak_learning_rate=peak,
-            metrics=metrics,
-        )
+        look = self.end_step(self._seen, learning_rate=rate, peak_learning_rate=peak)
         if look is not None and trainer.is_global_zero:
             _LOGGER.info("step %d: %s", self._seen, self.advice)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the metrics, for policies that look at them."""
+        if not trainer.sanity_checking:
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.end_evaluation(trainer.global_step, found)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log and write the advice."""

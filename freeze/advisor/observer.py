@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,6 +76,13 @@ class Observer:
         self._peak = 0.0
         self._coming_rate: float | None = None
         self._has_gradient: list[bool] = []
+        self._metrics: dict[str, float] = {}
+        self._evaluated_at: int | None = None
+        self._unused = json.dumps(self.state_dict())
+
+    def forget(self) -> None:
+        """Forget a run that was watched before, as another one begins; before `begin`."""
+        self.load_state_dict(json.loads(self._unused))
 
     def begin(
         self, model: nn.Module, *, max_steps: int, steps_per_epoch: int, scaler: Any = None
@@ -86,13 +94,18 @@ class Observer:
             max_steps, steps_per_epoch: of the whole training.
             scaler: a `GradScaler`, if there is one.
         """
+        if self._times is not None:
+            self._times.close()  # Of a run that failed.
+            self._times = None
         self._scaler, self._scale = scaler, _scale_of(scaler)
-        self._model, self._max_steps, self._per_epoch = model, max_steps, steps_per_epoch
         self._blocks = list(self._given) if self._given is not None else find_layers(model)
-        if self.acts and self._since:
+        # What an earlier run froze of the same model, and was forgotten, thaws.
+        if self.acts and (self._since or model is self._model):
             apply(model, len(self._since), layers=self._blocks)
-        elif self._costs is None:
+        if self._costs is None and not (self.acts and self._since):
             self._times = StepTimes(model, self._blocks)
+        self._model, self._max_steps, self._per_epoch = model, max_steps, steps_per_epoch
+        self._coming_rate = None
         self._begin_interval()
 
     def end_update(self, *, skipped: bool = False) -> None:
@@ -115,7 +128,6 @@ class Observer:
         *,
         learning_rate: float,
         peak_learning_rate: float | None = None,
-        metrics: Mapping[str, float] | None = None,
     ) -> Look | None:
         """Note the end of a step; return what was found where a look is due.
 
@@ -124,7 +136,6 @@ class Observer:
             learning_rate: of the next.
             peak_learning_rate: the largest of the training, as far as it is known; what a policy
                 sees is never below a rate that was seen.
-            metrics: of the last evaluation.
         """
         self._peak = max(self._peak, learning_rate, peak_learning_rate or 0.0)
         if self._coming_rate is not None:
@@ -136,9 +147,17 @@ class Observer:
                 self._stop_timing()
         if step % self._every:
             return None
-        look = self._look(step, learning_rate, metrics or {})
+        look = self._look(step, learning_rate)
         self._looks.append(look)
         return look
+
+    def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what was found by an evaluation after so many steps, for policies to look at.
+
+        Those of several data sets are kept by their names.
+        """
+        self._metrics |= metrics
+        self._evaluated_at = step
 
     def end(self) -> Advice:
         """Stop watching; return the advice."""
@@ -159,18 +178,23 @@ class Observer:
             "peak": self._peak,
             "costs": self._costs and vars(self._costs),
             "looks": [vars(look) for look in self._looks],
+            "metrics": dict(self._metrics),
+            "evaluated_at": self._evaluated_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; before `begin`."""
         self._policy.load_state_dict(state["policy"])
         self._since, self._peak = tuple(state["since"]), state["peak"]
+        self._metrics = dict(state.get("metrics", {}))
+        self._evaluated_at = state.get("evaluated_at")
+        self._costs = None
         if (costs := state["costs"]) is not None:
             lists = {name: tuple(costs[name]) for name in costs if name != "step_s"}
             self._costs = StepCosts(costs["step_s"], **lists)
         self._looks = [Look(**{**one, "updates": tuple(one["updates"])}) for one in state["looks"]]
 
-    def _look(self, step: int, learning_rate: float, metrics: Mapping[str, float]) -> Look:
+    def _look(self, step: int, learning_rate: float) -> Look:
         assert self._model is not None
         updates = self._updates()
         context = FreezeContext(
@@ -192,7 +216,8 @@ class Observer:
             ),
             num_frozen=len(self._since),
             frozen_since=self._since,
-            metrics=metrics,
+            metrics=self._metrics,
+            evaluated_at=self._evaluated_at,
             predict=self._predicted_s,
         )
         decision = checked_decision(self._policy, context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ class FreezeAdvisor(Observer, TrainerCallback):
             wrapped by then.
     """
 
-    _metrics: Mapping[str, float] = {}
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch; a resumed run goes on from its checkpoint's state."""
         if self.acts and args.world_size > 1:
@@ -40,6 +37,7 @@ class FreezeAdvisor(Observer, TrainerCallback):
                 "FreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has wrapped; "
                 "watch with act=False, and start anew with layers frozen by freeze.apply"
             )
+        self.forget()
         if state.global_step:
             self._resume(state)
         # Of data without a length all steps are one epoch.
@@ -60,12 +58,7 @@ class FreezeAdvisor(Observer, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the layers, where that is due."""
         rate, peak = learning_rates(kwargs["optimizer"].param_groups)
-        look = self.end_step(
-            state.global_step,
-            learning_rate=rate,
-            peak_learning_rate=peak,
-            metrics=self._metrics,
-        )
+        look = self.end_step(state.global_step, learning_rate=rate, peak_learning_rate=peak)
         # A checkpoint of this step is written after this, with all that this dict holds.
         state.stateful_callbacks[_STATE] = self.state_dict()
         if look is not None and state.is_world_process_zero:
@@ -74,8 +67,9 @@ class FreezeAdvisor(Observer, TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Remember the metrics, for policies that look at them."""
-        self._metrics = dict(metrics or {})
+        """Note the metrics, for policies that look at them."""
+        self.end_evaluation(state.global_step, metrics or {})
+        state.stateful_callbacks[_STATE] = self.state_dict()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log and write the advice."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from freeze import FreezeContext
+from freeze import FreezeContext, FreezePolicy, Guarded
 from freeze.advisor import FreezeAdvisor
 from tests.freeze.test_in_place import Net, same, state
 
@@ -63,7 +63,12 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
         **further,
     )
     trainer = Trainer(
-        model, arguments, train_dataset=Sentences(), callbacks=callbacks, optimizers=chosen
+        model,
+        arguments,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        callbacks=callbacks,
+        optimizers=chosen,
     )
     trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=resume)
@@ -112,6 +117,31 @@ def test_a_resume_without_a_state_says_that_nothing_is_frozen(
     train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", max_steps=8)
     assert "trainer_state.json has no 'freeze_advisor'" in caplog.text
     assert again.advice.since == 6
+
+
+def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
+    advisor, again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
+    train(tmp_path, [advisor], bert())
+    for model in (again, again):  # That of the last run, which is frozen by now, too.
+        train(tmp_path, [advisor], model)
+        assert [(one.step, one.num_frozen) for one in advisor.advice.looks] == [
+            (2, 0),
+            (4, 2),
+            (6, 2),
+            (8, 2),
+        ]
+        assert all(one is not None for one in advisor.advice.looks[1].updates)
+
+
+def test_a_resumed_run_of_transformers_knows_its_last_evaluation(tmp_path: Path) -> None:
+    seen: list[FreezeContext] = []
+    evaluated = {"eval_strategy": "steps", "eval_steps": 4}
+    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=2)], bert(), **evaluated)
+    assert [one.evaluated_at for one in seen] == [None, None, 4, 4]
+    again = FreezeAdvisor(seen.append, every_steps=2)
+    train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", **evaluated)
+    assert seen[4].metrics == seen[2].metrics and "eval_loss" in seen[4].metrics
+    assert [one.evaluated_at for one in seen[4:]] == [4, 4]
 
 
 @pytest.mark.parametrize("one_cycle", [False, True])
@@ -173,7 +203,11 @@ class Fit:
 
             def training_step(self, batch: Any, index: int) -> Tensor:
                 loss: Tensor = self.net(batch[0]).square().mean()
+                self.log("loss", loss)
                 return loss
+
+            def validation_step(self, batch: Any, index: int) -> None:
+                self.log("val_loss", self.net(batch[0]).square().mean())
 
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -188,7 +222,14 @@ class Fit:
         return Module()
 
     def __call__(
-        self, module: Any, advisor: Any, *, data: Any = None, resume: Any = None, **further: Any
+        self,
+        module: Any,
+        advisor: Any,
+        *,
+        data: Any = None,
+        resume: Any = None,
+        validates: bool = False,
+        **further: Any,
     ) -> None:
         every = self.lightning.pytorch.callbacks.ModelCheckpoint(
             self.folder / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}"
@@ -203,7 +244,8 @@ class Fit:
             default_root_dir=self.folder,
         )
         data = TensorDataset(torch.ones(32, 3)) if data is None else data
-        trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=resume)
+        loader = DataLoader(data, batch_size=4)
+        trainer.fit(module, loader, loader if validates else None, ckpt_path=resume)
 
 
 class Stream(IterableDataset[tuple[Tensor]]):
@@ -245,6 +287,32 @@ def test_lightning_is_looked_at_once_a_step_while_gradients_accumulate(tmp_path:
     again = LightningFreezeAdvisor(seen.append, every_steps=2)
     fit(fit.module(), again, resume=saved, accumulate_grad_batches=2, max_epochs=2)
     assert [one.step for one in seen] == [2, 4, 6, 8]
+
+
+def test_policies_in_lightning_see_the_last_validation(tmp_path: Path) -> None:
+    fit = Fit(tmp_path)
+    from freeze.advisor import LightningFreezeAdvisor
+
+    seen: list[FreezeContext] = []
+    policy = Guarded(Listening(seen), thaw_on="val_loss")
+    advisor = LightningFreezeAdvisor(policy, every_steps=2)
+    for begin in (0, 4):  # The advisor begins anew.
+        fit(fit.module(), advisor, validates=True, val_check_interval=2)
+        assert [one.evaluated_at for one in seen[begin:]] == [None, 2, 4, 6]
+        assert not seen[begin].metrics and "val_loss" in seen[begin + 1].metrics
+    (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
+    fit(fit.module(), advisor, resume=saved, validates=True, val_check_interval=8)
+    assert [one.evaluated_at for one in seen[8:]] == [2, 2]  # Saved before that of step 4.
+
+
+class Listening(FreezePolicy):
+    """Note what it sees, and freeze nothing."""
+
+    def __init__(self, seen: list[FreezeContext]) -> None:
+        self._seen = seen
+
+    def decide(self, context: FreezeContext) -> None:
+        self._seen.append(context)
 
 
 def test_policies_in_lightning_see_the_peak_of_one_cycle(tmp_path: Path) -> None:
