@@ -53,7 +53,8 @@ class Observer:
         act: freeze what the policy says, instead of saying it.
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
     Raises:
-        ValueError: every_steps is less than 1, or the policy wants another signal.
+        ValueError: every_steps is less than 1, or the policy wants another signal, or sets
+            learning rates; later, it lets layers rest.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class Observer:
         if every_steps < 1:
             raise ValueError(f"every_steps is {every_steps}; give at least 1")
         self._policy = as_policy(policy or QuietUpdates(), _SIGNALS)
+        if self._policy.learning_rate_scale(0, 1, 0.0) is not None:
+            raise ValueError(
+                f"{self._policy.name} sets learning rates, which an advisor leaves alone; give "
+                "one that does not, such as Linear"
+            )
         self._every, self.acts, self._given = every_steps, act, layers
         self._looks: list[Look] = []
         self._since: tuple[int, ...] = ()
@@ -221,6 +227,11 @@ class Observer:
             predict=self._predicted_s,
         )
         decision = checked_decision(self._policy, context)
+        if decision.resting:
+            raise ValueError(
+                f"{self._policy.name} lets layers {decision.resting} rest, which an advisor does "
+                "not; give a policy that freezes the layers below"
+            )
         kept = self._since[: decision.num_frozen]
         self._since = kept + (step,) * (decision.num_frozen - len(kept))
         if self.acts and decision.num_frozen != context.num_frozen:

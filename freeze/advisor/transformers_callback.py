@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from freeze.advisor.observer import Observer, learning_rates
 
@@ -40,12 +42,10 @@ class FreezeAdvisor(Observer, TrainerCallback):
         self.forget()
         if state.global_step:
             self._resume(state)
-        # Of data without a length all steps are one epoch.
-        per_epoch = round(state.max_steps / max(1, state.num_train_epochs)) or state.max_steps
         self.begin(
             kwargs["model"],
             max_steps=state.max_steps,
-            steps_per_epoch=per_epoch,
+            steps_per_epoch=_steps_per_epoch(args, state, kwargs["train_dataloader"]),
             # Only accelerate's wrapper of an optimizer has one.
             scaler=getattr(kwargs["optimizer"], "scaler", None),
         )
@@ -88,3 +88,10 @@ class FreezeAdvisor(Observer, TrainerCallback):
                 _STATE,
                 state.global_step,
             )
+
+
+def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
+    """Return the steps of an epoch; of data without a length all steps are one."""
+    if not has_length(loader):
+        return int(state.max_steps)
+    return math.ceil(len(loader) / args.gradient_accumulation_steps)

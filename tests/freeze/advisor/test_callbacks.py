@@ -53,14 +53,13 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=4,
-        num_train_epochs=1,
         report_to=[],
         use_cpu=True,
         save_strategy="steps",
         save_steps=4,
         disable_tqdm=True,
         seed=3,
-        **further,
+        **{"num_train_epochs": 1, **further},
     )
     trainer = Trainer(
         model,
@@ -131,6 +130,23 @@ def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> 
             (8, 2),
         ]
         assert all(one is not None for one in advisor.advice.looks[1].updates)
+
+
+@pytest.mark.parametrize(
+    ("further", "expected"),
+    [
+        ({"num_train_epochs": 1.5}, [0] * 7 + [1] * 5),
+        ({"max_steps": 10}, [0] * 7 + [1] * 3),
+        ({"max_steps": 5}, [0] * 5),
+        ({"num_train_epochs": 2, "gradient_accumulation_steps": 3}, [0, 0, 1, 1, 1, 2]),
+    ],
+)
+def test_epochs_in_transformers_are_as_long_as_its_data(
+    tmp_path: Path, further: dict[str, Any], expected: list[int]
+) -> None:
+    seen: list[FreezeContext] = []
+    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=1)], bert(), **further)
+    assert [one.epoch for one in seen] == expected
 
 
 def test_a_resumed_run_of_transformers_knows_its_last_evaluation(tmp_path: Path) -> None:

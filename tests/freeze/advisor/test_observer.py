@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from freeze import FreezeContext, PaperRule, QuietUpdates
+from freeze import FreezeContext, FreezeDecision, FreezeOut, PaperRule, QuietUpdates
 from freeze.advisor import Advice, Observer
 from freeze.advisor.advice import Look
 from freeze.advisor.step_times import StepCosts, StepTimes
@@ -305,11 +305,20 @@ def test_the_advice_is_written_down_and_drawn(tmp_path: Path) -> None:
     assert str(Advice(0, False, (), None)) == "no advice yet: no interval is over"
 
 
+def resting(context: FreezeContext) -> FreezeDecision:
+    return FreezeDecision(0, "as LISA does", (1,))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Observer(every_steps=0), "every_steps is 0; give at least 1"),
         (lambda: Observer(PaperRule(0.5)), "gradient_norm'\\], which are not measured here"),
+        (lambda: Observer(FreezeOut()), "FreezeOut sets learning rates, which an advisor leaves"),
+        (
+            lambda: fit(Net(), Observer(resting, every_steps=1)),
+            "resting lets layers \\(1,\\) rest",
+        ),
         (lambda: QuietUpdates(0), "threshold is 0"),
         (lambda: QuietUpdates(begin=2), "begin is 2"),
     ],
