@@ -93,15 +93,16 @@ class FreezeContext:
         """Return L."""
         return len(self.layers)
 
-    def as_frozen(self, since: tuple[int, ...]) -> FreezeContext:
-        """Return what would be seen with as many layers frozen, since these steps."""
+    def as_frozen(self, since: tuple[int, ...], resting: tuple[int, ...] = ()) -> FreezeContext:
+        """Return what would be seen with as many layers frozen, since these steps, and resting."""
         layers = tuple(
             LayerStats(layer.name, layer.index, layer.num_parameters)
             if layer.index < len(since)
             else layer
             for layer in self.layers
         )
-        return replace(self, num_frozen=len(since), frozen_since=since, layers=layers)
+        seen = replace(self, layers=layers, num_frozen=len(since), frozen_since=since)
+        return replace(seen, resting=resting)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class Score:
         train_s: predicted seconds of the whole run's steps.
         unfrozen_s: the same if nothing froze.
         unseen: decisions at which a policy that needs signals was not asked, as the run itself had
-            layers frozen, thus without signals, that the policy still trained.
+            layers frozen or resting, thus without signals, that the policy still trained.
+        rests: whether layers rested at some decision; their seconds are those of training.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Score:
     train_s: float
     unfrozen_s: float
     unseen: int
+    rests: bool
 
     @property
     def share(self) -> float:
@@ -50,8 +52,9 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
     pay, as uncached, and earlier ones as cached. That charges a policy that freezes for good with
     filling just once, if at the end and not in the first epoch at each depth, where it belongs.
 
-    Not counted are transitions, filling for layers that thaw again, and all filling where the run
-    itself has layers cached in its last epoch, or has no predictions of that epoch.
+    Not counted are transitions, what resting layers save, filling for layers that thaw again, and
+    all filling where the run itself has layers cached in its last epoch, or has no predictions of
+    that epoch.
 
     Raises:
         TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,
@@ -63,26 +66,30 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
             f"{policy.name} needs {sorted(missing)}, which the run has not recorded; train with "
             f"signals={sorted(missing)}"
         )
-    since: tuple[int, ...] = ()
-    frozen, reasons, unseen = {}, {}, 0
+    since, resting = tuple[int, ...](), tuple[int, ...]()
+    frozen, reasons, unseen, rests = {}, {}, 0, False
     for one in decisions:
         seen = one.context
-        if policy.signals and len(since) < seen.num_frozen:
+        unknown = {*range(seen.num_frozen), *seen.resting}
+        if policy.signals and not unknown <= {*range(len(since)), *resting}:
             unseen += 1
-            decision = FreezeDecision(len(since), "not asked: the run had more layers frozen")
+            why = "not asked: the run had more layers frozen or resting"
+            decision = FreezeDecision(len(since), why, resting)
         else:
-            decision = checked_decision(policy, seen.as_frozen(since))
+            decision = checked_decision(policy, seen.as_frozen(since, resting))
         kept = since[: decision.num_frozen]
         since = kept + (seen.step,) * (decision.num_frozen - len(kept))
+        resting, rests = decision.resting, rests or bool(decision.resting)
         frozen[seen.step], reasons[seen.step] = decision.num_frozen, decision.reason
-    return _scored(policy.name, decisions, frozen, reasons, unseen)
+    return _scored(policy.name, decisions, frozen, reasons, unseen=unseen, rests=rests)
 
 
 def recorded_score(decisions: Sequence[RecordedDecision]) -> Score:
     """Return what the run itself froze, by the same predicted times."""
     frozen = {one.context.step: one.num_frozen for one in decisions}
     reasons = {one.context.step: one.reason for one in decisions}
-    return _scored("the run", decisions, frozen, reasons, 0)
+    rests = any(one.context.resting for one in decisions)
+    return _scored("the run", decisions, frozen, reasons, unseen=0, rests=rests)
 
 
 def _scored(
@@ -90,7 +97,9 @@ def _scored(
     decisions: Sequence[RecordedDecision],
     frozen: dict[int, int],
     reasons: dict[int, str],
+    *,
     unseen: int,
+    rests: bool,
 ) -> Score:
     train_s = unfrozen_s = 0.0
     steps = [*frozen, decisions[-1].context.max_steps]
@@ -98,4 +107,4 @@ def _scored(
         predict = one.context.predict
         train_s += (end - begin) * predict(frozen[begin])
         unfrozen_s += (end - begin) * predict(0)
-    return Score(name, frozen, reasons, train_s, unfrozen_s, unseen)
+    return Score(name, frozen, reasons, train_s, unfrozen_s, unseen, rests)

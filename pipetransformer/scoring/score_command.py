@@ -49,7 +49,10 @@ def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None
         say(f"{name}: {text}")
     for name, one in scores.items():
         if one.unseen:
-            say(f"{name}: not asked {one.unseen} times, when the run had more layers frozen")
+            had = "the run had more layers frozen or resting"
+            say(f"{name}: not asked {one.unseen} times, when {had}")
+        if one.rests:
+            say(f"{name}: layers rest, which is not counted: they take as long as in training")
 
 
 def _table(scores: dict[str, Score], failed: Iterable[str]) -> str:

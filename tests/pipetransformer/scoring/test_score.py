@@ -19,14 +19,17 @@ from freeze import (
     AlphaSchedule,
     AutoFreeze,
     FreezeContext,
+    FreezeDecision,
     FreezePolicy,
     FreezeSchedule,
+    Guarded,
     Linear,
     NeverFreeze,
     PaperRule,
     Plasticity,
     QuietUpdates,
     Shadow,
+    as_policy,
 )
 from pipetransformer import PlanSituation, Trainer, fastest_plan
 from pipetransformer.cli import main
@@ -152,7 +155,34 @@ def test_a_policy_is_not_asked_about_layers_that_the_run_had_frozen(tmp_path: Pa
     decisions = read_decisions(tmp_path)
     found = score(decisions, AutoFreeze(0))
     assert set(found.frozen.values()) == {0} and found.unseen > 0
-    assert found.reasons[48] == "not asked: the run had more layers frozen"
+    assert found.reasons[48] == "not asked: the run had more layers frozen or resting"
+
+
+def two_at_a_time(context: FreezeContext) -> FreezeDecision:
+    """Let all layers rest but the lowest and another one, which takes turns."""
+    first = 1 + context.step // 3 % 2
+    resting = tuple(i for i in range(1, context.num_layers) if i != first)
+    return FreezeDecision(0, f"rested {context.resting}", resting)
+
+
+def test_layers_that_rest_are_the_policy_s_own_and_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    train(tmp_path, as_policy(two_at_a_time))
+    decisions = read_decisions(tmp_path)
+    ours = score(decisions, as_policy(two_at_a_time))
+    assert ours.reasons == recorded_score(decisions).reasons and ours.unseen == 0
+    # Another policy sees none of them at rest, and there are no signals of those that were.
+    waiting = score(decisions, Guarded(FreezeSchedule({2: 3}), patience=3))
+    assert waiting.frozen[15] == 0 and waiting.frozen[18] == 3 and not waiting.rests
+    assert score(decisions, PaperRule(1 / 2)).unseen == len(decisions) - 1
+    assert main(["score", str(tmp_path), "--policy", f"{__name__}:two_at_a_time"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(": layers rest")[0] for line in said[4:]] == [
+        "the run",
+        f"{__name__}:two_at_a_time",
+    ]
 
 
 def test_a_missing_signal_is_named(tmp_path: Path) -> None:
