@@ -48,7 +48,9 @@ def apply(
     a `logit_scale`. Give one that is to go on training a module of its own behind the blocks.
 
     Layers above do not learn if they are checkpointed with `use_reentrant=True`, which takes no
-    gradient where none of the inputs has one; give False.
+    gradient where none of the inputs has one; give False. Frozen layers go on with their backward
+    where their input wants a gradient, as with transformers' `gradient_checkpointing_enable`: call
+    `model.disable_input_require_grads()` then.
 
     With a `GradScaler`, leave out `scaler.step` for an optimizer while all of its parameters are
     frozen: it finds no gradient there, and raises an AssertionError.

@@ -49,6 +49,9 @@ class FreezeAdvisor(Observer, TrainerCallback):
             # Only accelerate's wrapper of an optimizer has one.
             scaler=getattr(kwargs["optimizer"], "scaler", None),
         )
+        if self.acts and args.gradient_checkpointing and not _is_reentrant(args):
+            # An embedding's output that wants a gradient keeps frozen layers' backward running.
+            kwargs["model"].disable_input_require_grads()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the end of the update, which the scaler of gradients may have skipped."""
@@ -95,3 +98,8 @@ def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
     if not has_length(loader):
         return int(state.max_steps)
     return math.ceil(len(loader) / args.gradient_accumulation_steps)
+
+
+def _is_reentrant(args: Any) -> bool:
+    """Tell whether checkpointed layers learn only where their input wants a gradient."""
+    return bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))

@@ -118,6 +118,22 @@ def test_a_resume_without_a_state_says_that_nothing_is_frozen(
     assert again.advice.since == 6
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frozen_layers_that_are_checkpointed_pass_no_gradient_on(
+    tmp_path: Path, reentrant: bool
+) -> None:
+    model, plain, passed = bert(), bert(), list[bool]()
+    highest = model.bert.encoder.layer[1]
+    highest.register_forward_hook(lambda *found: passed.append(found[2].requires_grad))
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    checkpointed = {"gradient_checkpointing": True, **options}
+    advisors = [FreezeAdvisor(two_by_step_four, every_steps=2, act=True) for _ in range(2)]
+    train(tmp_path, advisors[:1], model, **checkpointed)
+    train(tmp_path, advisors[1:], plain)
+    assert passed[-1] is reentrant  # Which layers above need to learn.
+    assert same(state(model), state(plain))
+
+
 def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
     advisor, again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
     train(tmp_path, [advisor], bert())
