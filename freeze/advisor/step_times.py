@@ -83,7 +83,7 @@ class StepTimes:
         self._steps: list[_Step] = []
         self._trial: list[float] | None = [0.0] * self._num
         self._trials: list[list[float]] = []
-        self._in_backward, self._depth = False, 0
+        self._in_backward, self._evaluates, self._depth = False, False, 0
         self._began: float | None = None
         self._hooks = []
         # A loop may call the model, or only a part of it that holds the blocks.
@@ -156,9 +156,10 @@ class StepTimes:
             found.append(self._now() - start)
         return statistics.median(found)
 
-    def _begin_forward(self, *_: object) -> None:
+    def _begin_forward(self, module: nn.Module, *_: object) -> None:
         if self._depth == 0:
             self._in_backward = False
+            self._evaluates = not (module.training or torch.is_grad_enabled())
             self._mark("forward", 0)
         self._depth += 1
 
@@ -184,6 +185,9 @@ class StepTimes:
     def _end_forward(self, *_: object) -> None:
         self._depth -= 1
         self._mark("head", 0)
+        if self._depth == 0 and self._evaluates:
+            # The step begins behind it.
+            self._began, self._marks = self._now(), []
 
     def _back_in_block(self, index: int, *_: object) -> None:
         if not self._in_backward:

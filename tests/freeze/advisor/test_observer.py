@@ -203,7 +203,10 @@ def test_running_a_block_as_if_frozen_leaves_no_trace(compiled: bool) -> None:
     assert share == 1 if compiled else 0 < share <= 1
 
 
-def test_a_frozen_forward_that_is_shorter_counts_as_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_frozen_forward_that_is_shorter_counts_as_saved(
+    monkeypatch: pytest.MonkeyPatch, evaluates: bool
+) -> None:
     clock = [0.0]
 
     class Timed(nn.Module):
@@ -229,6 +232,10 @@ def test_a_frozen_forward_that_is_shorter_counts_as_saved(monkeypatch: pytest.Mo
         model(torch.ones(2, 8)).sum().backward()
         times.end_update()
         times.end_step()
+        if evaluates:  # Which is no part of a step.
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 8))
+                model.train()
     costs = times.close()
     assert costs == StepCosts(24.0, (4.0, 4.0), (8.0, 8.0), (0.0, 0.0), (1.0, 1.0))
     assert costs.saved_share(1, cached=False) == (4 + 8 - 1) / 24
