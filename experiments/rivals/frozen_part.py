@@ -28,8 +28,9 @@ class FrozenPart:
     """Hold how many layers are frozen, and where asked to each sample's activations behind them.
 
     A dict in this process's host memory, by sample; where the frozen part grows, what was kept
-    goes through the new layers alone. A sample whose padding no layer above reads is kept without
-    it, and read again for its mask; of others all that is needed is kept, and they are not read.
+    goes through the new layers alone, from as deep as each sample was kept. A sample whose padding
+    no layer above reads is kept without it, and read again for its mask; of others all that is
+    needed is kept, and they are not read.
     """
 
     def __init__(self, model: nn.Module, *, keeps: bool) -> None:
@@ -48,7 +49,7 @@ class FrozenPart:
         return sum(kept.row.nbytes for kept in self._kept.values())
 
     def freeze(self, num_frozen: int) -> None:
-        """Freeze the bottom layers; those above train.
+        """Freeze the bottom layers; those above train, and what was kept behind them is dropped.
 
         Raises:
             ValueError: there are not so many.
@@ -60,6 +61,7 @@ class FrozenPart:
                 f"{num_frozen} layers are to freeze, but {self.layered.num_layers} can"
             )
         self.depth = num_frozen
+        self._kept = {one: kept for one, kept in self._kept.items() if kept.depth <= num_frozen}
         for sublayer in self.layered.sublayers:
             sublayer.module.requires_grad_(sublayer.layer >= num_frozen)
         for parameter in self._model.parameters():
@@ -114,19 +116,25 @@ class FrozenPart:
         self, first: int, batch: Mapping[str, Tensor], ids: Sequence[int], *, stores: bool
     ) -> Tensor:
         """Return (N, S, D) activations of a batch: kept, brought deeper, or computed."""
-        layered = self.layered
-        depths = {self._kept[one].depth if one in self._kept else 0 for one in ids}
-        known = depths.pop() if len(depths) == 1 else 0
-        hidden = self._padded(batch, ids) if known else None
-        if known == self.depth:
+        depths = [self._kept[one].depth if one in self._kept else 0 for one in ids]
+        if set(depths) == {self.depth}:
+            return self._padded(batch, ids)
+        places: list[int] = []
+        parts: list[Tensor] = []
+        for known in sorted(set(depths)):
+            at = [place for place, depth in enumerate(depths) if depth == known]
+            part, own = {name: entry[at] for name, entry in batch.items()}, [ids[n] for n in at]
+            hidden = self._padded(part, own) if known else None
+            if known < self.depth:
+                begin = self.layered.first_active(known) if known else 0
+                with torch.no_grad():
+                    hidden = self.layered.run(part, first=begin, last=first, hidden=hidden)
+                if stores:
+                    self._keep(hidden.cpu(), part, own)
             assert hidden is not None
-            return hidden
-        begin = layered.first_active(known) if known else 0
-        with torch.no_grad():
-            hidden = layered.run(batch, first=begin, last=first, hidden=hidden)
-        if stores:
-            self._keep(hidden.cpu(), batch, ids)
-        return hidden
+            parts.append(hidden)
+            places += at
+        return torch.cat(parts)[torch.tensor(places).argsort()]
 
     def _keep(self, hidden: Tensor, batch: Mapping[str, Tensor], ids: Sequence[int]) -> None:
         mask = self.layered.padding_mask

@@ -203,8 +203,13 @@ class PlainLoop:
         held = [self.frozen.holds(part.ids) for part in parts]
         unread = [part.ids for part, is_held in zip(parts, held, strict=True) if not is_held]
         loader = iter(self._loader(unread))
-        for part, is_held in zip(parts, held, strict=True):
-            batch = self.frozen.held(part.ids) if is_held else next(loader)
+        for part, was_held in zip(parts, held, strict=True):
+            if not was_held:
+                batch = next(loader)
+            elif self.frozen.holds(part.ids):
+                batch = self.frozen.held(part.ids)
+            else:  # Layers have thawed since.
+                batch = next(iter(self._loader([part.ids])))
             yield self._named(batch), part
 
     def _loader(self, parts: Sequence[list[int]]) -> DataLoader[Any]:

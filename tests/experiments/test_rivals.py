@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from experiments import vit
+from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.plain_loop import own_part
+from tests.adapted import answerer, batch_for, classifier, targets_for
 from tests.experiments.test_finetune import losses, smoke
 
 
@@ -23,6 +27,27 @@ def test_every_sample_of_a_batch_counts_once(num: int, size: int) -> None:
     # Each rank takes a mean, and DDP the mean of those.
     of_each = [part.weight / len(part.ids) / size for part in parts if part.weight]
     assert of_each == pytest.approx([1 / num] * len(of_each))
+
+
+@pytest.mark.parametrize("build", [answerer, classifier])
+def test_activations_kept_at_several_depths_go_on_from_there(build: Any) -> None:
+    model = build().eval()
+    batch = {**batch_for(model), **targets_for(model)}
+    part = FrozenPart(model, keeps=True)
+
+    def loss_of(ids: list[int]) -> Tensor:
+        # Samples that are all kept need not be read, if the model needs nothing but what is kept.
+        held = part.holds(ids)
+        own = part.held(ids) if held else {name: entry[ids] for name, entry in batch.items()}
+        return part.forward(lambda model, own: model(**own)[:2], model, own, ids, stores=True)
+
+    for num_frozen, ids in ((1, [0, 1]), (2, [0]), (2, [2, 1, 0]), (2, [0, 2, 1])):
+        part.freeze(num_frozen)
+        expected = model(**{name: entry[ids] for name, entry in batch.items()}).loss
+        torch.testing.assert_close(loss_of(ids), expected)
+    part.freeze(1)
+    assert not part.holds([0])
+    torch.testing.assert_close(loss_of([0, 1]), model(**{n: e[:2] for n, e in batch.items()}).loss)
 
 
 @pytest.mark.slow
