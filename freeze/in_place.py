@@ -108,7 +108,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
     Raises:
         ValueError: there is none, or another such list with parameters lies before it, as an
-            encoder before a decoder; give the layers yourself.
+            encoder before a decoder, or is as large; give the layers yourself.
     """
     lists = {
         path: module
@@ -121,16 +121,26 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
         )
-    largest = max(
-        lists, key=lambda path: sum(p.numel() for one in lists[path] for p in one.parameters())
-    )
-    for path, module in lists.items():
-        if path == largest:
-            break
-        if not _holds(path, largest) and any(True for _ in module.parameters()):
+    sizes = {
+        path: sum(p.numel() for one in module for p in one.parameters())
+        for path, module in lists.items()
+    }
+    largest = max(sizes, key=sizes.__getitem__)
+    is_before = True
+    for path, size in sizes.items():
+        is_before = is_before and path != largest
+        if path == largest or _holds(path, largest) or _holds(largest, path):
+            continue
+        if is_before and size:
             raise ValueError(
                 f"{path!r} lies before {largest!r}, both lists of equal blocks, and would freeze "
                 "as a whole with block 0; give layers=, bottom first"
+            )
+        if size == sizes[largest]:
+            # As the experts of layers that are of two classes in turn.
+            raise ValueError(
+                f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers=, "
+                "bottom first"
             )
     return list(lists[largest])
 

@@ -268,6 +268,22 @@ def test_an_encoder_before_the_decoder_is_refused_unless_layers_are_given() -> N
     assert not any(name.startswith(("model.encoder.layers.1", "model.decoder")) for name in names)
 
 
+def test_the_parts_of_layers_of_two_classes_are_not_taken_for_the_layers() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    class Other(Mixture): ...
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Mixture(), Other()), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="'1.0.experts' and '1.1.experts' are equally large"):
+        apply(model, 1)
+    assert set(apply(model, 1, layers=list(model[1]))) == {
+        name for name, _ in model.named_parameters() if name.startswith(("0.", "1.0."))
+    }
+
+
 def test_lists_within_and_behind_the_blocks_are_no_others() -> None:
     stages = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
     activations = nn.Sequential(nn.ReLU(), nn.ReLU())
