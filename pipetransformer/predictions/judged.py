@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from autodp import broadcast_json
 from pipetransformer.config import EVALUATION_FIELDS, ComputeMetrics
@@ -82,7 +83,12 @@ def _as_plain(found: Any) -> dict[str, Any]:
     """Return metrics as floats, or what is wrong with them."""
     if not isinstance(found, Mapping):
         return {"wrong": f"a {type(found).__name__}"}
-    for name, value in found.items():
+    arrays = (Tensor, np.ndarray, np.generic)
+    numbers = {
+        name: value.item() if isinstance(value, arrays) and value.ndim == 0 else value
+        for name, value in found.items()
+    }
+    for name, value in numbers.items():
         if not isinstance(name, str) or not isinstance(value, Real):
             return {"wrong": f"a {type(value).__name__} under {name!r}"}
-    return {"metrics": {name: float(value) for name, value in found.items()}}
+    return {"metrics": {name: float(value) for name, value in numbers.items()}}
