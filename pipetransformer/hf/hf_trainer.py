@@ -24,10 +24,12 @@ from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOu
 from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
-from pipetransformer.hf.training_arguments import (
-    optimizer_of,
-    refuse_unknown,
-    settings_of,
+from pipetransformer.hf.training_arguments import optimizer_of, refuse_unknown, settings_of
+from pipetransformer.hf.unhonoured import (
+    refuse_given,
+    refuse_more_outputs,
+    refuse_overrides,
+    refuse_unlabelled,
 )
 from pipetransformer.predictions import EvalPrediction as OwnPrediction
 from pipetransformer.processes import world_size
@@ -86,11 +88,12 @@ class HFTrainer:
             "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             "optimizers": None if tuple(optimizers) == (None, None) else optimizers,
         }
-        _refuse_given(unhonoured)
+        refuse_given(unhonoured)
         if model is None or args is None:
             raise ValueError("model and args are needed; give both")
-        _refuse_overrides(type(self))
+        refuse_overrides(type(self), HFTrainer)
         refuse_unknown(args)
+        refuse_more_outputs(model)
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
@@ -138,7 +141,7 @@ class HFTrainer:
             raise ValueError(
                 "the model was evaluated before train(resume_from_checkpoint=...); resume first"
             )
-        trainer, bridge, start = self._begun(resumes), self._bridge, time.time()
+        trainer, bridge, start = self._begun(resumes, trains=True), self._bridge, time.time()
         if trainer.is_over:
             raise ValueError("train() has been called before; make another Trainer to go on")
         samples_before = trainer.report.samples
@@ -161,7 +164,7 @@ class HFTrainer:
 
         A name stands for one of several that the Trainer was given.
         """
-        _refuse_given({"ignore_keys": ignore_keys})
+        refuse_given({"ignore_keys": ignore_keys})
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = _one_of(self.eval_dataset, dataset)
@@ -172,12 +175,12 @@ class HFTrainer:
             for name, one in dataset.items():
                 found |= self.evaluate(one, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
-        trainer, start = self._begun(), time.time()
+        trainer, start = self._begun(stand_in=dataset), time.time()
         with self._bridge.asked_for(metric_key_prefix):
             metrics = trainer.evaluate(dataset)
         self.model.eval()  # As transformers leaves it.
         named = self._named(metrics, metric_key_prefix, start, len(dataset))
-        return {**named, "epoch": self.state.epoch} if self.state.global_step else named
+        return {**named, "epoch": self.state.epoch}
 
     def predict(
         self,
@@ -189,7 +192,7 @@ class HFTrainer:
 
         On every process, in the order of the data set.
         """
-        _refuse_given({"ignore_keys": ignore_keys})
+        refuse_given({"ignore_keys": ignore_keys})
         trainer, start = self._begun(stand_in=test_dataset), time.time()
         with self._bridge.asked_for(metric_key_prefix):
             found: Any = trainer.predict(test_dataset)
@@ -235,23 +238,36 @@ class HFTrainer:
             atexit.unregister(self._close_at_exit)
             trainer.close()
 
-    def _begun(self, resumes: bool = False, *, stand_in: SizedDataset | None = None) -> Trainer:
+    def _begun(
+        self,
+        resumes: bool = False,
+        *,
+        trains: bool = False,
+        stand_in: SizedDataset | None = None,
+    ) -> Trainer:
         """Return our Trainer, made when it is first needed."""
         made_of = {
+            "model": self.model,
             "train_dataset": self.train_dataset,
+            "eval_dataset": self.eval_dataset,
             "data_collator": self.data_collator,
             "compute_metrics": self.compute_metrics,
             "args": self.args.to_dict(),
         }
         if self._trainer is None:
-            known = (self.train_dataset, stand_in, self.eval_dataset)
-            dataset = next((one for one in known if one is not None), None)
-            if dataset is None or isinstance(dataset, Mapping):
+            known = (self.train_dataset, self.eval_dataset, stand_in)
+            usable = (one for one in known if not isinstance(one, Mapping | None))
+            dataset = next(usable, None)
+            if dataset is None:
                 raise ValueError("there is no data set to begin with; give a train_dataset")
+            if dataset is stand_in:
+                refuse_unlabelled(dataset, self.args)
             self._trainer, self._made_of = self._make(dataset, resumes=resumes), made_of
             atexit.register(self._close_at_exit)
         kept = self._made_of
         same = {n: v is kept[n] or (n == "args" and v == kept[n]) for n, v in made_of.items()}
+        if not trains or self.args.eval_strategy == "no":
+            del same["eval_dataset"]  # `evaluate` takes what there is by then.
         if changed := [name for name, is_same in same.items() if not is_same]:
             raise ValueError(
                 f"{', '.join(changed)} is not what the first train, evaluate or predict began "
@@ -265,10 +281,12 @@ class HFTrainer:
         self._bridge.num_samples = len(dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
-        if evaluated is not self.eval_dataset and args.eval_strategy != "no":
+        if self.train_dataset is not None and evaluated is None and args.eval_strategy != "no":
+            lacks = "eval_dataset is a dict" if self.eval_dataset else "there is no eval_dataset"
             raise ValueError(
-                f"eval_strategy is {str(args.eval_strategy)!r}, but eval_dataset is a dict; "
-                "evaluate several data sets after training, or give one"
+                f"eval_strategy is {getattr(args.eval_strategy, 'value', args.eval_strategy)!r}, "
+                f"but {lacks}; give one data set, or leave eval_strategy out and evaluate after "
+                "training"
             )
         if self.train_dataset is None:  # Nothing is trained, and nothing written.
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
@@ -294,6 +312,8 @@ class HFTrainer:
         given = EvalPrediction(self._shaped(prediction.predictions), labels)
         prefix = f"{self._bridge.prefix}_"  # Which `prefixed` gives to those that lack it.
         found = self.compute_metrics(given)
+        if not isinstance(found, Mapping):
+            return found  # And be told what it is.
         return {name.removeprefix(prefix): value for name, value in found.items()}
 
     def _shaped(self, predictions: np.ndarray[Any, Any]) -> Any:
@@ -339,29 +359,3 @@ def _one_of(datasets: Any, name: str) -> SizedDataset:
         raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")
     found: SizedDataset = datasets[name]
     return found
-
-
-def _refuse_overrides(kind: type) -> None:
-    """Refuse methods of transformers' Trainer in a subclass that training would not call."""
-    own = {name for base in kind.__mro__ if base not in HFTrainer.__mro__ for name in vars(base)}
-    called = {"train", "predict", "create_model_card", "is_world_process_zero"}
-    unheard = sorted(
-        name for name in own & set(vars(transformers.Trainer)) - called if name[:2] != "__"
-    )
-    if unheard:
-        raise ValueError(
-            f"{kind.__name__} overrides {', '.join(unheard)}, which training here does not call; "
-            "give pipetransformer.Trainer a loss_fn, an optimizer or callbacks, or train with "
-            "transformers.Trainer"
-        )
-
-
-def _refuse_given(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that would be left aside."""
-    given = sorted(name for name, value in arguments.items() if value is not None)
-    if given:
-        raise ValueError(
-            f"{', '.join(given)} would not be honoured by pipetransformer.hf.Trainer; leave it "
-            "out. An optimizer is built by args.optim or optimizer_cls_and_kwargs, a loss by the "
-            "model"
-        )

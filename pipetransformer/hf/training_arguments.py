@@ -37,7 +37,7 @@ _KNOWN = """
 choose among ways to the same numbers, or that matter only with one that is refused. `label_names`
 may say what the model has as its targets."""
 
-_LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
+LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
 
 _CHOICES = {
     "save_strategy": ("no", "steps", "epoch"),
@@ -57,7 +57,7 @@ def refuse_unknown(args: TrainingArguments) -> None:
             f"TrainingArguments has {given}, which pipetransformer.hf.Trainer does not honour; "
             "leave them as they are by default, or train with transformers.Trainer"
         )
-    if other := sorted(set(args.label_names or ()) - _LABELS):
+    if other := sorted(set(args.label_names or ()) - LABELS):
         raise ValueError(
             f"label_names has {other}, but labels are what the model calls so; leave it out"
         )
@@ -91,7 +91,7 @@ def settings_of(
         "global_batch_size": global_batch_size,
         "eval_batch_size": args.per_device_eval_batch_size * world_size(),
         "seed": args.seed,
-        "learning_rate_schedule": _schedule_of(args, steps, optimizer),
+        "learning_rate_schedule": _schedule_of(args, optimizer),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
         "max_grad_norm": args.max_grad_norm or None,
         "label_smoothing": args.label_smoothing_factor,
@@ -147,12 +147,14 @@ def optimizer_of(
     return build
 
 
-def _schedule_of(args: TrainingArguments, steps: int, optimizer: OptimizerFactory) -> Any:
+def _schedule_of(args: TrainingArguments, optimizer: OptimizerFactory) -> Any:
     name = transformers.SchedulerType(args.lr_scheduler_type).value
-    warmup = 0 if name == "constant" else int(args.get_warmup_steps(steps))
+    warmup = 0 if name == "constant" else args.warmup_steps
     begun = optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))])
     rate = float(begun.param_groups[0]["lr"])
     options: Any = args.lr_scheduler_kwargs or {}
+    # A share stays one, of the run that settings may make longer.
+    warmup = float(warmup) if warmup < 1 else int(warmup)
     return named_schedule(name, warmup=warmup, learning_rate=rate, **options)
 
 

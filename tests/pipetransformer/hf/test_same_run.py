@@ -46,13 +46,30 @@ def trained_at(folder: Path) -> list[float]:
     return [one["learning_rate"] for one in records if one["kind"] == "step"]
 
 
-@pytest.mark.parametrize("name", ["train_dataset", "data_collator", "compute_metrics"])
+@pytest.mark.parametrize(
+    "name", ["model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics"]
+)
 def test_what_is_changed_after_the_first_evaluation_is_refused(tmp_path: Path, name: str) -> None:
     with made(tmp_path, train_dataset=None) as trainer:
         trainer.evaluate()
         trainer.train_dataset = rows(30)
         setattr(trainer, name, {"train_dataset": rows(30)}.get(name, list))
         with pytest.raises(ValueError, match=f"{name}.* would have no effect"):
+            trainer.train()
+
+
+def test_an_evaluation_set_may_be_changed_where_training_does_not_evaluate(tmp_path: Path) -> None:
+    with made(tmp_path, options={"eval_strategy": "no"}) as trainer:
+        first = trainer.evaluate()
+        trainer.eval_dataset = rows(5)
+        assert trainer.evaluate()["eval_loss"] != first["eval_loss"]
+        assert trainer.train().global_step == 8
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_evaluations_without_a_set_are_refused(tmp_path: Path, strategy: str) -> None:
+    with made(tmp_path, options={"eval_strategy": strategy}, eval_dataset=None) as trainer:
+        with pytest.raises(ValueError, match=f"'{strategy}', but there is no eval_dataset"):
             trainer.train()
 
 
@@ -119,6 +136,13 @@ def test_settings_win_over_what_arguments_stand_for(tmp_path: Path) -> None:
         assert trainer.state.epoch == 3.0
 
 
+def test_a_share_that_warms_up_is_one_of_the_run_that_settings_make(tmp_path: Path) -> None:
+    with made(tmp_path, options={"warmup_steps": 0.5}, epochs=4) as trainer:
+        trainer.train()
+        logged = rates(trainer)
+    assert (len(logged), logged.index(max(logged))) == (16, 8)
+
+
 def test_an_optimizer_s_own_rate_is_the_one_that_trains_and_is_logged(tmp_path: Path) -> None:
     options = {
         "lr_scheduler_type": "cosine_with_min_lr",
@@ -152,6 +176,49 @@ def test_a_script_s_own_evaluations_are_not_the_best_of_the_run(tmp_path: Path) 
             one.train()
             found.append((one.state.global_step, one.state.best_global_step))
     assert found[1] == found[0]
+
+
+def test_an_evaluation_alone_begins_with_what_it_is_given(tmp_path: Path) -> None:
+    nothing = {"train_dataset": None, "eval_dataset": None}
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        options = {"eval_strategy": "no"}
+        with made(tmp_path / "one", kind=kind, options=options, **nothing) as trainer:
+            found.append(trainer.evaluate(rows(5)))
+    assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], abs=1e-4)
+    assert found[1]["epoch"] == found[0]["epoch"]
+    several = {"a": rows(5), "b": rows(6)}
+    with made(tmp_path / "two", train_dataset=None, eval_dataset=several) as trainer:
+        assert trainer.evaluate()["eval_a_loss"] == found[1]["eval_loss"]
+
+
+def test_samples_without_labels_are_predicted_beside_labelled_ones(tmp_path: Path) -> None:
+    labelled = [{**row, "input_ids": row["input_ids"][:3]} for row in rows(6)]
+    labelled = [{**row, "attention_mask": [1, 1, 1]} for row in labelled]
+    bare = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in labelled]
+    given = {"train_dataset": None, "data_collator": None}
+    with made(tmp_path, eval_dataset=labelled, **given) as trainer:
+        predicted = trainer.predict(bare)
+        assert predicted.label_ids is None and "test_loss" not in predicted.metrics
+        assert (predicted.predictions == trainer.predict(labelled).predictions).all()
+    with made(tmp_path, eval_dataset=None, **given) as trainer:
+        with pytest.raises(ValueError, match="give some labelled samples as eval_dataset"):
+            trainer.predict(bare)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_returns_more_than_logits_is_refused(tmp_path: Path, name: str) -> None:
+    model = hf_vit()
+    model.set_attn_implementation("eager")
+    setattr(model.config, name, True)
+    with pytest.raises(ValueError, match=f"model.config.{name} is True, but predictions hold"):
+        Trainer(model=model, args=arguments(tmp_path))
+
+
+def test_metrics_that_are_not_returned_are_told_apart_from_an_error(tmp_path: Path) -> None:
+    with made(tmp_path, compute_metrics=lambda prediction: None) as trainer:
+        with pytest.raises(TypeError, match="compute_metrics returned a NoneType; return a dict"):
+            trainer.evaluate()
 
 
 def test_the_model_is_left_in_eval_mode_and_knows_its_problem(tmp_path: Path) -> None:
