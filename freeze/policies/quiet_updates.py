@@ -45,7 +45,7 @@ class QuietUpdates(FreezePolicy):
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         rate = context.mean_learning_rate
         rate = context.learning_rate if rate is None else rate
-        if context.step < self._begin * context.max_steps or not rate > 0:
+        if context.step / context.max_steps < self._begin or not rate > 0:
             return None
         scale = max(1.0, context.peak_learning_rate / rate)
 

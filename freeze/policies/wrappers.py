@@ -81,9 +81,10 @@ class Guarded(FreezePolicy):
         if regressed := self._regressed(context):
             self._wanted.clear()
             return FreezeDecision(min(self._frozen_at_best, context.num_frozen), regressed)
-        warmup = self._warmup * context.max_steps if 0 < self._warmup < 1 else self._warmup
-        if context.step < warmup:
-            return FreezeDecision(0, f"warm-up until step {warmup:g}")
+        # A share is compared as one: 0.55 of 20 steps comes out as a little more than 11.
+        whole = context.max_steps if 0 < self._warmup < 1 else 1
+        if context.step / whole < self._warmup:
+            return FreezeDecision(0, f"warm-up until step {self._warmup * whole:g}")
         most = max(0, context.num_layers - self._min_active)
         num_frozen = min(wanted.num_frozen, most)
         if num_frozen > context.num_frozen:

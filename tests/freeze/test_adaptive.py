@@ -201,6 +201,12 @@ def test_a_change_at_a_low_rate_is_not_quiet_whatever_rate_comes_next(
     assert checked_decision(QuietUpdates(), context).num_frozen == num_frozen
 
 
+def test_a_share_of_the_run_ends_at_its_very_step() -> None:
+    contexts = [context_with("relative_update", [1e-9] * 4, step=step) for step in (10, 11)]
+    decided = [checked_decision(QuietUpdates(begin=0.55), one).num_frozen for one in contexts]
+    assert decided == [0, 3]  # Of 20 steps.
+
+
 def test_the_paper_s_rule_compares_the_layers_that_do_not_rest() -> None:
     context = make_context([4.0, None, 3.0, 2.0])
     with pytest.raises(PolicyError, match="missing or not finite"):

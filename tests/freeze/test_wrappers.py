@@ -50,6 +50,7 @@ def wanting(*wanted: int) -> Any:
 def test_a_guard_waits_for_warm_up_and_patience_and_leaves_layers_active() -> None:
     assert run(Guarded(wanting(4), warmup=3), 5) == [0, 0, 0, 4, 4]
     assert run(Guarded(wanting(4), warmup=0.1), 4) == [0, 0, 4, 4]  # Of 20 steps.
+    assert run(Guarded(wanting(4), warmup=0.55), 12) == [0] * 11 + [4]
     assert run(Guarded(wanting(0, 5, 3, 4, 4), patience=3), 5) == [0, 0, 0, 3, 3]
     assert run(Guarded(wanting(0, 5, 0, 4, 4), patience=2), 5) == [0, 0, 0, 0, 4]
     assert run(Guarded(wanting(12), min_active=2), 1) == [10]
