@@ -44,7 +44,7 @@ def run(kind: type[T], describe: Describe, arguments: Sequence[str] | None) -> N
 def _train(describe: Describe, options: RunOptions, specific: Any) -> None:
     workload = replace(describe(options, specific), options=asdict(specific))
     if options.group_by_length and workload.length_entry is None:
-        raise ValueError("--group_by_length is for texts: samples here are equally long")
+        raise ValueError("--group_by_length saves nothing: samples are equally long, or padded so")
     if options.baseline in _ELASTIC:
         elastic.train(options, workload)
     else:

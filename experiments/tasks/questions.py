@@ -76,7 +76,6 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
             tokenizer, padding="max_length", max_length=source.max_length
         ),
         processing_class=tokenizer,
-        length_entry="input_ids",
     )
 
 

@@ -71,5 +71,7 @@ def test_texts_of_equal_lengths_come_together_in_ours_and_in_a_rival(tmp_path: P
     assert losses(tmp_path / "ours") != losses(tmp_path / "shuffled")
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "ours"), abs=2e-4)
     assert losses(tmp_path / "short") == losses(tmp_path / "ddp")
-    with pytest.raises(ValueError, match="samples here are equally long"):
+    with pytest.raises(ValueError, match="samples are equally long, or padded so"):
         smoke(tmp_path / "images", "--group_by_length", script=vit, task="cifar10")
+    with pytest.raises(ValueError, match="samples are equally long, or padded so"):
+        smoke(tmp_path / "windows", "--group_by_length", task="squad")
