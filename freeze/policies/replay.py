@@ -13,7 +13,7 @@ from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 @final
 class Replay(FreezePolicy):
-    """Freeze what another run froze, from the very steps on.
+    """Freeze what another run froze, from the very steps on; of a resumed one its last course.
 
     Args:
         run: a run's folder, or its journal, whose decisions are read; or numbers of frozen layers
@@ -29,9 +29,11 @@ class Replay(FreezePolicy):
         if isinstance(run, Mapping):
             frozen_from = dict(run)
         else:
-            entries = _read_journal(Path(run))
-            frozen_from = {step: num for step, num, _ in entries}
-            resting = {step: own for step, _, own in entries}
+            frozen_from = {}
+            for step, num_frozen, own in _read_journal(Path(run)):
+                # Later steps' decisions that were written before are of a course that ended.
+                frozen_from = {at: num for at, num in frozen_from.items() if at < step}
+                frozen_from[step], resting[step] = num_frozen, own
         if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
             raise ValueError(
                 f"the decisions to repeat are {dict(frozen_from)}; give numbers of layers by step"

@@ -9,7 +9,8 @@ and "check" is a hash of the rest.
 
 A resume from the checkpoint of step s takes the decisions of steps >= s from here: a policy that
 looks at clocks, or a planner with new measurements, might choose differently. A decision whose
-line is damaged is taken anew, saying so.
+line is damaged is taken anew, saying so. Once one is taken anew, those of later steps, which lie
+before it in the file, are no more: they were made for another course of the run.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Journal:
         self._recorded: dict[int, dict[str, Any]] = {}
         if path.exists():
             entries = read_journal(path)
-            self._recorded = {one["step"]: one for one in entries if one["step"] >= from_step}
+            for entry in entries:
+                if entry["step"] >= from_step:
+                    self._note(entry)
             # Appending behind a torn line would join both into one unreadable line in the middle.
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         elif from_step:
@@ -82,8 +85,9 @@ class Journal:
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one decision and wait until it is on disk; execute it only after this returns.
 
-        A replayed decision, equal to the one recorded for its step, is not written again. Where
-        the disk is full the decision is not recorded, which is warned of.
+        A replayed decision, equal to the one recorded for its step, is not written again; another
+        one ends what was recorded for later steps. Where the disk is full the decision is not
+        recorded, which is warned of.
         """
         step, line = entry["step"], json.dumps(entry)
         # As text, NaN equals itself, and 1, 1.0 and True differ.
@@ -97,11 +101,16 @@ class Journal:
                 f"the decision of step {step} is not in the journal: {error}; a run that is "
                 "interrupted before the next checkpoint may decide otherwise"
             )
-        self._recorded[step] = json.loads(line)
+        self._note(json.loads(line))
 
     def recorded(self, step: int) -> dict[str, Any] | None:
         """Return the last decision recorded for a step >= from_step, or None."""
         return self._recorded.get(step)
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        step = entry["step"]
+        earlier = {at: one for at, one in self._recorded.items() if at < step}
+        self._recorded = {**earlier, step: entry}
 
     def close(self) -> None:
         """Close the file; every entry is on disk already."""

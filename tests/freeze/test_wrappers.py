@@ -168,6 +168,15 @@ def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
         Replay(tmp_path)
 
 
+def test_a_replay_leaves_out_what_a_resumed_run_went_back_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    for step, num in ((0, 0), (2, 1), (4, 2), (3, 5)):
+        journal.append({"step": step, "decision": {"num_frozen": num}})
+    journal.close()
+    replay = Replay(tmp_path)
+    assert [replay.at(step) for step in range(6)] == [0, 0, 1, 5, 5, 5]
+
+
 @pytest.mark.parametrize("text", [None, "{\n", '{"step": 1}\n'])
 def test_what_is_no_journal_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:

@@ -143,6 +143,18 @@ def test_last_decision_of_a_step_wins(path: Path) -> None:
     assert read_journal(path) == [FIRST, SECOND, changed]
 
 
+def test_decision_taken_anew_ends_those_of_later_steps(path: Path) -> None:
+    between = {"step": 300, "num_frozen": 5, "length": 2}
+    with opened(path, from_step=200) as journal:
+        journal.append(FIRST)
+        journal.append(between)
+        assert journal.recorded(400) is None
+    with opened(path, from_step=200) as journal:
+        assert [journal.recorded(step) for step in (200, 300, 400)] == [FIRST, between, None]
+        journal.append(SECOND)
+    assert read_journal(path) == [FIRST, SECOND, between, SECOND]
+
+
 def test_replayed_decision_is_not_written_twice(path: Path) -> None:
     before = path.read_bytes()
     with opened(path, from_step=200) as journal:
