@@ -29,6 +29,7 @@ from pipetransformer.hf.unhonoured import (
     refuse_given,
     refuse_more_outputs,
     refuse_overrides,
+    refuse_shares,
     refuse_unlabelled,
 )
 from pipetransformer.predictions import EvalPrediction as OwnPrediction
@@ -94,6 +95,7 @@ class HFTrainer:
         refuse_overrides(type(self), HFTrainer)
         refuse_unknown(args)
         refuse_more_outputs(model)
+        refuse_shares(args, settings)
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics

@@ -23,6 +23,16 @@ def refuse_more_outputs(model: Any) -> None:
             )
 
 
+def refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
+    """Refuse intervals that are shares of the arguments' run, where settings make another one."""
+    changed = sorted({"epochs", "max_steps", "global_batch_size"} & settings.keys())
+    for name in ("eval_steps", "save_steps", "logging_steps"):
+        if changed and 0 < (getattr(args, name) or 0) < 1:
+            raise ValueError(
+                f"{name} is a share of the run, which {', '.join(changed)} changes; give steps"
+            )
+
+
 def refuse_unlabelled(dataset: SizedDataset, args: TrainingArguments) -> None:
     """Refuse to begin with samples that steps cannot be measured on."""
     check_dataset(dataset, "dataset")

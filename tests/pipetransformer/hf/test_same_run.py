@@ -215,6 +215,12 @@ def test_a_model_that_returns_more_than_logits_is_refused(tmp_path: Path, name: 
         Trainer(model=model, args=arguments(tmp_path))
 
 
+def test_shares_of_a_run_that_settings_make_longer_are_refused(tmp_path: Path) -> None:
+    given = arguments(tmp_path, eval_strategy="steps", eval_steps=0.5)
+    with pytest.raises(ValueError, match="eval_steps is a share of the run, which epochs changes"):
+        Trainer(model=hf_vit(), args=given, epochs=4)
+
+
 def test_metrics_that_are_not_returned_are_told_apart_from_an_error(tmp_path: Path) -> None:
     with made(tmp_path, compute_metrics=lambda prediction: None) as trainer:
         with pytest.raises(TypeError, match="compute_metrics returned a NoneType; return a dict"):
