@@ -69,9 +69,9 @@ def copy_out(
         (B,) uint64, their check.
     """
     checks = np.empty(len(out), np.uint64)
-    copied = out.numpy().view(np.uint64)
+    table, rows = words.numpy(), out.numpy()
+    copied = rows.view(np.uint64)
     if own is not None:
-        table, rows = words.numpy(), out.numpy()
         for row, slot, num in zip(rows, source.tolist(), own.tolist(), strict=True):
             row[:num] = table[slot, :num]
             row[num:] = 0
@@ -79,8 +79,10 @@ def copy_out(
     index = torch.from_numpy(source)
     for part in _blocks(out):
         if in_background:
-            # Lets go of the interpreter meanwhile, and starts no threads of its own.
-            np.take(words.numpy(), source[part], axis=0, out=out[part].numpy(), mode="clip")
+            # Each lets go of the interpreter, and starts no threads of its own. `np.take` would
+            # copy the whole file first, as rows of one field are not side by side there.
+            for row, slot in zip(rows[part], source[part].tolist(), strict=True):
+                row[:] = table[slot]
         else:
             torch.index_select(words, 0, index[part], out=out[part])
         np.matmul(copied[part], factors, out=checks[part])
