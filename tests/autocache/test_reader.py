@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -48,6 +49,18 @@ def test_rows_are_the_same_whether_they_were_read_ahead(reader: RowReader, ahead
         if ahead:
             reader.read_ahead(ids, (1,))
         check(reader, ids)
+
+
+def test_a_background_read_copies_its_rows_and_not_the_file(store: RowStore) -> None:
+    ids, rows_bytes = torch.tensor([3, 0]), 2 * WIDTH * 4
+    into = store.buffers(len(ids))
+    tracemalloc.start()
+    try:
+        store.read(ids, (1,), into=into, in_background=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * rows_bytes < NUM_ROWS * WIDTH * 4
 
 
 def test_rows_that_were_read_ahead_for_another_step_or_depth_are_dropped(
