@@ -70,6 +70,18 @@ def apply(
             not in its order; or the model is wrapped. Nothing has changed then.
     """
     _refuse_wrapped(model)
+    blocks = list(layers) if layers is not None else find_layers(model)
+    num_frozen = _checked_number(num_frozen, len(blocks))
+    bottom = _bottom(model, blocks, num_frozen)
+    changed = _freeze_only(model, bottom.parameters - bottom.shared)
+    if _keep_in_eval(model, bottom.modules) or changed:
+        torch._dynamo.reset()
+    frozen = {p for p in bottom.parameters if not p.requires_grad}
+    return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
+
+
+def _checked_number(num_frozen: int, most: int) -> int:
+    """Return how many layers freeze, as an int that is possible."""
     try:
         num_frozen = operator.index(num_frozen)
     except TypeError as error:
@@ -77,18 +89,11 @@ def apply(
             f"num_frozen is {num_frozen!r} ({type(num_frozen).__name__}); give how many layers "
             "freeze, a whole number"
         ) from error
-    blocks = list(layers) if layers is not None else find_layers(model)
-    if not 0 <= num_frozen <= len(blocks):
+    if not 0 <= num_frozen <= most:
         raise ValueError(
-            f"{num_frozen} layers cannot freeze; the model has {len(blocks)}: give 0 to "
-            f"{len(blocks)}"
+            f"{num_frozen} layers cannot freeze; the model has {most}: give 0 to {most}"
         )
-    bottom = _bottom(model, blocks, num_frozen)
-    changed = _freeze_only(model, bottom.parameters - bottom.shared)
-    if _keep_in_eval(model, bottom.modules) or changed:
-        torch._dynamo.reset()
-    frozen = {p for p in bottom.parameters if not p.requires_grad}
-    return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
+    return num_frozen
 
 
 def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
