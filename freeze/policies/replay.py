@@ -32,7 +32,8 @@ class Replay(FreezePolicy):
             frozen_from = {}
             for step, num_frozen, own in _read_journal(Path(run)):
                 # Later steps' decisions that were written before are of a course that ended.
-                frozen_from = {at: num for at, num in frozen_from.items() if at < step}
+                while frozen_from and next(reversed(frozen_from)) >= step:
+                    frozen_from.popitem()
                 frozen_from[step], resting[step] = num_frozen, own
         if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
             raise ValueError(

@@ -68,10 +68,9 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._recorded: dict[int, dict[str, Any]] = {}
         if path.exists():
-            entries = read_journal(path)
-            for entry in entries:
-                if entry["step"] >= from_step:
-                    self._note(entry)
+            for entry in read_journal(path):
+                self._note(entry)
+            self._recorded = {at: one for at, one in self._recorded.items() if at >= from_step}
             # Appending behind a torn line would join both into one unreadable line in the middle.
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         elif from_step:
@@ -108,9 +107,10 @@ class Journal:
         return self._recorded.get(step)
 
     def _note(self, entry: dict[str, Any]) -> None:
-        step = entry["step"]
-        earlier = {at: one for at, one in self._recorded.items() if at < step}
-        self._recorded = {**earlier, step: entry}
+        # Steps ascend, as later ones' decisions go first.
+        while self._recorded and next(reversed(self._recorded)) >= entry["step"]:
+            self._recorded.popitem()
+        self._recorded[entry["step"]] = entry
 
     def close(self) -> None:
         """Close the file; every entry is on disk already."""

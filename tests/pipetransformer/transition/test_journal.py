@@ -155,6 +155,13 @@ def test_decision_taken_anew_ends_those_of_later_steps(path: Path) -> None:
     assert read_journal(path) == [FIRST, SECOND, between, SECOND]
 
 
+def test_decision_taken_anew_before_a_resume_ends_those_behind_it(path: Path) -> None:
+    with opened(path, from_step=200) as journal:
+        journal.append({**FIRST, "num_frozen": 3})
+    with opened(path, from_step=300) as journal:
+        assert journal.recorded(400) is None
+
+
 def test_replayed_decision_is_not_written_twice(path: Path) -> None:
     before = path.read_bytes()
     with opened(path, from_step=200) as journal:
