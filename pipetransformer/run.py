@@ -46,6 +46,8 @@ from pipetransformer.precision import DTYPES
 from pipetransformer.processes import (
     agree,
     connect,
+    give_back_freed_memory,
+    keep_freed_memory,
     likely_device,
     on_rank_0,
     slots_of_a_node,
@@ -106,6 +108,8 @@ class Run:
         self._coming = ComingBatches(task, train_dataset, self.timeline)
 
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         world.max_replicas = config.max_replicas
         world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
@@ -288,6 +292,7 @@ class Run:
             self.log.close()
             if not failed:
                 self.world.close()
+            give_back_freed_memory()
 
     def _select(self, metrics: Mapping[str, float]) -> None:
         """Keep the weights of the best evaluation; end without improvement. Collective."""

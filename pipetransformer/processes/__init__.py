@@ -1,9 +1,11 @@
 """Start processes, let them meet, and agree.
 
 launcher ─► world ◄─ meeting          agreement: what one rank finds wrong is raised on all
+                                      host_memory: what a process keeps of it
 """
 
 from pipetransformer.processes.agreement import agree, on_rank_0
+from pipetransformer.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
     World,
@@ -16,6 +18,7 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "World", "agree", "connect", "free_bytes", "is_restarted", "launch", "launcher_name",
-    "likely_device", "on_rank_0", "slots_of_a_node", "tightest", "world_size",
+    "World", "agree", "connect", "free_bytes", "give_back_freed_memory", "is_restarted",
+    "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
+    "slots_of_a_node", "tightest", "world_size",
 ]  # fmt: skip
