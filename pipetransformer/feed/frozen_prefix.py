@@ -48,6 +48,9 @@ class FrozenPrefix:
             use_cache: whether reading rows is faster than computing them.
         """
         self.come_back()
+        # Edited since, or come anew to this rank: the stamps here may be those of other weights.
+        if self._versions() != self._stamped:
+            self.stamps.clear()
         del self.stamps[num_frozen:]
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
