@@ -239,6 +239,7 @@ class Run:
         """Return what saves itself into checkpoints, beside weights, moments and transitions."""
         scale = self.deployment.loss_scale
         parts: dict[str, Part] = {"report": self.log.report, "log": self.log, "best": self.best}
+        parts["coming"] = self._coming
         return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 
     def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
@@ -100,4 +102,22 @@ class ComingBatches:
             raise ValueError(
                 "sample_order gives ranks other orders, so that samples would be left out; let it "
                 "depend on nothing but the epoch"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what tells the samples of an epoch that goes on, as plain values."""
+        at = self._timeline.position
+        if at.sample == 0:
+            return {"seen": ""}
+        seen = self._sampler.global_batch(at.epoch, 0, at.sample)
+        return {"seen": hashlib.sha256(seen.numpy().data).hexdigest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where an epoch would go on in another order, and miss samples."""
+        if state != self.state_dict():
+            raise ValueError(
+                f"{self._timeline.position.sample} samples of the epoch were trained on in "
+                "another order, so that others would be left out: resume with the sample_order, "
+                "group_by_length and, where that is set, global_batch_size of the save, or from "
+                "the end of an epoch"
             )

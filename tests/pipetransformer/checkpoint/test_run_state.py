@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipetransformer.checkpoint import run_state
+from tests.models import NUM_SAMPLES
 from tests.pipetransformer.checkpoint.test_resume import make_trainer, train
 
 
@@ -58,3 +60,15 @@ def test_begin_tells_that_the_run_that_is_continued_had_ended(tmp_path: Path) ->
         assert not trainer.is_over and trainer.global_step == 2
         trainer.fit()
         assert trainer.global_step == 3
+
+
+def test_an_epoch_goes_on_in_the_order_in_which_it_began(tmp_path: Path) -> None:
+    # 11 of 96 samples came twice, and as many never, where an order was given at the resume.
+    def backwards(epoch: int) -> torch.Tensor:
+        return torch.arange(NUM_SAMPLES).flip(0)
+
+    train(tmp_path, max_steps=2)
+    with pytest.raises(ValueError, match="12 samples of the epoch were trained on in another"):
+        train(tmp_path, resume=True, sample_order=backwards)
+    train(tmp_path, resume=True, epochs=1)
+    train(tmp_path, resume=True, epochs=2, sample_order=backwards)
