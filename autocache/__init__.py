@@ -10,7 +10,7 @@ from __future__ import annotations
 from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
-from autocache.positions import Positions, own_lengths
+from autocache.positions import Positions, by_position, own_lengths
 from autocache.stamp import chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore
 
@@ -26,6 +26,7 @@ __all__ = [
     "RowRead",
     "RowStore",
     "RunLayers",
+    "by_position",
     "chain_hash",
     "own_lengths",
 ]

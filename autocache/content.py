@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autocache.layout import RowField, RowLayout
-from autocache.positions import Positions, own_lengths
+from autocache.positions import Positions, by_position, own_lengths
 
 HIDDEN, DIGEST = "hidden", "digest"
 
@@ -24,8 +24,8 @@ class RowContent:
         dtype: the hidden states' as they are stored; None as they are computed. In a smaller one
             samples have rounded activations, the same in every epoch.
         padding_mask: a kept entry, (S,) a sample, whose zeros at the end say which of the (S, ...)
-            hidden states nothing depends on: they are not stored, and read as zeros. None for
-            models in which all count.
+            hidden states nothing depends on: they are not stored, and read as zeros. Where these
+            have other dimensions, or None is given, all count.
         computed_dtype: the hidden states' as the layers compute them; None where that is `dtype`.
         checked: whether to store a digest of the sample, too, and so check the dataset against it.
         positions: where samples are padded to another length in every batch; rows then have room
@@ -59,7 +59,8 @@ class RowContent:
             ValueError: an entry to keep is not in the batch.
         """
         check_kept(batch_of_one, self.keep)
-        varies = self.padding_mask is not None and hidden_of_one.ndim >= 2
+        mask = self.padding_mask
+        varies = mask is not None and by_position(hidden_of_one, batch_of_one[mask].shape[1])
         fields = [
             RowField(
                 HIDDEN, tuple(hidden_of_one.shape[1:]), self.dtype or hidden_of_one.dtype, varies

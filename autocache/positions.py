@@ -53,6 +53,14 @@ def own_lengths(mask: Tensor) -> Tensor:
     return lengths.where(lengths > 0, counts.shape[1])
 
 
+def by_position(hidden: Tensor, num: int) -> bool:
+    """Tell whether hidden states are (N, S, ...) of so many positions S.
+
+    They are not where a layer pools positions, or puts a token of its own before them.
+    """
+    return hidden.ndim > 2 and hidden.shape[1] == num
+
+
 def _with_positions(entry: Tensor, num: int, padding: float) -> Tensor:
     missing = num - entry.shape[1]
     if missing <= 0:

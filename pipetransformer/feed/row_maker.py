@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, own_lengths
+from autocache import (
+    HIDDEN,
+    Positions,
+    RowContent,
+    RowField,
+    RowLayout,
+    by_position,
+    own_lengths,
+)
 from autodp import broadcast_json
 from pipetransformer.data import Batch, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
@@ -51,12 +59,11 @@ class RowMaker:
         found: Any = None
         if self._world.is_main:
             self._compare_samples()
-            if self._trouble:
+            found = None if self._trouble else self._find()
+            if found is None:
                 _LOGGER.warning(
                     "no cache: %s; the frozen prefix is computed at every step", self._trouble
                 )
-            else:
-                found = self._find()
         found = broadcast_json(found, group=self._world.group)
         if found is None:
             return None
@@ -86,8 +93,11 @@ class RowMaker:
         self._compare_samples()
         return bool(self._trouble) and self._task.model.padding_mask is None
 
-    def _find(self) -> list[Any]:
-        """Run one sample through the prefix; return plain values that describe its row."""
+    def _find(self) -> list[Any] | None:
+        """Run one sample through the prefix; return plain values that describe its row.
+
+        None, with the trouble noted, where lengths differ and are not the hidden states'.
+        """
         batch, positions = self._first_sample(), self._positions
         if positions is not None:
             batch = positions.bring(batch, positions.most)
@@ -95,6 +105,12 @@ class RowMaker:
         chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}
         with torch.no_grad():
             hidden = self._prefix.run_layers(chunk, 0, self._prefix.depth)
+        if positions is not None and not by_position(hidden, positions.most):
+            self._trouble = (
+                f"samples have unequal shapes of {[*positions.names[1:]]}, and the hidden states "
+                f"of the longest are {tuple(hidden.shape[1:])}, not one for each position"
+            )
+            return None
         if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
             _LOGGER.info(
                 "this machine's kernels give a sample other last bits at another place of a "
