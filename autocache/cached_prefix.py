@@ -310,7 +310,8 @@ class PrefixCache:
 
     def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
         batch = load(ids)
-        check_kept(batch, self._content.keep)
+        if self._store is not None:
+            check_kept(batch, self._content.keep)
         lengths = {name: len(entry) for name, entry in batch.items()}
         if set(lengths.values()) != {len(ids)}:
             raise ValueError(
@@ -333,7 +334,7 @@ class PrefixCache:
                     if name != DIGEST
                 }
                 parts.append(self._run_layers(chunk, first, last)[: num - start])
-            kept = {name: batch[name] for name in self._content.keep}
+            kept = {name: batch[name] for name in self._content.keep if name in batch}
             if self._store is not None and self._content.checked:
                 kept[DIGEST] = batch[DIGEST] if DIGEST in batch else self._content.digests(batch)
             return {HIDDEN: torch.cat(parts), **kept}

@@ -20,7 +20,8 @@ class RowContent:
     """Say what a row holds beside the hidden states, and how.
 
     Args:
-        keep: the dataset's entries that later stages need (attention mask, targets).
+        keep: the dataset's entries that later stages need (attention mask, targets). Without a
+            store, those of them that it gives.
         dtype: the hidden states' as they are stored; None as they are computed. In a smaller one
             samples have rounded activations, the same in every epoch.
         padding_mask: a kept entry, (S,) a sample, whose zeros at the end say which of the (S, ...)

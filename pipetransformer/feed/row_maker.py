@@ -42,14 +42,23 @@ class RowMaker:
         self._prefix, self._world, self._samples = prefix, world, samples
         self._task, self._chunk_size = prefix.task, chunk_size
         model = prefix.task.model
-        self._sides = model.sides_of(0, len(model.sublayers))
+        names = (*model.sides_of(0, len(model.sublayers)), *model.targets)
+        self._known = tuple(dict.fromkeys(names))
         self.content = RowContent(())
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
 
     def unstored_content(self) -> RowContent:
         """Return what is kept of samples where no store holds them."""
-        return RowContent(self._kept_of(self._first_sample()), checked=False)
+        return RowContent(self._known, checked=False)
+
+    def refuse_others(self, batch: Batch) -> None:
+        """Raise a ValueError for entries that rows lack, as the first sample does."""
+        if others := [name for name in self._kept_of(batch) if name not in self.content.keep]:
+            raise ValueError(
+                f"samples come with {others}, which the first one alone comes without: the "
+                "cache's rows have no room for that; give it in all or in none, or set cache=False"
+            )
 
     def agree_on_layout(self) -> RowLayout | None:
         """Find out what a row looks like on rank 0, which always holds the prefix. Collective.
@@ -170,8 +179,7 @@ class RowMaker:
         return self._samples.read([0], view=0)
 
     def _kept_of(self, batch: Mapping[str, Tensor]) -> tuple[str, ...]:
-        names = (*self._sides, *self._task.model.targets)
-        return tuple(name for name in names if name in batch)
+        return tuple(name for name in self._known if name in batch)
 
     def _describe(self, keep: tuple[str, ...], computed_dtype: torch.dtype) -> RowContent:
         dtype = self._task.config.cache_dtype

@@ -194,7 +194,10 @@ class SampleFeed:
         view = self._view(epoch)
 
         def load(wanted: Tensor) -> Batch:
-            return self._foreseen.read(wanted.tolist(), view=view)
+            batch = self._foreseen.read(wanted.tolist(), view=view)
+            if self._uses_store:
+                self._rows.refuse_others(batch)
+            return batch
 
         if self._cache is None:
             return load(ids)

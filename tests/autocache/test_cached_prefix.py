@@ -303,12 +303,13 @@ def _drop_last_sample(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     [(_drop_target, "keep only names"), (_drop_last_sample, "one row per id")],
 )
 def test_a_loaded_batch_that_lacks_entries_or_samples_is_refused(
-    spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+    tmp_path: Path, spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
 ) -> None:
-    samples = Samples()
-    cache = make_cache(Prefix(), [], None)
-    with pytest.raises(ValueError, match=message):
-        cache.fetch(torch.arange(5), lambda ids: spoil(samples.load(ids)), depth=2)
+    prefix, samples = Prefix(), Samples()
+    with make_store(tmp_path, samples) as store:
+        cache = make_cache(prefix, prefix.stamps(2), store)
+        with pytest.raises(ValueError, match=message):
+            cache.fetch(torch.arange(5), lambda ids: spoil(samples.load(ids)), depth=2)
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
