@@ -31,7 +31,7 @@ from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset
 from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed
-from pipetransformer.job import Task
+from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
 from pipetransformer.model_files import BestModel
 from pipetransformer.optimizer import (
@@ -287,6 +287,7 @@ class Run:
         finally:
             if not failed:
                 self.deployment.close()
+            set_frozen(self.task, 0)  # Who trains the model next decides anew.
             self.feed.close()
             self.evaluator.close()
             self.transitions.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -107,6 +108,22 @@ def test_frozen_weights_that_were_edited_before_a_transition_are_cached_anew() -
     uncached, cached = (edited(cache, at=8, frozen=(2, 2, 3)) for cache in (False, True))
     for name, tensor in cached.items():
         torch.testing.assert_close(tensor, uncached[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_leaves_trainable_what_was_before(fails: bool) -> None:
+    # What it had frozen stayed so, and another Trainer took that for the user's wish: its layers
+    # never trained, and nothing said so.
+    model = tiny_model()
+    model[2].requires_grad_(False)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    with contextlib.suppress(KeyboardInterrupt):
+        with make_trainer(replace(TINY, build=lambda: model, frozen=(2,))) as trainer:
+            trainer.step()
+            if fails:
+                raise KeyboardInterrupt
+            trainer.fit()
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
 
 
 class Pinned(Block):
