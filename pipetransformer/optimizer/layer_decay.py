@@ -34,7 +34,7 @@ def decay_by_layer(
     def lower(group: dict[str, Any], scale: float) -> None:
         for key in ("lr", "initial_lr"):
             if key in group:
-                group[key] *= scale
+                group[key] = group[key] * scale  # A tensor is the other layers', too.
 
     # What no sublayer reads has no layer, and no gradient either.
     return _split_groups(factory, lambda name: scales.get(name, 1.0), lower)

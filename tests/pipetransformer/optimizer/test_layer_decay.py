@@ -8,10 +8,11 @@ import pytest
 import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
+from torch.optim import Adam, Optimizer
 
 from pipetransformer import LayeredModel, Sublayer, adamw, named_optimizer
 from pipetransformer.adapters import adapt
-from pipetransformer.optimizer import decay_by_layer
+from pipetransformer.optimizer import NamedParameters, decay_by_layer
 from pipetransformer.optimizer.layer_decay import learning_rate_scales
 from tests.adapted import classifier, timm_vit
 from tests.models import tiny_model
@@ -56,6 +57,16 @@ def test_children_of_a_sequential_are_a_layer_each() -> None:
     scales = learning_rate_scales(adapt(tiny_model()), 0.5)
     assert scales["0.weight"] == 0.5**5 and scales["1.norm.bias"] == 0.5**4
     assert scales["5.1.weight"] == 1.0
+
+
+def test_a_rate_that_is_a_tensor_decays_as_a_number() -> None:
+    # Each layer lowered the one tensor of all: every rate came out as 0.2 times all factors.
+    def adam(named: NamedParameters) -> Optimizer:
+        return Adam([p for _, p in named], lr=torch.tensor(0.2, dtype=torch.float64))
+
+    model = tiny_model()
+    groups = decay_by_layer(adam, adapt(model), 0.5)(list(model.named_parameters())).param_groups
+    assert [float(group["lr"]) for group in groups] == [0.2 * 0.5**n for n in range(6)]
 
 
 def test_a_part_has_the_rates_of_the_whole_and_the_groups_other_settings() -> None:
