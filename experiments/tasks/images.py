@@ -107,7 +107,7 @@ def image_workload(name: str, source: ImageSource) -> Workload:
     side: Any = source.pixels
     resize = [v2.Resize((side, side), interpolation=how)]
     if name not in CIFARS:  # Photographs keep their proportions.
-        shortest = round(side / config["crop_pct"])
+        shortest = int(side / config["crop_pct"])  # Rounded down, as timm does.
         resize = [v2.Resize(shortest, interpolation=how), v2.CenterCrop(side)]
     fixed = v2.Compose([*resize, *common, normalise])
     crop = v2.RandomResizedCrop(source.pixels, scale=(0.5, 1.0), interpolation=how)

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
 from experiments import bert, vit
@@ -230,6 +233,22 @@ def test_cifar_s_python_version_is_read_if_it_is_the_published_one(
     assert len(workload.train_dataset) == (10 if name == "cifar10" else 2)
     image, label = workload.eval_dataset[0]
     assert image.shape == (3, 32, 32) and label in (1, 5)
+
+
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "deit_small_patch16_224"])
+def test_photographs_are_evaluated_with_timm_s_own_preprocessing(
+    tmp_path: Path, model: str
+) -> None:
+    photograph = np.random.default_rng(0).integers(0, 255, (47, 63, 3), np.uint8)
+    image = Image.fromarray(photograph).resize((500, 375))
+    for split in ("train", "val"):
+        (tmp_path / split / "one").mkdir(parents=True)
+        image.save(tmp_path / split / "one" / "0.png")
+    source = ImageSource(model, None, False, str(tmp_path), 224, False, None, None, None, 0)
+    given, _ = image_workload("imagenet", source).eval_dataset[0]
+    config = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(model).to_dict())
+    wanted = create_transform(**config, is_training=False)(image)
+    assert (given - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.slow
