@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+from transformers import BertConfig, BertModel, BertTokenizer
 
 from experiments.tasks.glue import TASKS
 
@@ -39,7 +39,7 @@ def make_text_model(folder: Path) -> Path:
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        BertForSequenceClassification(config).save_pretrained(folder)
+        BertModel(config).save_pretrained(folder)  # A head would have one task's classes.
     return folder
 
 

@@ -60,6 +60,18 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
         smoke(tmp_path / "run")
 
 
+@pytest.mark.parametrize("task", ["stsb", "mnli"])
+def test_a_task_with_one_label_or_three_has_a_smoke_too(tmp_path: Path, task: str) -> None:
+    found = smoke(tmp_path / "run", "--num_train_epochs", "1", task=task)
+    assert found["metric"] in found["metrics"]
+    sets = (
+        ["predictions.tsv"]
+        if task == "stsb"
+        else ["predictions.tsv", "predictions_mismatched.tsv"]
+    )
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.tsv")) == sets
+
+
 def test_questions_are_answered_in_the_task_s_own_format(tmp_path: Path) -> None:
     found = smoke(tmp_path / "run", task="squad")
     assert {"f1", "exact_match", "loss"} <= found["metrics"].keys()
