@@ -87,23 +87,29 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
     """Return the options, a recipe's where the command line has none of its own.
 
     Raises:
-        ValueError: a recipe names an option that there is not, or a value is not allowed.
+        ValueError: there is no such option.
+        SystemExit: a value is not allowed.
     """
     accepted: Any = kinds
     parser = HfArgumentParser(accepted)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     first = ArgumentParser(add_help=False)
     first.add_argument("--recipe")
-    name = first.parse_known_args(arguments)[0].recipe
+    name = first.parse_known_args(given)[0].recipe
     if name is not None:
         recipe = read_recipe(name)
         known = {one.name for kind in kinds for one in fields(kind)}
         if unknown := sorted(recipe.keys() - known):
             raise ValueError(f"the recipe {name} names {unknown}; known are {sorted(known)}")
-        parser.set_defaults(**recipe)
-        for action in parser._actions:  # argparse has no other way to say that one is given.
-            action.required = action.required and action.dest not in recipe
-    given = None if arguments is None else list(arguments)
+        given = [*_as_arguments(recipe), *given]  # The last one counts.
     return tuple(parser.parse_args_into_dataclasses(args=given))
+
+
+def _as_arguments(recipe: dict[str, Any]) -> list[str]:
+    """Return a recipe as a command line, whose values argparse checks."""
+    several = {name: value for name, value in recipe.items() if isinstance(value, list)}
+    one = [f"--{name}={value}" for name, value in recipe.items() if name not in several]
+    return one + [str(part) for name, value in several.items() for part in (f"--{name}", *value)]
 
 
 def read_recipe(name: str) -> dict[str, Any]:

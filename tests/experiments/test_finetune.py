@@ -215,6 +215,18 @@ def test_a_recipe_that_names_an_unknown_option_is_refused(tmp_path: Path) -> Non
         smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"))
 
 
+@pytest.mark.parametrize(
+    "line", ['dataset = "cifar11"', 'precision = "bf61"', "num_train_epochs = 1.5", "seed = true"]
+)
+def test_a_recipe_s_values_are_checked_as_those_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    (tmp_path / "odd.toml").write_text(line)
+    with pytest.raises(SystemExit):
+        smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"), script=vit, task="cifar10")
+    assert "argument --" + line.split()[0] in capsys.readouterr().err
+
+
 def write_cifar(folder: Path, name: str) -> Path:
     """Write files in the layout of CIFAR's Python version; their hashes are not the published."""
     kind = CIFARS[name]
