@@ -48,6 +48,8 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
     """
     if options.task not in (*TASKS, "squad"):
         raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
+    if options.task == "squad" and options.held_out_samples:
+        raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
     model, data = options.model_name_or_path, options.data_dir
     if run_options.smoke:
         folder = Path(run_options.output_dir, "smoke")

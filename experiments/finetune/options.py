@@ -129,6 +129,11 @@ def check(options: RunOptions) -> None:
         raise ValueError("--baseline short needs --budget_s, the seconds that it may train")
     if options.baseline == "static" and not options.static_layers:
         raise ValueError("--baseline static needs --static_layers, of which none trains")
+    for name, baseline in (("budget_s", "short"), ("static_layers", "static")):
+        if getattr(options, name) and options.baseline != baseline:
+            raise ValueError(f"--{name} is for --baseline {baseline}; leave it out, or give both")
+    if options.baseline is not None:
+        _check_freezing(options, options.baseline)
     if options.baseline in PLAIN:
         _check_plain(options, options.baseline)
     if options.replay is not None and options.freeze != "none":
@@ -138,14 +143,22 @@ def check(options: RunOptions) -> None:
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
 
 
+def _check_freezing(options: RunOptions, baseline: str) -> None:
+    """Refuse a baseline that freezes what its name says that it does not, or the reverse."""
+    freezes = options.freeze != "none" or options.replay is not None
+    if freezes and not baseline.startswith("ddp+"):
+        raise ValueError(f"--baseline {baseline} freezes nothing; give --freeze none")
+    if baseline.startswith("ddp+") and not freezes:
+        raise ValueError(f"--baseline {baseline} needs --freeze, or --replay RUN")
+
+
 def _check_plain(options: RunOptions, baseline: str) -> None:
     """Refuse what a plain loop cannot do."""
     if options.plan_only:
         raise ValueError("--plan_only is for ours; leave --baseline out")
     if options.label_smoothing:
         raise ValueError("baselines train without label smoothing; leave it out")
-    freezes = options.freeze != "none" or options.replay is not None
-    if freezes and not baseline.startswith("ddp+"):
-        raise ValueError(f"--baseline {baseline} freezes nothing; give --freeze none")
+    if options.scale_batch:
+        raise ValueError("--scale_batch is for ours; leave --baseline out")
     if baseline == "ddp+freeze+cache" and max(options.processes, world_size()) > 1:
         raise ValueError("--baseline ddp+freeze+cache keeps activations in one process alone")
