@@ -22,7 +22,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "learning_rate_schedule": options.lr_scheduler_type,
         "warmup": options.warmup,
         "layer_decay": options.layer_decay,
-        "max_grad_norm": options.max_grad_norm,
+        "max_grad_norm": options.max_grad_norm or None,
         "label_smoothing": options.label_smoothing,
         "seed": options.seed,
         "group_by_length": options.group_by_length,

@@ -53,7 +53,7 @@ class RunOptions:
     warmup: float = option(0.1, "share of the run, below 1, in which the learning rate rises")
     weight_decay: float = option(0.01, "of weights, not of biases and norms")
     layer_decay: float | None = option(None, "factor on the learning rate a layer further down")
-    max_grad_norm: float = option(1.0, "largest norm of the gradient")
+    max_grad_norm: float = option(1.0, "largest norm of the gradient; 0 does not clip")
     label_smoothing: float = option(0.0, "share of a target spread over all classes")
     seed: int = option(0, "of the new head, the order of samples and dropout")
     precision: Literal["float32", "bf16", "fp16"] = option("float32", "what layers compute in")

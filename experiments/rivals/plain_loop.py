@@ -16,6 +16,7 @@ Trainer's.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,9 @@ class PlainLoop:
         self.frozen, self.frozen_at = FrozenPart(self.model, keeps=keeps), frozen_at(options)
         self.optimizer = self._optimizer()
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.schedule = named_schedule(options.lr_scheduler_type, warmup=options.warmup)
+        self.schedule = named_schedule(
+            options.lr_scheduler_type, warmup=options.warmup, learning_rate=max(self.rates)
+        )
         self.steps_per_epoch = -(-len(workload.train_dataset) // options.global_batch_size)
         self.max_steps = self.steps_per_epoch * options.num_train_epochs
         self.log: list[dict[str, Any]] = []
@@ -181,7 +184,7 @@ class PlainLoop:
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm)
+        nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm or math.inf)
         factor = self.schedule(step, self.max_steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor

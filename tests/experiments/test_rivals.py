@@ -50,6 +50,19 @@ def test_activations_kept_at_several_depths_go_on_from_there(build: Any) -> None
     torch.testing.assert_close(loss_of([0, 1]), model(**{n: e[:2] for n, e in batch.items()}).loss)
 
 
+@pytest.mark.parametrize(
+    "options", [("--max_grad_norm", "0"), ("--lr_scheduler_type", "polynomial")]
+)
+def test_a_gradient_unclipped_and_a_rate_that_ends_above_zero_are_ours_in_a_rival(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    fast = ("--learning_rate", "1e-2", "--num_train_epochs", "1")
+    smoke(tmp_path / "ours", *fast, *options)
+    smoke(tmp_path / "ddp", "--baseline", "ddp", *fast, *options)
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "ours"), abs=2e-4)
+    assert len(set(losses(tmp_path / "ddp"))) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("baseline", ["ddp", "ddp+freeze", "short"])
 def test_two_processes_learn_as_one(tmp_path: Path, baseline: str) -> None:
