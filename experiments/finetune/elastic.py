@@ -16,6 +16,7 @@ from pipetransformer.forecast import Place, make_request, plans_text
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
     """Return the Trainer's settings."""
+    checkpoint_every = 0 if options.plan_only else options.checkpoint_every_epochs
     return {
         "epochs": options.num_train_epochs,
         "global_batch_size": options.global_batch_size,
@@ -39,8 +40,8 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "compute_metrics": workload.judge,
         "metrics": {},
         "folder": None if options.plan_only else Path(options.output_dir, "run"),
-        "checkpoint_every_epochs": options.checkpoint_every_epochs,
-        "resume": "auto" if options.checkpoint_every_epochs else False,
+        "checkpoint_every_epochs": checkpoint_every,
+        "resume": "auto" if checkpoint_every else False,
         "freeze_interval_steps": options.freeze_interval_steps,
         "freeze_interval_share": options.freeze_interval_share,
         "signals": options.signals,

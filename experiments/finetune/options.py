@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
+from experiments.finetune.freezing import policy_of
 from freeze import POLICY_HELP
+from pipetransformer import named_schedule
 from pipetransformer.processes import world_size
 
 if sys.version_info >= (3, 11):
@@ -121,8 +123,36 @@ def read_recipe(name: str) -> dict[str, Any]:
         return tomllib.load(file)
 
 
-def check(options: RunOptions) -> None:
-    """Raise a ValueError for what does not go together."""
+def check(options: RunOptions, specific: Any) -> None:
+    """Raise a ValueError for what does not go together, or names nothing.
+
+    Args:
+        options: of any script.
+        specific: of the one that runs.
+    """
+    _check_baseline(options)
+    if options.replay is not None and options.freeze != "none":
+        raise ValueError("--freeze and --replay both say what freezes; give one")
+    _check_values(options, specific)
+    folder = Path(options.output_dir)
+    if (folder / "summary.json").exists():
+        raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
+
+
+def _check_values(options: RunOptions, specific: Any) -> None:
+    """Refuse here what else would be refused behind the data, or not at all."""
+    for name in ("max_train_samples", "max_eval_samples"):
+        value = getattr(specific, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; give at least 1")
+    if options.max_grad_norm < 0:
+        raise ValueError(f"--max_grad_norm is {options.max_grad_norm}; give 0 or more")
+    named_schedule(options.lr_scheduler_type, warmup=options.warmup, learning_rate=1.0)
+    policy_of(options.freeze, options.replay)
+
+
+def _check_baseline(options: RunOptions) -> None:
+    """Refuse what is no baseline, or lacks what it needs, or has what another one needs."""
     if options.baseline is not None and options.baseline not in BASELINES:
         raise ValueError(f"--baseline is {options.baseline!r}; choose one of {BASELINES}")
     if options.baseline == "short" and options.budget_s is None:
@@ -136,11 +166,6 @@ def check(options: RunOptions) -> None:
         _check_freezing(options, options.baseline)
     if options.baseline in PLAIN:
         _check_plain(options, options.baseline)
-    if options.replay is not None and options.freeze != "none":
-        raise ValueError("--freeze and --replay both say what freezes; give one")
-    folder = Path(options.output_dir)
-    if (folder / "summary.json").exists():
-        raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
 
 
 def _check_freezing(options: RunOptions, baseline: str) -> None:

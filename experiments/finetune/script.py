@@ -31,7 +31,7 @@ def run(kind: type[T], describe: Describe, arguments: Sequence[str] | None) -> N
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     specific, options = parse((kind, RunOptions), arguments)
-    check(options)
+    check(options, specific)
     if options.smoke:
         epochs = min(options.num_train_epochs, _SMOKE_EPOCHS)
         options = replace(options, num_train_epochs=epochs, global_batch_size=16)

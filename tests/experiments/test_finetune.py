@@ -138,7 +138,8 @@ def test_every_rival_trains_and_reports(tmp_path: Path, options: tuple[str, ...]
 def test_plans_are_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bert.main(["--task", "sst2", "--smoke", "--output_dir", str(tmp_path / "run"), "--plan_only"])
+    given = ["--task", "sst2", "--smoke", "--output_dir", str(tmp_path / "run"), "--plan_only"]
+    bert.main([*given, "--checkpoint_every_epochs", "1"])  # As the published recipes have it.
     said = capsys.readouterr().out
     assert "1 processes here" in said and "cache behind 3 frozen layers" in said
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["smoke"]
@@ -199,6 +200,26 @@ def test_options_that_do_not_go_together_are_refused(
         smoke(tmp_path / "run", *options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--freeze", "schedul:1"), "--freeze: 'schedul:1' names no freeze policy"),
+        (("--replay", "nowhere"), "nowhere holds no records.jsonl"),
+        (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
+        (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
+        (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
+        (("--max_grad_norm", "-1"), "--max_grad_norm is -1.0; give 0 or more"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_names_nothing_is_refused_before_any_data_are_read(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        smoke(tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_images_are_the_model_s_input() -> None:
     images = Images(lambda index: np.full((4, 4, 3), index, np.uint8), [5, 6], np.asarray)
     image, label = images[1]
@@ -215,7 +236,7 @@ def test_a_recipe_is_what_its_script_understands(name: str, tmp_path: Path) -> N
     found = {**vars(specific), **vars(options)}
     assert {key: found[key] for key in read_recipe(name)} == read_recipe(name)
     assert options.seed == 7
-    check(options)
+    check(options, specific)
 
 
 def test_a_recipe_that_names_an_unknown_option_is_refused(tmp_path: Path) -> None:
