@@ -84,6 +84,8 @@ def read_questions(path: str | Path) -> list[Question]:
             raise ValueError(
                 f"{path}: the question {question['id']} has no answer; give a file of SQuAD 1.1"
             )
+    if twice := [one for one, num in Counter(q["id"] for q in questions).items() if num > 1]:
+        raise ValueError(f"{path}: several questions have the id {twice[0]}; give each its own")
     return questions
 
 
