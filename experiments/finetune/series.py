@@ -110,8 +110,17 @@ def add_series_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("further", nargs="*", help="options of the script, behind --")
 
 
+_OWN = ("--recipe", "--seed", "--output_dir", "--baseline", "--replay")
+
+
 def series_of(options: argparse.Namespace) -> Series:
-    """Return what options name."""
+    """Return what options name.
+
+    Raises:
+        ValueError: options for all runs say what differs between them.
+    """
+    if given := [one for one in options.further if one.split("=")[0] in _OWN]:
+        raise ValueError(f"{given} behind -- would be those of all runs alike; leave them out")
     return Series(
         options.script,
         options.recipe,

@@ -110,3 +110,14 @@ def test_rows_that_follow_from_ours_are_refused_without_it(
     with pytest.raises(SystemExit):
         compare.parse([*given, "--rows", "ddp", "short"])
     assert "follow from the row 'ours'; add it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--seed=3", "--baseline"])
+def test_what_differs_between_runs_is_refused_as_an_option_of_all(
+    tmp_path: Path, given: str
+) -> None:
+    options = compare.parse(
+        ["--script", "bert", "--recipe", "sst2", "--folder", str(tmp_path), "--", given]
+    )
+    with pytest.raises(ValueError, match="behind -- would be those of all runs alike"):
+        series_of(options)
