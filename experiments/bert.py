@@ -18,7 +18,7 @@ from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
 from experiments.tasks.glue import TASKS, TextSource, glue_workload
 from experiments.tasks.questions import questions_workload
-from experiments.tasks.smoke import make_glue, make_squad, make_text_model
+from experiments.tasks.smoke import make_glue, make_squad, make_text_model, smoke_folder
 from experiments.tasks.workload import Workload
 
 
@@ -52,7 +52,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
         raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
     model, data = options.model_name_or_path, options.data_dir
     if run_options.smoke:
-        folder = Path(run_options.output_dir, "smoke")
+        folder = smoke_folder(run_options.output_dir)
         model = str(make_text_model(folder / "model"))
         data = str(folder / "data")
         if options.task == "squad":

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
 from experiments.tasks.images import CIFARS, ImageSource, image_workload
-from experiments.tasks.smoke import make_cifar, make_tree
+from experiments.tasks.smoke import make_cifar, make_tree, smoke_folder
 from experiments.tasks.workload import Workload
 
 
@@ -51,7 +50,7 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
         )
     data, model, size = options.data, options.model, options.image_size
     if run_options.smoke:
-        folder = Path(run_options.output_dir, "smoke")
+        folder = smoke_folder(run_options.output_dir)
         model, size = "vit_tiny_patch16_224", 32
         is_cifar = options.dataset in CIFARS
         made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")

@@ -220,6 +220,19 @@ def test_what_names_nothing_is_refused_before_any_data_are_read(
     assert not (tmp_path / "run").exists()
 
 
+def test_processes_of_a_smoke_make_their_files_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    specific = vit.ImageOptions(dataset="cifar10")
+    options = RunOptions(output_dir=str(tmp_path), smoke=True)
+    first = vit.workload_of(options, specific)
+    monkeypatch.setenv("RANK", "0")
+    vit.workload_of(options, specific)
+    made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.npz"))
+    assert len(made) == 2 and len(first.train_dataset) == 96
+
+
 def test_images_are_the_model_s_input() -> None:
     images = Images(lambda index: np.full((4, 4, 3), index, np.uint8), [5, 6], np.asarray)
     image, label = images[1]
