@@ -137,6 +137,8 @@ def check(options: RunOptions, specific: Any) -> None:
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
+    if options.baseline in PLAIN and (folder / "run").exists():
+        raise ValueError(f"{folder}/run holds records of ours; give a new --output_dir")
 
 
 def _check_values(options: RunOptions, specific: Any) -> None:

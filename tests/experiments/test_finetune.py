@@ -220,6 +220,12 @@ def test_what_names_nothing_is_refused_before_any_data_are_read(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_rival_is_refused_beside_the_records_of_a_killed_run_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="/run holds records of ours; give a new --output_dir"):
+        smoke(tmp_path, "--baseline", "ddp")
+
+
 def test_processes_of_a_smoke_make_their_files_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
