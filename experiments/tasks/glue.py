@@ -79,6 +79,14 @@ class GlueTask:
         """Return how many classes there are; 1 for a regression."""
         return len(self.classes) or 1
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """Return what the configuration of a model for the task says of its classes."""
+        if not self.classes:
+            return {"num_labels": 1}
+        names = dict(enumerate(self.classes))
+        return {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+
     def number_of(self, label: str) -> float:
         """Return a label as the model is given it.
 
@@ -184,7 +192,7 @@ def glue_workload(name: str, source: TextSource) -> Workload:
     return Workload(
         name,
         lambda small: build_text_model(
-            AutoModelForSequenceClassification, source, small, num_labels=task.num_labels
+            AutoModelForSequenceClassification, source, small, **task.head
         ),
         split("train", source.most_train),
         sets[main],

@@ -64,6 +64,9 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
 def test_a_task_with_one_label_or_three_has_a_smoke_too(tmp_path: Path, task: str) -> None:
     found = smoke(tmp_path / "run", "--num_train_epochs", "1", task=task)
     assert found["metric"] in found["metrics"]
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").config
+    names = [config.id2label[number] for number in range(config.num_labels)]
+    assert names == (["LABEL_0"] if task == "stsb" else list(TASKS[task].classes))
     sets = (
         ["predictions.tsv"]
         if task == "stsb"
