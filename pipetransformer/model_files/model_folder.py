@@ -56,10 +56,12 @@ def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -
 def _describe_timm(model: Any, folder: Path) -> None:
     """Write what timm's factory built the model from; nothing for a model of another kind."""
     description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    pixels = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if "architecture" in description:
         config = {
             "architecture": description["architecture"],
             "num_classes": model.num_classes,
+            "model_args": {} if pixels is None else {"img_size": pixels},
             "pretrained_cfg": {**description, "num_classes": model.num_classes},
         }
         replace_file(folder / "config.json", json.dumps(config, indent=2, default=str).encode())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
@@ -88,7 +89,8 @@ def test_images_are_read_from_files_in_their_usual_layouts(tmp_path: Path, datas
     options = ("--freeze", "schedule:0,4", "--augment", "--cache_views", "1")
     found = smoke(tmp_path / "run", *options, script=vit, task=dataset)
     assert found["metrics"]["accuracy"] >= 25
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    model = timm.create_model(f"local-dir:{tmp_path / 'run' / 'model'}", pretrained=True)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10 if dataset == "cifar10" else 4)
 
 
 @pytest.mark.parametrize("task", ["sst2", "squad"])
