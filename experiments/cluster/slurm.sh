@@ -3,6 +3,7 @@
 #
 #   sbatch --nodes=4 experiments/cluster/slurm.sh SCRIPT [ARGUMENT ...]
 #
+# SCRIPT is a path, or -m MODULE.
 # Submitted again with the same folder, on any number of nodes, a run with resume="auto" continues.
 # It does so by itself after a preemption, a lost node or the time limit, which requeue the job.
 #

@@ -5,8 +5,8 @@
 #
 #   HOSTS   a file with a host a line, the head node first; `#` begins a comment
 #   SLOTS   processes a node
-#   SCRIPT  what every process runs; it, the working directory and the interpreter have the same
-#           paths on every node
+#   SCRIPT  what every process runs, or -m MODULE; it, the working directory and the interpreter
+#           have the same paths on every node
 #
 # ssh must log in without a password. The launchers end with this script, however it ends.
 # Started again, perhaps with fewer hosts, a run with resume="auto" continues.

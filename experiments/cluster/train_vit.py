@@ -1,9 +1,9 @@
 """Fine-tune a timm ViT on one process, one node or many: the script that every process runs.
 
-    python experiments/cluster/train_vit.py --folder runs/vit                # one process
-    torchrun --nproc-per-node=4 experiments/cluster/train_vit.py ...         # one node
-    sbatch experiments/cluster/slurm.sh ...                                  # several, with Slurm
-    experiments/cluster/ssh.sh hosts 4 experiments/cluster/train_vit.py ...  # several, with ssh
+    python -m experiments.cluster.train_vit --folder runs/vit                # one process
+    torchrun --nproc-per-node=4 -m experiments.cluster.train_vit ...         # one node
+    sbatch experiments/cluster/slurm.sh -m experiments.cluster.train_vit ... # several, with Slurm
+    experiments/cluster/ssh.sh hosts 4 -m experiments.cluster.train_vit ...  # several, with ssh
 
 Without --images it trains a small ViT on scikit-learn's scans of digits, which needs no network.
 Started again with the same folder it continues where it was, on however many nodes.
