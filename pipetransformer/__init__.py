@@ -1,6 +1,7 @@
 """Elastic, freeze-aware pipeline training of Transformers.
 
-The whole public API is here; a user never needs another import.
+All that training with `Trainer` and pipelines in one process take is here. Beside it are
+`pipetransformer.hf`, transformers' Trainer, and `freeze`, for loops of your own.
 """
 
 from autopipe import balance, skip

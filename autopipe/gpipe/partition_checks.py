@@ -92,6 +92,9 @@ def flatten_sequential(module: nn.Sequential) -> nn.Sequential:
     """Return a Sequential of all layers of nested ones, the very same objects.
 
     A layer's name is its own behind its parents', joined by underscores: `parent_child`.
+
+    Raises:
+        ValueError: two layers would have one name.
     """
 
     def flat(sequential: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -28,6 +28,7 @@ class Plasticity(FreezePolicy):
             factor from one decision to the next, and by more than twice as much as before, as a
             step schedule's does and no smooth decay's; None never thaws.
     Raises:
+        TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
     Source: Egeria (EuroSys 2023), whose reference is a quantised copy of the model, renewed while
         training, and whose probe is the step's own batch; ours are the start and a fixed batch,

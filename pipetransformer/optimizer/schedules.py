@@ -56,6 +56,8 @@ def polynomial_with_warmup(
         warmup_fraction: share of the run that warms up, in [0, 1).
     Returns:
         a function of (step, max_steps) that gives the factor on every group's learning rate.
+    Raises:
+        ValueError: the power or the share is out of range.
     """
     if power < 1:
         raise ValueError(f"power is {power}; choose 1 or more")
