@@ -203,8 +203,9 @@ class Trainer:
     def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:
         """Write what `from_pretrained` loads: weights, configuration, tokenizer. Collective.
 
-        One of timm's factory is loaded by timm.create_model("local-dir:FOLDER"); of others there
-        is model.safetensors alone.
+        One of timm's factory is loaded by timm.create_model("local-dir:FOLDER", pretrained=True),
+        with the img_size=, patch_size=, ... that it was built with, which are not in the folder;
+        of others there is model.safetensors alone.
 
         Args:
             folder: created if missing, on rank 0's node.

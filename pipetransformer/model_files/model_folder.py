@@ -1,9 +1,9 @@
 """Write a folder from which other programs load a model.
 
-model          files                            loaded by
-transformers   config.json, model.safetensors   from_pretrained(folder)
-timm           config.json, model.safetensors   timm.create_model("local-dir:folder")
-another        model.safetensors                load_state_dict
+model         files                           loaded by
+transformers  config.json, model.safetensors  from_pretrained(folder)
+timm          config.json, model.safetensors  create_model("local-dir:folder", pretrained=True)
+another       model.safetensors               load_state_dict
 """
 
 from __future__ import annotations
