@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from autopipe.profile.profile import Profile
@@ -88,8 +89,12 @@ class LayerGraph:
         for edge in self.edges:
             if missing := [name for name in edge if name not in known]:
                 raise ValueError(f"an edge leads to {missing[0]!r}, which is no node of the graph")
-        if len(self.in_order) < len(names):
-            raise ValueError("the graph's edges form a cycle, so that no layer can be the first")
+        try:
+            _ = self.in_order
+        except CycleError as error:
+            raise ValueError(
+                "the graph's edges form a cycle, so that no layer can be the first"
+            ) from error
 
     @cached_property
     def children(self) -> Mapping[str, tuple[str, ...]]:
@@ -101,19 +106,11 @@ class LayerGraph:
 
     @cached_property
     def in_order(self) -> tuple[str, ...]:
-        """Return the names so that each comes behind all that it needs; cycles are left out."""
-        waits = {node.name: 0 for node in self.nodes}
-        for _, end in self.edges:
-            waits[end] += 1
-        ready, found = [name for name, count in waits.items() if not count], list[str]()
-        while ready:
-            name = ready.pop(0)
-            found.append(name)
-            for child in self.children[name]:
-                waits[child] -= 1
-                if not waits[child]:
-                    ready.append(child)
-        return tuple(found)
+        """Return the names so that each comes behind all that it needs."""
+        sorter = TopologicalSorter[str]({node.name: () for node in self.nodes})
+        for begin, end in self.edges:
+            sorter.add(end, begin)
+        return tuple(sorter.static_order())
 
     def without(self, names: set[str]) -> LayerGraph:
         """Return the graph less some nodes and their edges."""
