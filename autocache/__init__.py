@@ -7,7 +7,7 @@ stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, con
 
 from __future__ import annotations
 
-from autocache.cached_prefix import CacheStats, PrefixCache, RunLayers
+from autocache.cached_prefix import CacheStats, PrefixCache
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
 from autocache.positions import Positions, by_position, own_lengths
@@ -15,18 +15,6 @@ from autocache.stamp import chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore
 
 __all__ = [
-    "HIDDEN",
-    "CacheStats",
-    "NamelessFilesError",
-    "Positions",
-    "PrefixCache",
-    "RowContent",
-    "RowField",
-    "RowLayout",
-    "RowRead",
-    "RowStore",
-    "RunLayers",
-    "by_position",
-    "chain_hash",
-    "own_lengths",
-]
+    "HIDDEN", "CacheStats", "NamelessFilesError", "Positions", "PrefixCache", "RowContent",
+    "RowField", "RowLayout", "RowRead", "RowStore", "by_position", "chain_hash", "own_lengths",
+]  # fmt: skip

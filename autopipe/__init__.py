@@ -20,18 +20,7 @@ from autopipe.gpipe import (
 from autopipe.trace import Recorder, Span, Summary, Trace
 
 __all__ = [
-    "DeferredBatchNorm",
-    "GPipe",
-    "Recorder",
-    "Span",
-    "StashedPipeline",
-    "Summary",
-    "Trace",
-    "balance",
-    "convert_deferred_batch_norm",
-    "flatten_sequential",
-    "is_checkpointing",
-    "is_recomputing",
-    "restore_batch_norm",
-    "skip",
-]
+    "DeferredBatchNorm", "GPipe", "Recorder", "Span", "StashedPipeline", "Summary", "Trace",
+    "balance", "convert_deferred_batch_norm", "flatten_sequential", "is_checkpointing",
+    "is_recomputing", "restore_batch_norm", "skip",
+]  # fmt: skip
