@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -150,6 +151,8 @@ class FreezePolicy(ABC):
     """
 
     signals: frozenset[str] = frozenset()
+    # The attributes, less their underscore, that make up the state.
+    _remembered: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -170,23 +173,17 @@ class FreezePolicy(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers, serialisable as JSON; a stateless policy has {}."""
-        return {}
+        return {name: deepcopy(getattr(self, f"_{name}")) for name in self._remembered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raise ValueError for another policy's."""
-        if state:
-            raise ValueError(
-                f"{self.name} keeps no state, but was given {sorted(state)}; resume with the "
-                "policy that wrote the checkpoint"
-            )
-
-    def _refuse_other(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError for a state whose keys are not those of this policy's own."""
-        if state.keys() != (own := self.state_dict()).keys():
+        if state.keys() != set(self._remembered):
             raise ValueError(
                 f"{self.name} was given a state with the keys {sorted(state)}, not "
-                f"{sorted(own)}; resume with the policy that wrote the checkpoint"
+                f"{sorted(self._remembered)}; resume with the policy that wrote the checkpoint"
             )
+        for name, value in state.items():
+            setattr(self, f"_{name}", deepcopy(value))
 
 
 @final

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -32,6 +31,7 @@ class AutoFreeze(FreezePolicy):
     """
 
     signals = frozenset({"accumulated_gradient"})
+    _remembered = ("before",)
 
     def __init__(
         self, percentile: float = 50.0, *, min_active: int = 1, max_frozen: int | None = None
@@ -57,13 +57,6 @@ class AutoFreeze(FreezePolicy):
         said = "not measured" if found is None else f"{found:.3g}"
         text = f"gradients changed by less than {limit:.3g}; layer {num_frozen}: {said}"
         return FreezeDecision(num_frozen, text)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": list(self._before)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._before = list(state["before"])
 
 
 def _change(before: float | None, now: float | None) -> float | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from freeze.policies.arguments import checked_alpha, checked_limit, rounded_up
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
@@ -34,6 +33,7 @@ class PaperRule(FreezePolicy):
     """
 
     signals = frozenset({"gradient_norm"})
+    _remembered = ("level", "num_decisions")
 
     def __init__(self, alpha: float, *, max_frozen: int | None = None) -> None:
         self._alpha = checked_alpha(alpha)
@@ -63,14 +63,6 @@ class PaperRule(FreezePolicy):
             f"paper's rule: L_f({self._num_decisions}) = {self._level:.3f} of at most "
             f"{grown:.3f}, smallest gradient at layer {quietest}",
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"level": self._level, "num_decisions": self._num_decisions}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._level = float(state["level"])
-        self._num_decisions = int(state["num_decisions"])
 
 
 def _active_norms(context: FreezeContext) -> dict[int, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from freeze.policies.arguments import checked_count, grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
@@ -34,6 +34,8 @@ class Plasticity(FreezePolicy):
         training, and whose probe is the step's own batch; ours are the start and a fixed batch,
         so that plasticity grows from 0 and levels off.
     """
+
+    _remembered = ("values", "steepest", "rates")
 
     def __init__(
         self,
@@ -76,18 +78,6 @@ class Plasticity(FreezePolicy):
         slope, steepest = slopes[where], self._steepest[where]
         said = "not known yet" if slope is None else f"{slope:.2g} of at most {steepest:.2g}"
         return FreezeDecision(num_frozen, f"plasticity's slope at layer {where}: {said}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "values": [list(own) for own in self._values],
-            "steepest": list(self._steepest),
-            "rates": list(self._rates),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._values = [list(own) for own in state["values"]]
-        self._steepest, self._rates = list(state["steepest"]), list(state["rates"])
 
     def _has_dropped(self) -> bool:
         """Tell whether the rate has fallen as by a step: far, and not as it fell already."""

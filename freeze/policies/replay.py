@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
@@ -23,6 +23,8 @@ class Replay(FreezePolicy):
             is negative; or, later, a decision falls between two steps at which this run is asked,
             so that it would come late.
     """
+
+    _remembered = ("asked",)
 
     def __init__(self, run: str | Path | Mapping[int, int]) -> None:
         resting: dict[int, tuple[int, ...]] = {}
@@ -63,13 +65,6 @@ class Replay(FreezePolicy):
                 )
         self._asked = context.step
         return FreezeDecision(num_frozen, "as the run that is repeated", resting)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self._asked}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._asked = state["asked"]
 
 
 _Entry = tuple[int, int, tuple[int, ...]]

@@ -16,8 +16,27 @@ from freeze.policy import (
 )
 
 
+class _Around(FreezePolicy):
+    """Ask another policy, whose state is part of this one's."""
+
+    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
+        self._policy = as_policy(policy)
+        self.signals = self._policy.signals
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({self._policy.name})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self._policy.state_dict(), **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: own for name, own in state.items() if name != "policy"})
+        self._policy.load_state_dict(state["policy"])
+
+
 @final
-class Guarded(FreezePolicy):
+class Guarded(_Around):
     """Hold a policy back: not early, not on one measurement, not fast, not far, and not at a loss.
 
     Args:
@@ -36,6 +55,8 @@ class Guarded(FreezePolicy):
     Raises:
         ValueError: an argument is out of its range; later, an evaluation lacks the metric.
     """
+
+    _remembered = ("wanted", "best", "frozen_at_best", "seen")
 
     # What holds a policy back are bounds of their own.
     def __init__(  # noqa: PLR0913
@@ -59,8 +80,7 @@ class Guarded(FreezePolicy):
         ):
             if not value >= least:
                 raise ValueError(f"{name} is {value}; give at least {least}")
-        self._policy = as_policy(policy)
-        self.signals = self._policy.signals
+        super().__init__(policy)
         self._warmup, self._patience, self._min_active = warmup, patience, min_active
         self._at_once = at_once
         self._thaw_on, self._tolerance = thaw_on, tolerance
@@ -71,10 +91,6 @@ class Guarded(FreezePolicy):
         self._best: float | None = None
         self._frozen_at_best = 0
         self._seen: list[float | int | None] = []
-
-    @property
-    def name(self) -> str:
-        return f"Guarded({self._policy.name})"
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         wanted = checked_decision(self._policy, context)
@@ -102,21 +118,6 @@ class Guarded(FreezePolicy):
     def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
         return self._policy.learning_rate_scale(layer, num_layers, done)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "policy": self._policy.state_dict(),
-            "wanted": list(self._wanted),
-            "best": self._best,
-            "frozen_at_best": self._frozen_at_best,
-            "seen": list(self._seen),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._policy.load_state_dict(state["policy"])
-        self._wanted, self._best = list(state["wanted"]), state["best"]
-        self._frozen_at_best, self._seen = state["frozen_at_best"], list(state["seen"])
-
     def _regressed(self, context: FreezeContext) -> str | None:
         """Return why to thaw, where a new evaluation is worse; remember the best."""
         if self._thaw_on is None or not context.metrics:
@@ -141,33 +142,22 @@ class Guarded(FreezePolicy):
 
 
 @final
-class Shadow(FreezePolicy):
+class Shadow(_Around):
     """Ask a policy and do nothing: the records say what it would have frozen, and why.
 
     The policy sees its own layers as frozen, although they go on training.
     """
 
-    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
-        self._policy = as_policy(policy)
-        self.signals = self._policy.signals
-        self._since: tuple[int, ...] = ()
+    _remembered = ("since",)
 
-    @property
-    def name(self) -> str:
-        return f"Shadow({self._policy.name})"
+    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
+        super().__init__(policy)
+        self._since: list[int] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
         """Keep what is frozen, with what the policy wants as reason."""
-        wanted = checked_decision(self._policy, context.as_frozen(self._since))
+        wanted = checked_decision(self._policy, context.as_frozen(tuple(self._since)))
         kept = self._since[: wanted.num_frozen]
-        self._since = kept + (context.step,) * (wanted.num_frozen - len(kept))
+        self._since = kept + [context.step] * (wanted.num_frozen - len(kept))
         text = f"would have {wanted.num_frozen} frozen: {wanted.reason}"
         return FreezeDecision(context.num_frozen, text)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"policy": self._policy.state_dict(), "since": list(self._since)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_other(state)
-        self._policy.load_state_dict(state["policy"])
-        self._since = tuple(state["since"])

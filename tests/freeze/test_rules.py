@@ -181,7 +181,7 @@ def test_paper_rule_continues_identically_from_its_state_as_json() -> None:
 def test_state_of_another_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="PaperRule was given a state with the keys"):
         PaperRule(1 / 2).load_state_dict({})
-    with pytest.raises(ValueError, match="AlphaSchedule keeps no state"):
+    with pytest.raises(ValueError, match="AlphaSchedule was given a state"):
         AlphaSchedule(1 / 2).load_state_dict(PaperRule(1 / 2).state_dict())
     AlphaSchedule(1 / 2).load_state_dict(AlphaSchedule(1 / 2).state_dict())
 
