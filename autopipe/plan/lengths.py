@@ -1,10 +1,25 @@
-"""Say which pipeline lengths a cluster allows, and how many pipelines of one train side by side.
+"""Say which pipelines a cluster allows, and over which links their stages sum gradients.
 
 A pipeline stays within a node, or fills whole ones. Where its length leaves a remainder, slots of
-each node, or nodes, stay idle as spares.
+each node, or nodes, stay idle as spares. A stage's ring passes its ranks in ascending order, and
+so leaves each of its nodes once:
+
+    2 nodes of 4 slots, K = 2:        stage 0   0 2 | 4 6     two rings share each node's link
+                                      stage 1   1 3 | 5 7
+    likewise, at most 2 pipelines:    stage 0   0 2           none leaves its node
+                                      stage 1   1 3
+    stages of 3, 2 and 3 workers:     stage 0   0 1 2         stage 1 alone has the link
+                                      stage 1       3 | 4
+                                      stage 2           5 6 7
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from itertools import accumulate, chain, islice, pairwise
+
+from autopipe.profile import Ring
 
 
 def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
@@ -38,3 +53,33 @@ def replicas_of(length: int, num_ranks: int, slots_per_node: int) -> int:
     block = max(length, slots_per_node)
     blocks, rest = divmod(num_ranks, block)
     return blocks * (block // length) + rest // length
+
+
+# Kept, because every candidate of a length asks for the same ones.
+@lru_cache(maxsize=1024)
+def rings_of(
+    workers: tuple[int, ...], num_replicas: int, num_ranks: int, slots_per_node: int
+) -> tuple[Ring, ...]:
+    """Return each stage's ring; pipelines fill one node, or consecutive ones, after the other.
+
+    Args:
+        workers: of each stage of a pipeline.
+        num_replicas: pipelines that train; the ranks of further ones are spares.
+        num_ranks, slots_per_node: of the cluster.
+    """
+    length = sum(workers)
+    block = max(length, slots_per_node)
+    room = chain.from_iterable(
+        range(start, min(start + block, num_ranks) - length + 1, length)
+        for start in range(0, num_ranks, block)
+    )
+    pipelines = list(islice(room, num_replicas))
+    nodes = [
+        {(begin + rank) // slots_per_node for begin in pipelines for rank in range(first, last)}
+        for first, last in pairwise(accumulate(workers, initial=0))
+    ]
+    leaving = Counter(chain.from_iterable(own for own in nodes if len(own) > 1))
+    return tuple(
+        Ring(num_replicas * count, max(leaving[node] for node in own) if len(own) > 1 else 0)
+        for count, own in zip(workers, nodes, strict=True)
+    )
