@@ -1,6 +1,7 @@
 """Cache the frozen prefix's activations, shared by all processes of a node.
 
-stamp ─► cached_prefix ─► store ─► mapped_file: layout of a row, content of a sample, positions
+stamp ─► cached_prefix ─► store ─► layout of rows in a file
+              ├─► content of a row, positions
               ├─► reader: rows read ahead ─► row_copy
               └─► chunks: who runs together
 """

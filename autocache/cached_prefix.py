@@ -100,19 +100,16 @@ class PrefixCache:
                 `chunk_size` samples: from first = 0 with the dataset's entries, else with "hidden"
                 and the kept entries. It puts the layers in eval mode itself.
             chunk_size: samples per call; the last chunk is padded with its last sample.
-            store: None computes every sample.
+            store: of the content's layout; None computes every sample.
             stamps: of the first frozen layer, the first two, ..., as `chain_hash` gives them; read
                 only where there is a store.
             device: where layers run and results lie.
             content: what rows hold.
         Raises:
-            ValueError: `chunk_size` is below 1, or the store's fields are not those of the
-                content's layout.
+            ValueError: `chunk_size` is below 1.
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
-        if store is not None:
-            content.check_layout(store.layout)
         self._run_layers = run_layers
         self._chunk_size = chunk_size
         self._store = store

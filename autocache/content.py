@@ -73,15 +73,6 @@ class RowContent:
         fields += [RowField(name, tuple(t.shape[1:]), t.dtype) for name, t in kept.items()]
         return RowLayout(tuple(fields))
 
-    def check_layout(self, layout: RowLayout) -> None:
-        """Refuse rows that hold something else."""
-        needed = {HIDDEN, *self.keep, *((DIGEST,) if self.checked else ())}
-        if needed != (stored := {field.name for field in layout.fields}):
-            raise ValueError(
-                f"the store has fields {sorted(stored)}, the cache needs {sorted(needed)}; "
-                "build the store's layout with the same content"
-            )
-
     def lengths(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return the (N,) hidden states of each sample that are stored; None for all."""
         return None if self.padding_mask is None else own_lengths(batch[self.padding_mask])

@@ -1,16 +1,31 @@
-"""Describe a row of the cache: its tensors, and where in the row each of them starts.
+"""Lay a store's rows out in a file, and map it into memory.
 
+file:  | fingerprint, condemned | stamp, check, length | ... | row 0 | row 1 | ...
 row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
+
+Every byte is reserved when the file is made: the first write to a full file system would else kill
+the process with SIGBUS.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import mmap
+import os
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
+import numpy as np
 import torch
 
 ALIGN_BYTES = 64
+WORD_BYTES = 8
+TAG_WORDS = 3
+"""Of a row: its stamp, its check value, and the length of its varying fields."""
+
+_PAGE_BYTES = 4096
 
 
 def round_up(num_bytes: int, unit: int) -> int:
@@ -59,12 +74,76 @@ class RowLayout:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Return where each field starts in the row, and last where the row ends, in bytes."""
-        ends = [0]
-        for field in self.fields:
-            ends.append(ends[-1] + round_up(field.num_bytes, ALIGN_BYTES))
-        return tuple(ends)
+        sizes = (round_up(field.num_bytes, ALIGN_BYTES) for field in self.fields)
+        return tuple(accumulate(sizes, initial=0))
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one row, padding included."""
         return self.offsets[-1]
+
+
+@dataclass(frozen=True)
+class FileShape:
+    """State what a file holds: rows of a layout."""
+
+    layout: RowLayout
+    num_rows: int
+
+    @property
+    def rows_start(self) -> int:
+        """Return where the first row begins, in bytes."""
+        return round_up(ALIGN_BYTES + TAG_WORDS * WORD_BYTES * self.num_rows, _PAGE_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the file."""
+        return self.rows_start + self.num_rows * self.layout.row_bytes
+
+    @property
+    def fingerprint(self) -> np.uint64:
+        """Return what tells this shape from others."""
+        text = repr((self.layout, self.num_rows))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return np.uint64(int.from_bytes(digest, "little"))
+
+    def reserve(self, descriptor: int, path: Path) -> mmap.mmap:
+        """Map a new file's every byte, with all rows empty.
+
+        Raises:
+            ValueError: there are no rows.
+            OSError: the file system has too little space.
+        """
+        if self.num_rows < 1:
+            raise ValueError(f"a row store has {self.num_rows} rows; give at least 1, or no store")
+        try:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)
+            mapping = mmap.mmap(descriptor, self.num_bytes)
+            np.frombuffer(mapping, np.uint64, count=1)[0] = self.fingerprint
+            return mapping
+        except OSError as error:
+            free = os.fstatvfs(descriptor)
+            raise OSError(
+                error.errno,
+                f"the cache needs {self.num_bytes} bytes at {path} and could not get them "
+                f"({error.strerror}; {free.f_bavail * free.f_frsize} bytes are free); "
+                "cache fewer rows, or put the file on a larger file system",
+            ) from error
+
+    def open(self, path: Path) -> mmap.mmap:
+        """Map a file that another process of this node has made.
+
+        Raises:
+            FileNotFoundError: `path` was not created yet, or is unlinked already.
+            ValueError: the file was created with another layout or number of rows.
+        """
+        with path.open("rb+") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found == self.num_bytes:
+                mapping = mmap.mmap(file.fileno(), found)
+                if np.frombuffer(mapping, np.uint64, count=1)[0] == self.fingerprint:
+                    return mapping
+        raise ValueError(
+            f"cache file {path} of {found} bytes has another layout than the {self.num_rows} rows "
+            f"of {self.layout.fields} asked for ({self.num_bytes} bytes); open it as created"
+        )

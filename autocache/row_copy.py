@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autocache.layout import RowField, round_up
-from autocache.mapped_file import WORD_BYTES
+from autocache.layout import WORD_BYTES, RowField, round_up
 
 _BLOCK_BYTES = 1 << 21
 """What is copied before it is summed: little enough to be in the CPU's cache still."""

@@ -1,7 +1,5 @@
 """Store one row per sample in a memory-mapped file that all processes of a node share.
 
-row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
-
 A row is valid for whoever knows its stamp. A writer clears the stamp, writes the bytes and the
 check value, then publishes the stamp; a reader reads the stamp before and after copying the bytes
 and sums the copy. So a row half written, overwritten while it was read, or damaged is a miss,
@@ -29,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autocache.layout import ALIGN_BYTES, RowLayout
-from autocache.mapped_file import TAG_WORDS, WORD_BYTES, FileShape, open_mapping, reserve
+from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowLayout
 from autocache.row_copy import as_words, copy_in, copy_out, factors_of, num_words, own_words
 
 _LOGGER = logging.getLogger(__name__)
@@ -119,7 +116,7 @@ class RowStore:
         path = Path(path)
         with open(path, "xb+") as file:
             try:
-                mapping = reserve(file.fileno(), path, FileShape(layout, num_rows))
+                mapping = FileShape(layout, num_rows).reserve(file.fileno(), path)
             except BaseException:
                 path.unlink()
                 raise
@@ -155,7 +152,7 @@ class RowStore:
                 raise
             raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
         try:
-            mapping = reserve(descriptor, folder, FileShape(layout, num_rows))
+            mapping = FileShape(layout, num_rows).reserve(descriptor, folder)
         except BaseException:
             os.close(descriptor)
             raise
@@ -168,10 +165,10 @@ class RowStore:
         """Map a file that another process of this node has created.
 
         Raises:
-            FileNotFoundError, ValueError: see `open_mapping`.
+            FileNotFoundError, ValueError: see `FileShape.open`.
         """
         path = Path(path)
-        mapping = open_mapping(path, FileShape(layout, num_rows))
+        mapping = FileShape(layout, num_rows).open(path)
         return cls(path, layout, num_rows, mapping=mapping)
 
     def __enter__(self) -> RowStore:
@@ -328,7 +325,10 @@ class RowStore:
         """Return each id's row number, 0 where it has none, and the (B,) mask of those it has."""
         if not self._words:
             raise ValueError(f"the store of {self.path} is closed; use it inside its `with`")
-        ids = _checked_ids(sample_ids)
+        form = (sample_ids.dtype, sample_ids.device.type, sample_ids.dim())
+        if form != (torch.int64, "cpu", 1) or sample_ids.numpy().min(initial=0) < 0:
+            raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
+        ids = sample_ids.numpy()
         fits = ids < self.num_rows
         return ids * fits, fits
 
@@ -377,12 +377,3 @@ def _checked_stamp(stamp: int) -> int:
     if not 0 < stamp < 2**64:
         raise ValueError(f"stamp {stamp} is out of range; give 0 < stamp < 2**64")
     return stamp
-
-
-def _checked_ids(sample_ids: Tensor) -> np.ndarray:
-    form = (sample_ids.dtype, sample_ids.device.type, sample_ids.dim())
-    if form == (torch.int64, "cpu", 1):
-        ids = sample_ids.numpy()
-        if ids.min(initial=0) >= 0:
-            return ids
-    raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
