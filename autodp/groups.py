@@ -121,12 +121,11 @@ class GroupPool:
 def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: float) -> Groups:
     """Build the groups of a topology; every rank of the world calls it at the same point."""
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]
-    pipelines = [topology.pipeline_ranks(replica) for replica in range(topology.replicas)]
     stage = _own_group(stages, rank, timeout_s)
-    forward = _own_group(pipelines, rank, timeout_s)
+    forward = _own_group(topology.pipelines, rank, timeout_s)
     if not on_cuda or forward is None:
         return Groups(forward, forward, stage)
-    backward = _own_group(pipelines, rank, timeout_s)
+    backward = _own_group(topology.pipelines, rank, timeout_s)
     replica, device = topology.replica_of(rank), torch.device("cuda")
     layers = [topology.stage_of_replica(replica, one) for one in range(topology.length)]
     ways = [way for below, above in pairwise(layers) for way in product(below, above)]
@@ -154,7 +153,7 @@ def open_links(
 
 
 def _own_group(
-    members: list[tuple[int, ...]], rank: int, timeout_s: float
+    members: Sequence[tuple[int, ...]], rank: int, timeout_s: float
 ) -> dist.ProcessGroup | None:
     """Create a group of each member list, in the same order on every rank; return this rank's."""
     own = None

@@ -71,8 +71,11 @@ class Topology:
         return self.stage_workers or (1,) * self.length
 
     @cached_property
-    def _pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every pipeline: a node's, or consecutive nodes', are packed."""
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every pipeline, first stage first.
+
+        A node's, or consecutive nodes', are packed.
+        """
         if self.stage_workers is not None:
             return (tuple(range(self.num_ranks)),)
         block = max(self.slots_per_node, self.length)
@@ -88,7 +91,7 @@ class Topology:
     @property
     def replicas(self) -> int:
         """Return how many pipelines train side by side."""
-        return len(self._pipelines)
+        return len(self.pipelines)
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class Topology:
         replica = self.replica_of(rank)
         if replica == self.replicas:
             return self.length
-        return bisect_right(self._ends, self._pipelines[replica].index(rank))
+        return bisect_right(self._ends, self.pipelines[replica].index(rank))
 
     def worker_of(self, rank: int) -> int:
         """Return which of the workers of its stage, in its pipeline, a rank is."""
@@ -114,16 +117,12 @@ class Topology:
     def stage_of_replica(self, replica: int, stage: int) -> tuple[int, ...]:
         """Return the ranks of one pipeline that run a stage, in the order of their turns."""
         end = self._ends[stage]
-        return self._pipelines[replica][end - self.workers[stage] : end]
+        return self.pipelines[replica][end - self.workers[stage] : end]
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to; R for a spare."""
-        own = (replica for replica, ranks in enumerate(self._pipelines) if rank in ranks)
+        own = (replica for replica, ranks in enumerate(self.pipelines) if rank in ranks)
         return next(own, self.replicas)
-
-    def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of one pipeline, first stage first."""
-        return self._pipelines[replica]
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage: of each replica all its workers."""

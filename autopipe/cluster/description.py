@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from autopipe.profile import LinkCost, RingCost
+from autopipe.profile import LinkCost
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,10 +59,6 @@ class Cluster:
         """Return what a kernel takes: the longer of its arithmetic and its memory, and more."""
         arithmetic_s = flops / self.flops_per_s[dtype]
         return max(arithmetic_s, num_bytes / self.memory_bytes_per_s) + self.kernel_overhead_s
-
-    def all_reduce_costs(self) -> RingCost:
-        """Return what sums cost over the links."""
-        return RingCost(self.link, self.node_link)
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopipe.cluster.description import Cluster
 from autopipe.cluster.kernels import Kernel, SublayerKernels, count_bytes, count_kernels
-from autopipe.profile import Profile, ProfiledSublayer, SublayerCost, unshared
+from autopipe.profile import Profile, ProfiledSublayer, RingCost, SublayerCost, unshared
 
 BATCH_SIZES = tuple(1 << exponent for exponent in range(11))
 """Micro-batch sizes of a modelled profile; between them its times are interpolated."""
@@ -74,7 +74,7 @@ def modelled_profile(
         step_overhead_s=cluster.step_overhead_s,
         link=cluster.link,
         node_link=cluster.node_link,
-        all_reduce=cluster.all_reduce_costs(),
+        all_reduce=RingCost(cluster.link, cluster.node_link),
     )
 
 

@@ -5,11 +5,6 @@ weight_versions ─► stashed_work: a stage's work with versions
 """
 
 from autopipe.stashing.stashed_work import StashedWork
-from autopipe.stashing.version_rules import (
-    VERSION_RULES,
-    StagePlace,
-    check_versions,
-    most_versions,
-)
+from autopipe.stashing.version_rules import VERSION_RULES, StagePlace, check_versions
 
-__all__ = ["VERSION_RULES", "StagePlace", "StashedWork", "check_versions", "most_versions"]
+__all__ = ["VERSION_RULES", "StagePlace", "StashedWork", "check_versions"]

@@ -75,11 +75,3 @@ def check_versions(name: str, *, num_stages: int, num_micro_batches: int) -> Non
             f"double_buffered keeps two versions, which takes at least {num_stages - 1} "
             f"micro-batches a batch on {num_stages} stages; there are {num_micro_batches}"
         )
-
-
-def most_versions(name: str, place: StagePlace) -> int:
-    """Return how many versions of its weights a stage holds at most, the present one included."""
-    if name == "double_buffered":
-        return min(2, place.num_stages)
-    ahead = place.warm_up if name == "stashed" else place.num_stages - 1
-    return 1 + -(-ahead // place.num_micro_batches)

@@ -38,7 +38,6 @@ from autopipe.schedule import (
     replicated_one_f_one_b,
     unflushed,
 )
-from autopipe.stashing import StagePlace, most_versions
 from autopipe.trace import Summary, as_bytes
 from experiments.finetune.series import markdown
 from experiments.pipedream.networks import transformer
@@ -116,7 +115,7 @@ class Drawn:
 def all_drawn(shape: Shape) -> dict[str, Drawn]:
     """Return the schedules by name."""
     k, m = shape.num_stages, shape.num_micro_batches
-    ones, place = (1,) * k, StagePlace(0, k, m)
+    ones = (1,) * k
     flushed = (k - 1) / (m + k - 1)
     replicated = (2,) + (1,) * (k - 1)
     stream = unflushed(k, _BATCHES, m)
@@ -131,7 +130,7 @@ def all_drawn(shape: Shape) -> dict[str, Drawn]:
             1.0,
             (k - 1) / (_BATCHES * m + k - 1),
             min(k, m * _BATCHES),
-            most_versions("stashed", place),
+            1 + -(-(k - 1) // m),
         ),
         "replicated 1F1B": Drawn(
             (replicated_one_f_one_b(replicated, m),) * _BATCHES,

@@ -19,7 +19,7 @@ from autopipe.plan import (
     predict,
     throughput_tables,
 )
-from autopipe.profile import Profile
+from autopipe.profile import Profile, RingCost
 from experiments.ablation.parts import ABLATION as PARTS
 from experiments.ablation.parts import NOTHING_FROZEN, Parts
 from experiments.ablation.simulated import (
@@ -119,13 +119,12 @@ class PublishedSystem:
     def pipeline_s(self, num_frozen: int, length: int, replicas: int, count: int) -> float:
         """Return the seconds of a step after the frozen layers' forward."""
         slots = length * replicas // CLUSTER.nodes
-        sums = replace(CLUSTER, slots_per_node=slots).all_reduce_costs()
         request = PlanRequest(
             length * replicas, slots, BATCH * replicas, num_frozen, prefix_cached_s=0.0
         )
         cuts = paper_split(self.profile, num_frozen, length, frozen_cost=self.frozen_cost)
         return predict(
-            replace(self.profile, all_reduce=sums),
+            replace(self.profile, all_reduce=RingCost(CLUSTER.link, CLUSTER.node_link)),
             request,
             boundaries=cuts,
             num_micro_batches=count,

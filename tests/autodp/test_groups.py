@@ -68,7 +68,7 @@ def open_all(lengths: list[int], most_connections: int) -> dict[str, list[object
 
 def expected_members(length: int, rank: int) -> list[list[int] | None]:
     topology = Topology(4, 2, length)
-    pipeline = topology.pipeline_ranks(topology.replica_of(rank))
+    pipeline = topology.pipelines[topology.replica_of(rank)]
     stage = topology.stage_ranks(topology.stage_of(rank))
     return [list(ranks) if len(ranks) > 1 else None for ranks in (pipeline, stage)]
 

@@ -27,7 +27,7 @@ def test_grid_of_the_docstring() -> None:
     assert topology.replicas == 4
     assert topology.stage_ranks(0) == (0, 2, 4, 6)
     assert topology.stage_ranks(1) == (1, 3, 5, 7)
-    assert topology.pipeline_ranks(1) == (2, 3)
+    assert topology.pipelines[1] == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_a_length_leaves_over_is_spare(
 ) -> None:
     topology = Topology(num_ranks, slots, length)
     assert topology.replicas == len(pipelines)
-    assert [topology.pipeline_ranks(r) for r in range(topology.replicas)] == pipelines
+    assert list(topology.pipelines) == pipelines
     assert [topology.stage_ranks(j) for j in range(length)] == [*zip(*pipelines, strict=True)]
     assert topology.spares == spares
     for rank in spares:
@@ -90,14 +90,14 @@ def test_every_rank_is_one_stage_of_one_replica() -> None:
         for rank in range(topology.num_ranks):
             stage, replica = topology.stage_of(rank), topology.replica_of(rank)
             assert rank == replica * topology.length + stage
-            assert topology.pipeline_ranks(replica)[stage] == rank
+            assert topology.pipelines[replica][stage] == rank
             assert topology.stage_ranks(stage)[replica] == rank
 
 
 def test_pipelines_and_stage_groups_both_partition_the_world() -> None:
     for topology in topologies():
         everyone = list(range(topology.num_ranks))
-        pipelines = [topology.pipeline_ranks(r) for r in range(topology.replicas)]
+        pipelines = list(topology.pipelines)
         stages = [topology.stage_ranks(j) for j in range(topology.length)]
         assert sorted(rank for ranks in pipelines for rank in ranks) == everyone
         assert sorted(rank for ranks in stages for rank in ranks) == everyone
@@ -108,7 +108,7 @@ def test_pipelines_and_stage_groups_both_partition_the_world() -> None:
 def test_a_pipeline_stays_on_its_node_or_fills_whole_nodes() -> None:
     for topology in topologies():
         for replica in range(topology.replicas):
-            ranks = topology.pipeline_ranks(replica)
+            ranks = topology.pipelines[replica]
             nodes = {rank // topology.slots_per_node for rank in ranks}
             if topology.length <= topology.slots_per_node:
                 assert len(nodes) == 1
@@ -174,7 +174,7 @@ def test_groups_hold_the_pipeline_and_the_replicas_of_a_stage(
 ) -> None:
     topology = Topology(4, 2, length)
     for rank, found in enumerate(four_ranks.run(build_and_destroy, length)):
-        pipeline = topology.pipeline_ranks(topology.replica_of(rank))
+        pipeline = topology.pipelines[topology.replica_of(rank)]
         stage = topology.stage_ranks(topology.stage_of(rank))
         for name, ranks in (("forward", pipeline), ("stage", stage)):
             assert found[name] == (list(ranks) if len(ranks) > 1 else None)

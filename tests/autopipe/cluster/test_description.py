@@ -48,7 +48,6 @@ def test_efficiency_scales_the_peak_of_every_dtype(tmp_path: Path) -> None:
 def test_links_that_do_not_exist_need_no_description(tmp_path: Path) -> None:
     alone = load_cluster(write(tmp_path, nodes="1", slots_per_node="1", link=None, node_link=None))
     assert alone.link == alone.node_link == LinkCost(0.0, math.inf)
-    assert alone.all_reduce_costs() == RingCost(LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
     node = load_cluster(write(tmp_path, nodes="1", node_link=None))
     assert node.node_link == node.link == LinkCost(0.5, 10e9)
 
@@ -127,32 +126,25 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
-def cluster(**changes: object) -> Cluster:
-    values: dict[str, object] = {
-        "name": "test", "nodes": 2, "slots_per_node": 4, "memory_bytes": 1, "link": LinkCost(1, 8),
-        "memory_bytes_per_s": 1.0, "flops_per_s": {"float32": 1.0}, "node_link": LinkCost(2, 4),
-    }  # fmt: skip
-    return Cluster(**{**values, **changes})  # type: ignore[arg-type]
+SUMS = RingCost(LinkCost(1, 8), LinkCost(2, 4))
 
 
 def test_a_sum_within_a_node_is_the_ring_s() -> None:
-    costs = cluster().all_reduce_costs()
     # 2 (R - 1) messages of 1 / R of the bytes, at 1 s and 8 bytes/s.
-    assert costs.seconds(Ring(4), 800) == 6 * (1 + 200 / 8)
-    assert costs.seconds(Ring(2), 800) == 2 * (1 + 400 / 8)
+    assert SUMS.seconds(Ring(4), 800) == 6 * (1 + 200 / 8)
+    assert SUMS.seconds(Ring(2), 800) == 2 * (1 + 400 / 8)
 
 
 def test_a_sum_over_nodes_shares_their_link_with_those_of_the_other_stages() -> None:
-    costs = cluster().all_reduce_costs()
     # One ring has the link of 4 bytes/s to itself, two rings halve it, four of 2 ...
-    assert costs.seconds(Ring(8, 1), 800) == 14 * (2 + 100 / 4)
-    assert costs.seconds(Ring(4, 2), 800) == 6 * (2 + 200 / 2)
-    assert costs.seconds(Ring(2, 4), 800) == 2 * (2 + 400 / 1)
+    assert SUMS.seconds(Ring(8, 1), 800) == 14 * (2 + 100 / 4)
+    assert SUMS.seconds(Ring(4, 2), 800) == 6 * (2 + 200 / 2)
+    assert SUMS.seconds(Ring(2, 4), 800) == 2 * (2 + 400 / 1)
 
 
 def test_a_ring_over_fast_nodes_is_as_slow_as_the_link_within() -> None:
-    costs = cluster(node_link=LinkCost(0.5, 1000)).all_reduce_costs()
-    assert costs.seconds(Ring(8, 1), 800) == 14 * (1 + 100 / 8)
+    sums = RingCost(LinkCost(1, 8), LinkCost(0.5, 1000))
+    assert sums.seconds(Ring(8, 1), 800) == 14 * (1 + 100 / 8)
 
 
 def test_example_files_describe_as_many_slots_as_their_names_say() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from autodp.topology import Topology
-from autopipe.cluster.description import Cluster
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import predict
-from autopipe.profile.network import LinkCost
+from autopipe.profile.network import LinkCost, RingCost
 from tests.costs import profile, sublayer
 
 LINK, NODE_LINK = LinkCost(1.0, 64.0), LinkCost(3.0, 32.0)
@@ -20,9 +19,8 @@ LAYER_BYTES = 4096
 
 def summed_s(num_ranks: int, slots: int, length: int, **changes: Any) -> float:
     """Plan one layer of 4096 bytes a stage for a described cluster, and return its sums' part."""
-    cluster = Cluster("test", num_ranks // slots, slots, 1, 1.0, {"float32": 1.0}, LINK, NODE_LINK)
     layers = [sublayer(index, parameter_bytes=LAYER_BYTES) for index in range(length)]
-    costs = profile(*layers, all_reduce=cluster.all_reduce_costs())
+    costs = profile(*layers, all_reduce=RingCost(LINK, NODE_LINK))
     asked = PlanRequest(num_ranks, slots, 96, 0, **changes)
     cuts = tuple(range(length + 1))
     plan = predict(costs, asked, boundaries=cuts, num_micro_batches=1, schedule="1f1b")

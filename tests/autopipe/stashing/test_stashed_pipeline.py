@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from autopipe import StashedPipeline, convert_deferred_batch_norm
-from autopipe.stashing import StagePlace, most_versions
+from autopipe.stashing import StagePlace
 from tests.marks import slow
 
 BATCHES, SAMPLES = 7, 12
@@ -93,6 +93,14 @@ def by_hand(
         history.append([copy.deepcopy(stage) for stage in stages])
         losses.append(total)
     return losses
+
+
+def most_versions(name: str, place: StagePlace) -> int:
+    """Return how many versions of its weights a stage holds at most, the present one included."""
+    if name == "double_buffered":
+        return min(2, place.num_stages)
+    ahead = place.warm_up if name == "stashed" else place.num_stages - 1
+    return 1 + -(-ahead // place.num_micro_batches)
 
 
 @pytest.mark.parametrize("versions", ["stashed", "vertical_sync", "double_buffered"])

@@ -98,7 +98,7 @@ def test_each_pipeline_trains_every_active_sublayer_once_and_no_frozen_one() -> 
         for replica in range(ownership.topology.replicas):
             trained = [
                 index
-                for rank in ownership.topology.pipeline_ranks(replica)
+                for rank in ownership.topology.pipelines[replica]
                 for index in ownership.trained_by(rank)
             ]
             assert trained == list(range(ownership.boundaries[0], len(NAMES)))
