@@ -1,6 +1,6 @@
 """Take down what ran when, and draw it.
 
-recorder ─► span ─► trace ─► grid (text), picture, chrome, summary
+recorder ─► span ─► trace (text) ─► picture, chrome, summary
 """
 
 from autopipe.trace.picture import save_picture

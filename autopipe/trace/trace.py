@@ -1,18 +1,28 @@
-"""Trace steps: when each stage ran which instruction, what it kept, and what was under way."""
+"""Trace steps: when each stage ran which instruction, what it kept, and what was under way.
+
+As text a trace is drawn with one row a stage. By instruction, each is one tick long and as early
+as the order that was measured allows; a trace of the schedule "gpipe" then gives the very grid of
+`autopipe.schedule.draw`. By time, each column is as long as the others; `=` goes on with what
+began, `.` is idle:
+
+    stage 0  F0====F1===.......B1======.B0====
+    stage 1  ......F0===F1====B1=====B0=====..
+             0 ms                      12.4 ms
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
+from autopipe.schedule import draw, named_rows
 from autopipe.trace.chrome import chrome_trace
-from autopipe.trace.grid import instruction_grid, time_grid
 from autopipe.trace.picture import save_picture
 from autopipe.trace.recorder import Clocks, Recorder
-from autopipe.trace.span import Span
+from autopipe.trace.span import Span, programs
 from autopipe.trace.summary import Summary, summarize
 
 
@@ -69,8 +79,10 @@ class Trace:
                 instruction as `autopipe.schedule.draw` does, and parts mini-batches by a bar.
         """
         if width is not None:
-            return time_grid(self.spans, width)
-        return instruction_grid([step.spans for step in self.steps])
+            return _time_grid(self.spans, width)
+        ran = [programs(step.spans) for step in self.steps]
+        num_stages = 1 + max((max(step) for step in ran), default=-1)
+        return draw(*(tuple(step.get(j, ()) for j in range(num_stages)) for step in ran))
 
     def summary(self) -> Summary:
         """Sum up times, memory and traffic.
@@ -80,13 +92,9 @@ class Trace:
         """
         return summarize(self.spans)
 
-    def chrome(self) -> dict[str, object]:
-        """Return the trace in the Trace Event Format."""
-        return chrome_trace(self.spans)
-
     def save_chrome(self, path: str | Path) -> None:
         """Write a file for ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(json.dumps(self.chrome()))
+        Path(path).write_text(json.dumps(chrome_trace(self.spans)))
 
     def save_picture(self, path: str | Path) -> None:
         """Draw the stages over time; the path's ending tells the format, such as .png or .svg.
@@ -95,3 +103,22 @@ class Trace:
             ValueError: nothing was computed.
         """
         save_picture(self.spans, path)
+
+
+def _time_grid(spans: Sequence[Span], width: int) -> str:
+    """Draw the spans that compute over time, on so many columns, with a scale below."""
+    if width < 1:
+        raise ValueError(f"a grid of {width} columns cannot be drawn; give at least 1")
+    if not spans:
+        return ""
+    start_s = min(span.start_s for span in spans)
+    total_s = max(max(span.end_s for span in spans) - start_s, 1e-12)
+    rows: dict[int, list[str]] = {stage: ["."] * width for stage in programs(spans)}
+    for span in sorted((s for s in spans if s.is_compute), key=lambda s: s.start_s):
+        first = min(width - 1, round((span.start_s - start_s) / total_s * width))
+        last = min(width, max(first + 1, round((span.end_s - start_s) / total_s * width)))
+        rows[span.stage][first:last] = span.label.ljust(last - first, "=")[: last - first]
+    scale = f"{total_s * 1e3:.1f} ms".rjust(max(0, width - 4))
+    margin = " " * len(f"stage {max(rows)}  ")
+    grid = named_rows({f"stage {stage}": "".join(row) for stage, row in rows.items()})
+    return f"{grid}\n{margin}0 ms{scale}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import SCHEDULES, Op, draw
+from autopipe.trace.chrome import chrome_trace
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
 from tests.traced import CASES, CHUNKS, batch, model, recomputed, traced_step
@@ -122,7 +123,7 @@ def test_the_chrome_trace_has_named_lanes_in_which_nothing_overlaps(tmp_path: Pa
 
 def test_transfers_under_way_at_once_have_lanes_of_their_own() -> None:
     spans = [Span(0, Op.SEND_ACTIVATION, i, i, i + 1.5, 8, 8, peer=1) for i in range(3)]
-    lanes = in_lanes(Trace.of(spans).chrome()["traceEvents"])  # type: ignore[arg-type]
+    lanes = in_lanes(chrome_trace(Trace.of(spans).spans)["traceEvents"])
     assert [[event["name"] for event in lane] for lane in lanes.values()] == [["a0", "a2"], ["a1"]]
 
 
@@ -154,4 +155,4 @@ def test_spans_of_a_forward_that_fails_can_be_read(position: int, tmp_path: Path
     assert trace.grid().splitlines()[position].replace("..", "").split()[2:] == ["F0"]
     assert trace.summary().schedule == "another order"
     trace.save_picture(tmp_path / "failed.png")
-    json.dumps(trace.chrome())
+    json.dumps(chrome_trace(trace.spans))
