@@ -69,7 +69,11 @@ def apply(
         ValueError: there are not so many layers, or none were found; they are not the model's, or
             not in its order; or the model is wrapped. Nothing has changed then.
     """
-    _refuse_wrapped(model)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped by DistributedDataParallel, which waits for the gradients it "
+            "found at the start; freeze model.module, and wrap that anew"
+        )
     blocks = list(layers) if layers is not None else find_layers(model)
     num_frozen = _checked_number(num_frozen, len(blocks))
     bottom = _bottom(model, blocks, num_frozen)
@@ -148,14 +152,6 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
                 "bottom first"
             )
     return list(lists[largest])
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "the model is wrapped by DistributedDataParallel, which waits for the gradients it "
-            "found at the start; freeze model.module, and wrap that anew"
-        )
 
 
 def _holds(path: str, other: str) -> bool:

@@ -106,18 +106,13 @@ class StepTimes:
             self._trials.append(self._trial)
         elif self._began is not None and self._marks:
             self._steps.append(self._timed(now - self._began))
-        self._trial = [0.0] * self._num if self.num_steps >= _TIMED_STEPS else None
+        self._trial = [0.0] * self._num if len(self._steps) >= _TIMED_STEPS else None
         self._began, self._marks = now, []
-
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps were timed."""
-        return len(self._steps)
 
     @property
     def is_done(self) -> bool:
         """Tell whether more steps would tell nothing more."""
-        return self.num_steps >= _TIMED_STEPS and len(self._trials) >= _TRIALS
+        return len(self._steps) >= _TIMED_STEPS and len(self._trials) >= _TRIALS
 
     def close(self) -> StepCosts | None:
         """Take the hooks away; return the medians of the steps, None where there was none."""

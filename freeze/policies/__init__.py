@@ -8,8 +8,7 @@ around another:    Guarded, Shadow
 """
 
 from freeze.policies.auto_freeze import AutoFreeze
-from freeze.policies.freeze_out import FreezeOut
-from freeze.policies.freeze_schedules import AlphaSchedule, FreezeSchedule, Linear
+from freeze.policies.freeze_schedules import AlphaSchedule, FreezeOut, FreezeSchedule, Linear
 from freeze.policies.paper_rule import PaperRule
 from freeze.policies.plasticity import Plasticity
 from freeze.policies.quiet_updates import QuietUpdates
