@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from autopipe.plan.lengths import length_choices, replicas_of, rings_of
-from autopipe.profile import Ring
+from autopipe.profile import Ring, with_tuples
 from autopipe.schedule import SCHEDULES, micro_batch_sizes
 
 
@@ -53,13 +53,7 @@ class PipelinePlan:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> PipelinePlan:
         """Rebuild a plan from `to_json`."""
-        return PipelinePlan(
-            **{
-                **values,
-                "boundaries": tuple(values["boundaries"]),
-                "peak_bytes": tuple(values["peak_bytes"]),
-            }
-        )
+        return PipelinePlan(**with_tuples(values))
 
 
 @dataclass(frozen=True)

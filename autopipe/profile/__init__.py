@@ -22,6 +22,7 @@ from autopipe.profile.profile import (
     merge,
     profile_sublayers,
     time_rounds,
+    with_tuples,
 )
 
 __all__ = [
@@ -29,5 +30,5 @@ __all__ = [
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
     "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
     "profile_sublayers", "read_graph", "saved_storages", "storages", "time_rounds",
-    "uncertainty", "unshared",
+    "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

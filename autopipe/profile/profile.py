@@ -186,12 +186,12 @@ class Profile:
         """Rebuild a profile from `to_json`."""
         rebuilt = {
             "batch_sizes": tuple(values["batch_sizes"]),
-            "sublayers": tuple(SublayerCost(**_with_tuples(one)) for one in values["sublayers"]),
+            "sublayers": tuple(SublayerCost(**with_tuples(one)) for one in values["sublayers"]),
             "link": LinkCost(**values["link"]),
             "node_link": LinkCost(**values["node_link"]),
             "all_reduce": _rebuilt_sums(values["all_reduce"]),
         }
-        return Profile(**{**_with_tuples(values), **rebuilt})
+        return Profile(**{**with_tuples(values), **rebuilt})
 
 
 def _rebuilt_sums(
@@ -200,10 +200,10 @@ def _rebuilt_sums(
     """Rebuild measured sums from their list, or described links from their two entries."""
     if isinstance(values, Mapping):
         return RingCost(**{name: LinkCost(**link) for name, link in values.items()})
-    return tuple(AllReduceCost(**_with_tuples(one)) for one in values)
+    return tuple(AllReduceCost(**with_tuples(one)) for one in values)
 
 
-def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Undo that JSON turns tuples into lists."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
 

@@ -43,26 +43,12 @@ class StagePlace:
         return self.num_stages - 1 - self.stage
 
 
-VersionRule = Callable[[StagePlace, int], int]
-
-
-def _stashed(place: StagePlace, micro_batch: int) -> int:
-    return max(0, micro_batch - place.warm_up) // place.num_micro_batches
-
-
-def _vertical_sync(place: StagePlace, micro_batch: int) -> int:
-    return max(0, micro_batch - (place.num_stages - 1)) // place.num_micro_batches
-
-
-def _double_buffered(place: StagePlace, micro_batch: int) -> int:
-    delay = int(place.num_stages > 1)
-    return max(0, micro_batch // place.num_micro_batches - delay)
-
-
-VERSION_RULES: dict[str, VersionRule] = {
-    "stashed": _stashed,
-    "vertical_sync": _vertical_sync,
-    "double_buffered": _double_buffered,
+VERSION_RULES: dict[str, Callable[[StagePlace, int], int]] = {
+    "stashed": lambda place, i: max(0, i - place.warm_up) // place.num_micro_batches,
+    "vertical_sync": lambda place, i: max(0, i - place.num_stages + 1) // place.num_micro_batches,
+    "double_buffered": lambda place, i: max(
+        0, i // place.num_micro_batches - (place.num_stages > 1)
+    ),
 }
 
 
