@@ -27,10 +27,6 @@ class _Ahead:
     stamps: tuple[int, ...]
     read: Future[RowRead]
 
-    def fits(self, row_ids: Tensor, stamps: tuple[int, ...]) -> bool:
-        """Tell whether it is what is asked for now."""
-        return self.stamps == stamps and torch.equal(self.row_ids, row_ids)
-
 
 class RowReader:
     """Read rows of a store for one process.
@@ -52,7 +48,8 @@ class RowReader:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             read = ahead.read.result()
-            if ahead.fits(row_ids, stamps) and not self._store.is_condemned:
+            is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
+            if is_asked_for and not self._store.is_condemned:
                 self._store.warn_of_damage(read)
                 return read
         return self._store.read(row_ids, stamps, into=self._next_buffers(len(row_ids)))
