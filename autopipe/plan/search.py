@@ -39,8 +39,13 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
         plans.append(_plan(model, candidate))
         fastest_s = min(fastest_s, plans[-1].predicted_step_s)
     if not plans:
+        least = least_memory_plan(profile, request)
+        needs = max(least.peak_bytes)
         raise ValueError(
-            _nothing_fits(least_memory_plan(profile, request), request.memory_limit_bytes)
+            f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
+            f"{least.length} stages x {least.num_micro_batches} micro-batches ({least.schedule}), "
+            f"needs {needs} bytes on stage {least.peak_bytes.index(needs)}; raise the limit, "
+            f"lower the global batch, add device slots or freeze more layers"
         )
     return min(
         (plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
@@ -257,15 +262,4 @@ def _plan(model: StepModel, candidate: _Candidate) -> PipelinePlan:
         model.step_s(name, sizes, split),
         tuple(map(int, peak_bytes)),
         model.fetch_s(sizes, length),
-    )
-
-
-def _nothing_fits(plan: PipelinePlan, limit: int | None) -> str:
-    """Say how much the pipeline that comes closest to fitting still needs, and where."""
-    needs = max(plan.peak_bytes)
-    return (
-        f"no plan fits memory_limit_bytes = {limit}: the smallest, "
-        f"{plan.length} stages x {plan.num_micro_batches} micro-batches ({plan.schedule}), "
-        f"needs {needs} bytes on stage {plan.peak_bytes.index(needs)}; raise the limit, lower "
-        f"the global batch, add device slots or freeze more layers"
     )

@@ -47,12 +47,8 @@ class LayerNode:
     parameter_bytes: float
 
     def __post_init__(self) -> None:
-        for value in (
-            self.forward_s,
-            self.backward_s,
-            self.parameter_bytes,
-            *self.activation_bytes,
-        ):
+        seconds, sizes = (self.forward_s, self.backward_s), self.activation_bytes
+        for value in (*seconds, *sizes, self.parameter_bytes):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"node {self.name!r} costs {value}; give numbers of 0 or more")
 
