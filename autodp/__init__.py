@@ -5,13 +5,7 @@ topology ─► groups ─► reduce ─► sums: messages, or shared_memory wit
 """
 
 from autodp.groups import GroupPool, Groups, link_device
-from autodp.messages import (
-    PeerError,
-    broadcast_json,
-    broadcast_tensor,
-    gather_json,
-    waiting_for,
-)
+from autodp.messages import PeerError, broadcast_json, broadcast_tensor, gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
 from autodp.redistribute import ShardStore, move_shards
 from autodp.reduce import GradientReducer

@@ -229,12 +229,7 @@ class _Level:
     """Solve a level for every stage of the one above."""
 
     def __init__(
-        self,
-        sums: _Sums,
-        compute: Array,
-        machines: Machines,
-        inner: int,
-        limits: _Limits,
+        self, sums: _Sums, compute: Array, machines: Machines, inner: int, limits: _Limits
     ) -> None:
         self._sums, self._compute, self._limits = sums, compute, limits
         self.count, self._bytes_per_s, self._inner = machines.count, machines.bytes_per_s, inner

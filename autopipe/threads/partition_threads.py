@@ -75,9 +75,7 @@ class CallerSettings:
 
 
 def _run_to_the_end(
-    threads: Sequence[threading.Thread],
-    ended: Sequence[threading.Event],
-    stop: Callable[[], None],
+    threads: Sequence[threading.Thread], ended: Sequence[threading.Event], stop: Callable[[], None]
 ) -> None:
     """Start threads and wait for them, also where the caller is interrupted meanwhile."""
     try:

@@ -26,10 +26,7 @@ def can_run_apart(block: nn.Module) -> bool:
 
 @torch.no_grad()
 def frozen_forward_s(
-    block: nn.Module,
-    inputs: tuple[Any, ...],
-    options: Mapping[str, Any],
-    now: Callable[[], float],
+    block: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], now: Callable[[], float]
 ) -> float:
     """Run a block without dropout and without a graph; return its seconds.
 

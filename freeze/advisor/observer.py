@@ -129,11 +129,7 @@ class Observer:
             self._times.end_update()
 
     def end_step(
-        self,
-        step: int,
-        *,
-        learning_rate: float,
-        peak_learning_rate: float | None = None,
+        self, step: int, *, learning_rate: float, peak_learning_rate: float | None = None
     ) -> Look | None:
         """Note the end of a step; return what was found where a look is due.
 
