@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowLayout
+from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
 from autocache.row_copy import as_words, copy_in, copy_out, factors_of, num_words, own_words
 
 _LOGGER = logging.getLogger(__name__)
@@ -90,15 +90,12 @@ class RowStore:
         table = torch.frombuffer(
             mapping, dtype=torch.int64, count=num_rows * row_words, offset=shape.rows_start
         ).view(num_rows, row_words)
-        self._words = [
-            table.narrow(1, offset // WORD_BYTES, num_words(field))
-            for field, offset in zip(layout.fields, layout.offsets, strict=False)
-        ]
-        factors, starts = factors_of(row_words), [start // WORD_BYTES for start in layout.offsets]
-        self._factors = [
-            factors[start : start + words.shape[1]]
-            for start, words in zip(starts, self._words, strict=False)
-        ]
+        factors = factors_of(row_words)
+        # Each field's words in the file, and the factors of their check.
+        self._parts: list[tuple[RowField, Tensor, np.ndarray]] = []
+        for field, offset in zip(layout.fields, layout.offsets, strict=False):
+            start, num = offset // WORD_BYTES, num_words(field)
+            self._parts.append((field, table.narrow(1, start, num), factors[start : start + num]))
 
     @classmethod
     def create(cls, path: str | Path, layout: RowLayout, num_rows: int) -> RowStore:
@@ -191,7 +188,7 @@ class RowStore:
         """Unmap the file, and unlink it if this process created it and has not yet."""
         self.unlink()
         # The last array to go unmaps the file; unmapping by hand fails while a traceback has one.
-        self._words.clear()
+        self._parts.clear()
         self._header = np.zeros(2, np.uint64)
         self._tags = np.empty((0, TAG_WORDS), np.uint64)
 
@@ -303,8 +300,7 @@ class RowStore:
         )
         self._tags[ids, 0] = 0
         sums = np.zeros(len(ids), np.uint64)
-        parts = zip(self.layout.fields, self._words, self._factors, strict=True)
-        for field, words, factors in parts:
+        for field, words, factors in self._parts:
             values = rows[field.name].detach().cpu()
             values = values if len(kept) == len(values) else values.index_select(0, kept)
             sums += copy_in(ids, as_words(field, values), words, own_words(field, own), factors)
@@ -323,7 +319,7 @@ class RowStore:
 
     def _slots(self, sample_ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return each id's row number, 0 where it has none, and the (B,) mask of those it has."""
-        if not self._words:
+        if not self._parts:
             raise ValueError(f"the store of {self.path} is closed; use it inside its `with`")
         form = (sample_ids.dtype, sample_ids.device.type, sample_ids.dim())
         if form != (torch.int64, "cpu", 1) or sample_ids.numpy().min(initial=0) < 0:
@@ -352,8 +348,7 @@ class RowStore:
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         sums, rows = np.zeros(len(source), np.uint64), {}
-        parts = zip(self.layout.fields, self._words, self._factors, strict=True)
-        for field, words, factors in parts:
+        for field, words, factors in self._parts:
             copied = buffers[field.name][: len(source)]
             own = own_words(field, lengths)
             sums += copy_out(source, words, copied, own, factors, in_background=in_background)

@@ -205,7 +205,7 @@ def test_rows_that_fit_nowhere_take_no_later_sample(
 def test_rows_that_are_damaged_in_store_are_computed_with_the_others(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
         world.fetch([4, 5, 6], depth=1)
-        words = world.store._words[0]
+        words = world.store._parts[0][1]
         words[5, 0] ^= 1
         world.fetch([4], [5, 6])
         assert world.found(4, 5, 6) == [4, 4, 4]

@@ -105,7 +105,7 @@ def test_a_short_sentence_touches_only_its_own_bytes() -> None:
             trainer.step()
         store = trainer._run.feed._store
         assert store is not None
-        words = store._words[0].view(torch.float64).view(NUM_SENTENCES, LENGTH, -1)
+        words = store._parts[0][1].view(torch.float64).view(NUM_SENTENCES, LENGTH, -1)
         lengths = Sentences().mask.sum(1)
         for row, length in zip(words, lengths.tolist(), strict=True):
             assert row[:length].abs().sum(1).min() > 0
