@@ -45,11 +45,6 @@ class WeightVersions:
         self._kept = {0: self._leaves()}
 
     def __getitem__(self, version: int) -> Weights:
-        """Return a version that is kept.
-
-        Raises:
-            KeyError: it is not.
-        """
         return self._kept[version]
 
     def run_with(self, weights: Weights, call: Callable[[], _T]) -> _T:

@@ -107,11 +107,6 @@ class Summary:
 
 
 def summarize(spans: Sequence[Span]) -> Summary:
-    """Sum up spans.
-
-    Raises:
-        ValueError: nothing was computed.
-    """
     compute = [span for span in spans if span.is_compute]
     if not compute:
         raise ValueError("the trace is empty; run a forward or a step in its block")

@@ -58,6 +58,8 @@ class IntervalSignals:
         self._gradients = GradientSignals(lists, absolute="gradient_l1" in wanted)
         self._changes = WeightChanges(parameters) if "relative_update" in wanted else None
         self._sums = GradientSums(parameters) if "accumulated_gradient" in wanted else None
+        kept: dict[str, KeptTensors | None] = {_BEFORE: self._changes, _SUM: self._sums}
+        self._kept = {entry: one for entry, one in kept.items() if one is not None}
 
     def begin_step(self) -> None:
         """Keep the weights, where an interval begins."""
@@ -128,11 +130,6 @@ class IntervalSignals:
             end = f"/{entry}"
             own = {key.removesuffix(end): t for key, t in tensors.items() if key.endswith(end)}
             kept.put(sublayer, own)
-
-    @property
-    def _kept(self) -> dict[str, KeptTensors]:
-        kept = {_BEFORE: self._changes, _SUM: self._sums}
-        return {entry: one for entry, one in kept.items() if one is not None}
 
 
 def is_signal_tensor(key: str) -> bool:
