@@ -229,12 +229,16 @@ def as_policy(
     resume and so must not remember anything; subclass `FreezePolicy` for that.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is none of these, or its signals are no set.
         ValueError: the policy asks for a signal that is not measured.
     """
     if freeze is None:
         return NeverFreeze()
     if isinstance(freeze, FreezePolicy):
+        if not isinstance(freeze.signals, (set, frozenset)):
+            raise TypeError(
+                f"the signals of {freeze.name} are {freeze.signals!r}; give a set of names"
+            )
         if unknown := freeze.signals - measured:
             raise ValueError(
                 f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured "

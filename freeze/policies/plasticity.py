@@ -47,14 +47,14 @@ class Plasticity(FreezePolicy):
         thaw_drop: float | None = 10.0,
     ) -> None:
         measures = {"similarity": "probe_change", "cka": "probe_cka"}
-        for name, value, allowed in (
-            ("tolerance", tolerance, tolerance > 0),
-            ("measure", measure, measure in measures),
-            ("window", window, window >= 2),
-            ("thaw_drop", thaw_drop, thaw_drop is None or thaw_drop > 1),
+        for name, value, allowed, needed in (
+            ("tolerance", tolerance, tolerance > 0, "more than 0"),
+            ("measure", measure, measure in measures, f"one of {sorted(measures)}"),
+            ("window", window, window >= 2, "at least 2"),
+            ("thaw_drop", thaw_drop, thaw_drop is None or thaw_drop > 1, "more than 1, or None"),
         ):
             if not allowed:
-                raise ValueError(f"{name} is {value!r}; see the docstring for what is allowed")
+                raise ValueError(f"{name} is {value!r}; give {needed}")
         self._signal = measures[measure]
         self.signals = frozenset({self._signal})
         self._tolerance, self._window, self._thaw_drop = tolerance, window, thaw_drop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import final
 
-from freeze.policies.arguments import grown
+from freeze.policies.arguments import checked_count, grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -33,14 +33,12 @@ class QuietUpdates(FreezePolicy):
     def __init__(
         self, threshold: float = 1e-5, *, begin: float = 0.1, min_active: int = 1
     ) -> None:
-        for name, value, allowed in (
-            ("threshold", threshold, threshold > 0),
-            ("begin", begin, 0 <= begin <= 1),
-            ("min_active", min_active, min_active >= 0),
-        ):
-            if not allowed:
-                raise ValueError(f"{name} is {value}; see the docstring for what is allowed")
-        self._threshold, self._begin, self._min_active = threshold, begin, min_active
+        if not threshold > 0:
+            raise ValueError(f"threshold is {threshold}; give more than 0")
+        if not 0 <= begin <= 1:
+            raise ValueError(f"begin is {begin}; give a share of the run, 0 to 1")
+        self._threshold, self._begin = threshold, begin
+        self._min_active = checked_count("min_active", min_active)
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         rate = context.mean_learning_rate

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
+from freeze.policies.arguments import checked_count
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -73,15 +74,15 @@ class Guarded(_Around):
     ) -> None:
         for name, value, least in (
             ("warmup", warmup, 0),
-            ("patience", patience, 1),
-            ("at_once", math.inf if at_once is None else at_once, 1),
-            ("min_active", min_active, 0),
+            ("patience", checked_count("patience", patience), 1),
+            ("at_once", 1 if at_once is None else checked_count("at_once", at_once), 1),
             ("tolerance", tolerance, 0),
         ):
             if not value >= least:
                 raise ValueError(f"{name} is {value}; give at least {least}")
         super().__init__(policy)
-        self._warmup, self._patience, self._min_active = warmup, patience, min_active
+        self._warmup, self._patience = warmup, patience
+        self._min_active = checked_count("min_active", min_active)
         self._at_once = at_once
         self._thaw_on, self._tolerance = thaw_on, tolerance
         if greater_is_better is None:

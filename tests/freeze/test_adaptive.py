@@ -296,8 +296,10 @@ def test_other_words_are_refused(text: str) -> None:
     [
         (lambda: AutoFreeze(101), "percentile is 101"),
         (lambda: AutoFreeze(min_active=-1), "min_active is -1"),
-        (lambda: Plasticity(0), "tolerance is 0"),
-        (lambda: Plasticity(measure="svcca"), "measure is 'svcca'"),
+        (lambda: Plasticity(0), "tolerance is 0; give more than 0"),
+        (lambda: Plasticity(measure="svd"), "measure is 'svd'; give one of .'cka', 'similarity'"),
+        (lambda: QuietUpdates(0), "threshold is 0; give more than 0"),
+        (lambda: QuietUpdates(begin=2), "begin is 2; give a share"),
         (lambda: Plasticity(window=1), "window is 1"),
         (lambda: Plasticity(thaw_drop=1), "thaw_drop is 1"),
         (lambda: FreezeOut(0), "t0 is 0"),

@@ -16,10 +16,12 @@ from freeze import (
     FreezePolicy,
     Guarded,
     Linear,
+    NeverFreeze,
     PaperRule,
     PolicyError,
     Replay,
     Shadow,
+    as_policy,
     checked_decision,
 )
 from pipetransformer.transition.journal import Journal
@@ -120,11 +122,27 @@ def test_a_guard_goes_on_from_its_state() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup": -1}, {"patience": 0}, {"at_once": 0}, {"min_active": -1}, {"tolerance": math.nan}],
+    [
+        {"warmup": -1},
+        {"patience": 0},
+        {"at_once": 0},
+        {"at_once": 1.5},
+        {"min_active": -1},
+        {"min_active": 1.5},
+        {"tolerance": math.nan},
+    ],
 )
 def test_guards_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give at least"):
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(options))} is .*; give "):
         Guarded(wanting(1), **options)
+
+
+@pytest.mark.parametrize("signals", [["relative_update"], "relative_update"])
+def test_signals_that_are_no_set_are_refused(signals: Any) -> None:
+    policy = NeverFreeze()
+    policy.signals = signals
+    with pytest.raises(TypeError, match="signals of NeverFreeze are .*; give a set of names"):
+        as_policy(policy)
 
 
 def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
