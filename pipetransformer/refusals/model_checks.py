@@ -18,6 +18,9 @@ def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
     Raises:
         ValueError: the message names the module or parameter, and what to do.
     """
+    sides, mask = model.sides_of(0, len(model.sublayers)), model.padding_mask
+    if mask is not None and mask not in sides:
+        raise ValueError(f"padding_mask is {mask!r}; give one of the sides: {', '.join(sides)}")
     _refuse_batch_statistics(model.model)
     _refuse_parameters(model.model)
     _refuse_shared_memory(model.model)

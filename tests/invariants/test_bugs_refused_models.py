@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from pipetransformer import Trainer
+from pipetransformer.adapters import adapt
 from tests.invariants.test_bugs_numbers import TINY, sgd
 from tests.loops import make_trainer
 from tests.models import tiny_data, tiny_model
@@ -289,3 +291,11 @@ def test_optimizers_that_a_part_or_a_move_would_change_are_refused(
 def test_sgd_is_still_as_good_as_any() -> None:
     with make_trainer(replace(TINY, optimizer=sgd, build=tiny_model)) as trainer:
         trainer.step()
+
+
+def test_a_padding_mask_that_no_sublayer_takes_is_refused() -> None:
+    """A misspelled one went through; nothing was cached, and the log advised to pad samples."""
+    layered = adapt(around())
+    layered.padding_mask = "mask"
+    with pytest.raises(ValueError, match="padding_mask is 'mask'; give one of the sides"):
+        Trainer(layered, tiny_data())
