@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
 from experiments.tasks.glue import TASKS, TextSource, glue_workload
@@ -44,7 +46,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: the task is not known, or there is no model.
+        ValueError: the task is not known, there is no model, or it is too short.
     """
     if options.task not in (*TASKS, "squad"):
         raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
@@ -61,6 +63,11 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
             make_glue(options.task, Path(data))
     if model is None:
         raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
+    positions = AutoConfig.from_pretrained(model).max_position_embeddings
+    if options.max_seq_length > positions and not run_options.smoke:
+        raise ValueError(
+            f"--max_seq_length is {options.max_seq_length}, but {model} has {positions} positions"
+        )
     source = TextSource(
         model,
         data,

@@ -62,7 +62,7 @@ def write_outcome(
         **asdict(outcome),
         "options": {**asdict(options), **workload.options},
         "recipe": None if options.recipe is None else read_recipe(options.recipe),
-        "command": [sys.executable.rsplit("/", 1)[-1], *sys.argv],
+        "command": _command(),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__},
@@ -71,6 +71,17 @@ def write_outcome(
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     main = outcome.metrics.get(workload.metric)
     print(f"{workload.name}: {workload.metric} {main:.2f}, {outcome.train_s:.0f} s of training")
+
+
+def _command() -> list[str]:
+    """Return what was started, as it is to be started again in the root of this tree."""
+    script, arguments = Path(sys.argv[0]), sys.argv[1:]
+    start = [Path(sys.executable).name]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        start = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+    if script.parent.name != "experiments":
+        return [*start, *sys.argv]
+    return [*start, "-m", f"experiments.{script.stem}", *arguments]
 
 
 def _draw(folder: Path, metric: str, baseline: str | None) -> None:

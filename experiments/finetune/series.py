@@ -76,7 +76,8 @@ class Series:
         return ["--recipe", self.recipe, "--seed", str(seed), *self.further, *extra]
 
     def _refuse_other(self, run: FinishedRun, arguments: Sequence[str]) -> None:
-        made = run.summary["command"][2:-2]  # Between the script and --output_dir.
+        command = run.summary["command"]
+        made = command[command.index("--recipe") : -2]  # From the first to --output_dir.
         if made != list(arguments) or run.summary["recipe"] != read_recipe(self.recipe):
             raise ValueError(
                 f"{run.folder} holds a run of other options or another recipe; remove it, or give "

@@ -58,3 +58,12 @@ def with_lora(model: nn.Module) -> nn.Module:
         LoraConfig(r=8, lora_alpha=16, target_modules=attention, modules_to_save=heads),
     )
     return adapted
+
+
+def without_lora(model: nn.Module) -> nn.Module:
+    """Return the model itself, with the updates in its weights where `with_lora` gave it some."""
+    merge = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    merged: nn.Module = merge()
+    return merged

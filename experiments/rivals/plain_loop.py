@@ -36,10 +36,11 @@ from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
-from experiments.rivals.models import build_model, frozen_at
+from experiments.rivals.models import build_model, frozen_at, without_lora
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
 from pipetransformer.data import read_lengths
+from pipetransformer.model_files import write_model_folder
 from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 from pipetransformer.processes import World, connect
@@ -68,6 +69,9 @@ def train(options: RunOptions, workload: Workload) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(record) + "\n" for record in loop.log)
             (folder / "records.jsonl").write_text(lines)
+            model = without_lora(loop.model)
+            state, processor = model.state_dict(), workload.processing_class
+            write_model_folder(model, state, folder / "model", processor)
             write_outcome(options, workload, outcome, found)
     finally:
         world.close()

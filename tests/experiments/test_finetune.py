@@ -138,6 +138,8 @@ def test_every_rival_trains_and_reports(tmp_path: Path, options: tuple[str, ...]
     found = smoke(tmp_path / "run", "--baseline", *options)
     assert found["steps"] >= 1 and "accuracy" in found["metrics"]
     assert len(losses(tmp_path / "run")) == found["steps"]
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    assert saved.config.num_hidden_layers == (2 if options[0] == "small" else 4)
 
 
 def test_plans_are_said_and_nothing_is_written(
@@ -341,3 +343,4 @@ def test_published_settings_start_under_torchrun(tmp_path: Path, recipe: str) ->
     found = summary(tmp_path / "run")
     assert found["details"]["processes"] == 2 and found["options"]["precision"] == "bf16"
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert found["command"] == [command[0], *command[2:]]
