@@ -1,9 +1,9 @@
 """Cache the frozen prefix's activations, shared by all processes of a node.
 
 stamp ─► cached_prefix ─► store ─► layout of rows in a file
-              ├─► content of a row, positions
+              ├─► content of a row, unequal_lengths
               ├─► reader: rows read ahead ─► row_copy
-              └─► chunks: who runs together
+              └─► prefix_chunks: who runs together
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from autocache.cached_prefix import CacheStats, PrefixCache
 from autocache.content import HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
-from autocache.positions import Positions, by_position, own_lengths
 from autocache.stamp import chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore
+from autocache.unequal_lengths import Positions, by_position, own_lengths
 
 __all__ = [
     "HIDDEN", "CacheStats", "NamelessFilesError", "Positions", "PrefixCache", "RowContent",

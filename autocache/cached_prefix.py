@@ -41,11 +41,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.chunks import NO_ROW, NOTHING, SampleRows, filling, of_ids, one_each, place
 from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
-from autocache.positions import own_lengths
+from autocache.prefix_chunks import NO_ROW, NOTHING, SampleRows, filling, of_ids, one_each, place
 from autocache.reader import RowReader
 from autocache.store import RowStore
+from autocache.unequal_lengths import own_lengths
 
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 """One row in so many is checked: of as many reads as the store has rows, and from then on. If one

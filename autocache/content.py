@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autocache.layout import RowField, RowLayout
-from autocache.positions import Positions, by_position, own_lengths
+from autocache.unequal_lengths import Positions, by_position, own_lengths
 
 HIDDEN, DIGEST = "hidden", "digest"
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autodp.sampler import EpochSampler, shuffled
-from autopipe.plan.lengths import fitting_lengths, length_choices, replicas_of
+from autopipe.plan.pipeline_lengths import fitting_lengths, length_choices, replicas_of
 from pipetransformer import Trainer
 from pipetransformer.measure.measurements import measure
 from tests.measured import measuring, once

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from autodp.messages import gather_json
 from autodp.sampler import EpochSampler, shuffled
-from autopipe.plan.lengths import fitting_lengths
+from autopipe.plan.pipeline_lengths import fitting_lengths
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import predict
 from freeze import FreezeSchedule

@@ -1,16 +1,16 @@
 """Plan as PipeDream does: stages of a layer graph, each with its own number of replicas.
 
-profile's layer_graph ─► states: places where the graph can be cut, in order ─► optimizer
+profile's layer_graph ─► cuts: places where it can be cut, in order ─► stage_search
 """
 
-from autopipe.pipedream.optimizer import (
+from autopipe.pipedream.cuts import CutState, cut_states, left_out, trimmed
+from autopipe.pipedream.stage_search import (
     Machines,
     ReplicatedPlan,
     ReplicatedStage,
     data_parallel_s,
     optimize,
 )
-from autopipe.pipedream.states import CutState, cut_states, left_out, trimmed
 
 __all__ = [
     "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",

@@ -5,8 +5,8 @@ request ─► search ─► estimate ─► simulation
 """
 
 from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
-from autopipe.plan.lengths import fitting_lengths
 from autopipe.plan.paper import paper_length, paper_plan, paper_split, throughput_tables
+from autopipe.plan.pipeline_lengths import fitting_lengths
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import (
     candidates,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-from autopipe.plan.lengths import length_choices, replicas_of, rings_of
+from autopipe.plan.pipeline_lengths import length_choices, replicas_of, rings_of
 from autopipe.profile import Ring, with_tuples
 from autopipe.schedule import SCHEDULES, micro_batch_sizes
 

@@ -5,7 +5,7 @@ command ─► place (described), machine (measured) ─► answer ─► table
 
 from pipetransformer.forecast.command import add_plan_parser, plans_text, run_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.target import Place, described_place, make_request, profiled
+from pipetransformer.forecast.place import Place, described_place, make_request, profiled
 
 __all__ = [
     "ModelChoice", "Place", "add_plan_parser", "build_named", "described_place", "make_request",

@@ -18,8 +18,8 @@ from autopipe.plan import (
 )
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
-from pipetransformer.forecast.replicated import Replicated, replicate
-from pipetransformer.forecast.target import Place
+from pipetransformer.forecast.place import Place
+from pipetransformer.forecast.replicated_stages import Replicated, replicate
 
 _Found = TypeVar("_Found")
 

@@ -13,7 +13,8 @@ from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.machine import default_slots, place_at_hand
 from pipetransformer.forecast.named_model import BERTS, DTYPES, ModelChoice
-from pipetransformer.forecast.replicated import PIPEDREAM, add_profile_options, run_profile
+from pipetransformer.forecast.place import Place, described_place, make_request
+from pipetransformer.forecast.replicated_stages import PIPEDREAM, add_profile_options, run_profile
 from pipetransformer.forecast.table import (
     answer_json,
     answer_text,
@@ -24,7 +25,6 @@ from pipetransformer.forecast.table import (
     replicated_text,
     title,
 )
-from pipetransformer.forecast.target import Place, described_place, make_request
 from pipetransformer.planning import PLANS
 
 BATCH_A_SLOT = 32

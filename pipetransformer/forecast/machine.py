@@ -12,7 +12,7 @@ import torch
 
 from pipetransformer.config import TrainConfig
 from pipetransformer.forecast.named_model import ModelChoice, NamedModel, build_named
-from pipetransformer.forecast.target import Place
+from pipetransformer.forecast.place import Place
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss, choose_loss
 from pipetransformer.measure import Measurements, measure

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from autocache.cached_prefix import PrefixCache
-from autocache.chunks import SampleRows, filling
 from autocache.content import RowContent
-from autocache.positions import Positions
+from autocache.prefix_chunks import SampleRows, filling
 from autocache.store import RowStore
+from autocache.unequal_lengths import Positions
 from tests.autocache.test_cached_prefix import (
     CHUNK_SIZE,
     CPU,

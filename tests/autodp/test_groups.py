@@ -14,7 +14,7 @@ import torch.distributed as dist
 import autodp.groups
 from autodp.groups import GroupPool, Groups
 from autodp.topology import Topology
-from autopipe.plan.lengths import fitting_lengths
+from autopipe.plan.pipeline_lengths import fitting_lengths
 from tests.pool import Pool
 
 

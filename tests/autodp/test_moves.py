@@ -11,7 +11,7 @@ import pytest
 
 from autodp.moves import Move, largest_incoming_bytes, plan_moves
 from autodp.topology import Topology
-from autopipe.plan.lengths import fitting_lengths
+from autopipe.plan.pipeline_lengths import fitting_lengths
 from pipetransformer.transition.ownership import OPTIMIZER, Ownership
 from tests.pool import Pool
 

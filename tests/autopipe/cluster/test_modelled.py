@@ -25,7 +25,7 @@ from autopipe.profile.chain import ProfiledSublayer, chain_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.target import profiled
+from pipetransformer.forecast.place import profiled
 
 FREE = LinkCost(0.0, math.inf)
 Builder = Callable[[], nn.Module]

@@ -273,6 +273,6 @@ def test_tensorboard_shows_steps_and_metrics(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipetransformer.events.board.find_spec", lambda name: None)
+    monkeypatch.setattr("pipetransformer.events.tensorboard.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"install pipetransformer\[report\]"):
         TensorBoard()

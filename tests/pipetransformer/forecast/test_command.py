@@ -18,7 +18,7 @@ from pipetransformer.cli import main
 from pipetransformer.forecast import machine as plan_machine
 from pipetransformer.forecast.answer import find_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.target import described_place, make_request
+from pipetransformer.forecast.place import described_place, make_request
 from tests.models import tiny_data, tiny_model
 
 HERE = "tests.pipetransformer.forecast.test_command"

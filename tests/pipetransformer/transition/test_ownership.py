@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autodp.topology import Topology
-from autopipe.plan.lengths import fitting_lengths
+from autopipe.plan.pipeline_lengths import fitting_lengths
 from pipetransformer.transition.ownership import (
     OPTIMIZER,
     WEIGHTS,

@@ -23,7 +23,7 @@ from autopipe.pipedream import (
 from autopipe.plan import PlanRequest
 from autopipe.profile import LayerGraph, graph_of, read_graph
 from autopipe.trace import as_bytes
-from pipetransformer.forecast.target import Place
+from pipetransformer.forecast.place import Place
 from pipetransformer.tables import text_table
 
 PIPEDREAM = "pipedream"

@@ -10,8 +10,8 @@ import pytest
 from autopipe.plan import PlanRequest
 from autopipe.profile import LayerGraph, LayerNode
 from pipetransformer.cli import main
-from pipetransformer.forecast.replicated import replicate
-from pipetransformer.forecast.target import Place
+from pipetransformer.forecast.place import Place
+from pipetransformer.forecast.replicated_stages import replicate
 from tests.costs import uniform
 from tests.pipetransformer.forecast.test_command import CLUSTER, HERE
 from tests.profile_text import profile_text

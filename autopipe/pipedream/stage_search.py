@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.pipedream.states import CutState
+from autopipe.pipedream.cuts import CutState
 
 Array = NDArray[np.float64]
 
