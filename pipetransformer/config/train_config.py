@@ -87,7 +87,7 @@ class TrainConfig:
             published system did; the learning rate is scaled with it.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
         cache_folder: where the cache's file lives; RAM by default.
-        cache_limit_bytes: most bytes of the training set's cache on a node, and of the evaluation
+        cache_limit_bytes: most bytes of rows of the training set on a node, and of the evaluation
             set's; None holds all samples. Those that do not fit are computed at every step.
         cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then
             has rounded ones in every epoch; None stores them as they are computed.
