@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -229,7 +230,7 @@ def as_policy(
     resume and so must not remember anything; subclass `FreezePolicy` for that.
 
     Raises:
-        TypeError: it is none of these, or its signals are no set.
+        TypeError: it is none of these, its signals are no set, or its state is not for JSON.
         ValueError: the policy asks for a signal that is not measured.
     """
     if freeze is None:
@@ -244,6 +245,13 @@ def as_policy(
                 f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured "
                 f"here; use a subset of {sorted(measured)}"
             )
+        try:
+            json.dumps(freeze.state_dict())
+        except TypeError as error:
+            raise TypeError(
+                f"the state of {freeze.name} does not go into JSON, and so into no checkpoint: "
+                f"{error}; let state_dict return numbers, texts, lists and mappings of texts"
+            ) from error
         return freeze
     if isinstance(freeze, type) or not callable(freeze):
         raise TypeError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from freeze import (
     FreezeContext,
@@ -143,6 +144,18 @@ def test_signals_that_are_no_set_are_refused(signals: Any) -> None:
     policy.signals = signals
     with pytest.raises(TypeError, match="signals of NeverFreeze are .*; give a set of names"):
         as_policy(policy)
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused_before_training() -> None:
+    class Remembering(FreezePolicy):
+        def decide(self, context: FreezeContext) -> None:
+            return None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mean": torch.zeros(())}
+
+    with pytest.raises(TypeError, match="state of Remembering does not go into JSON.*let state_d"):
+        as_policy(Remembering())
 
 
 def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
