@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,18 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        if options.command == "plan":
-            return 0 if run_plan(options, print) else 1
-        if options.command == "export":
-            run_export(options, print)
-        elif options.command == "score":
-            run_score(options, print)
-        else:
-            print(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder))
+        is_done = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has seen enough, as `head` has; the process's end would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (CorruptCheckpointError, ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if is_done else 1
+
+
+def _run(options: argparse.Namespace) -> bool:
+    """Run what was asked for; tell whether there is an answer."""
+    if options.command == "plan":
+        return run_plan(options, print)
+    if options.command == "export":
+        run_export(options, print)
+    elif options.command == "score":
+        run_score(options, print)
+    else:
+        print(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder))
+    return True
 
 
 if __name__ == "__main__":

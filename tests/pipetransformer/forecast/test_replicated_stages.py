@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,14 @@ def test_stages_with_workers_of_their_own_can_be_asked_for(
     assert len(answer["chosen"]["busy_s"]) == 4
     assert main([*asked, "2,1"]) == 1
     assert "all 4 ranks together" in capsys.readouterr().err
+
+
+def test_whoever_reads_the_answer_may_stop_reading(profile: Path) -> None:
+    command = [sys.executable, "-m", "pipetransformer.cli", "plan", "--profile", str(profile)]
+    with subprocess.Popen(
+        [*command, *ASKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=120) == 1
+        assert process.stderr is not None and process.stderr.read() == ""
