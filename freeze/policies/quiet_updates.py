@@ -51,11 +51,14 @@ class QuietUpdates(FreezePolicy):
             change = context.layers[layer].relative_update
             return change is not None and 0 < change * scale < self._threshold
 
-        num_frozen = grown(context, context.num_layers - self._min_active, is_quiet)
+        most = context.num_layers - self._min_active
+        num_frozen = grown(context, most, is_quiet)
         where = min(num_frozen, context.num_layers - 1)
         change = context.layers[where].relative_update
         said = "not measured" if change is None else f"{change * scale:.2g}"
         if change is not None and not math.isfinite(change):
             said = "not finite"
+        elif where >= most and is_quiet(where):
+            said += ", but stays active"
         text = f"quiet below {self._threshold:g} a step; layer {where}: {said}"
         return FreezeDecision(num_frozen, text)

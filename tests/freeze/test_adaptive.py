@@ -207,6 +207,11 @@ def test_a_share_of_the_run_ends_at_its_very_step() -> None:
     assert decided == [0, 3]  # Of 20 steps.
 
 
+def test_a_quiet_layer_that_is_to_stay_active_is_said_to() -> None:
+    decided = checked_decision(QuietUpdates(), context_with("relative_update", [2e-6] * 3, step=9))
+    assert decided.reason == "quiet below 1e-05 a step; layer 2: 2e-06, but stays active"
+
+
 def test_the_paper_s_rule_compares_the_layers_that_do_not_rest() -> None:
     context = make_context([4.0, None, 3.0, 2.0])
     with pytest.raises(PolicyError, match="missing or not finite"):
