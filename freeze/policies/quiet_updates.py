@@ -23,6 +23,7 @@ class QuietUpdates(FreezePolicy):
         begin: share of the run before which nothing freezes.
         min_active: layers that never freeze.
     Raises:
+        TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
     Source: GradES (2025), which compares single matrices' change in L1, not over their size; the
         prefix, the norm and the learning rate are ours.

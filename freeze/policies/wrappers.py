@@ -54,6 +54,7 @@ class Guarded(_Around):
         greater_is_better: whether more of the metric is better; None takes it to be, but of a name
             that ends in "loss".
     Raises:
+        TypeError: a number of layers or of decisions is not an int.
         ValueError: an argument is out of its range; later, an evaluation lacks the metric.
     """
 
