@@ -238,8 +238,12 @@ class Run:
     def _saved_parts(self) -> dict[str, Part]:
         """Return what saves itself into checkpoints, beside weights, moments and transitions."""
         scale = self.deployment.loss_scale
-        parts: dict[str, Part] = {"report": self.log.report, "log": self.log, "best": self.best}
-        parts["coming"] = self._coming
+        parts: dict[str, Part] = {
+            "report": self.log.report,
+            "log": self.log,
+            "best": self.best,
+            "coming": self._coming,
+        }
         return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 
     def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:

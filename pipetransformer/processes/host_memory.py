@@ -13,7 +13,7 @@ _USERS_OWN = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, until `give_back_freed_memory`; tell whether it does.
+    """Let this process keep what it frees from now on; tell whether it does.
 
     By default glibc maps every tensor above 32 MB anew and unmaps it when it is freed, and so the
     kernel zeroes each of its pages in every step. An environment that chooses an allocator, or
@@ -26,6 +26,6 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give what is free now back to the kernel."""
+    """Give what is free now back to the kernel; what is freed later may be kept again."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
