@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from experiments.finetune.finished_run import FinishedRun, draw_learning
+from experiments.finetune.options import RunOptions
+from experiments.finetune.options import parse as parse_options
 from experiments.finetune.series import (
     Series,
     add_series_options,
@@ -24,9 +26,11 @@ from experiments.finetune.series import (
     series_of,
     spread,
 )
+from experiments.vit import ImageOptions
 
 DDP, OURS, TWO = "ddp", "ours", "ours, two processes"
-FREEZING = ("ddp+freeze", "ddp+freeze+cache")
+KEEPS = "ddp+freeze+cache"
+FREEZING = ("ddp+freeze", KEEPS)
 """Plain loops that freeze what ours froze."""
 ROWS: Mapping[str, tuple[str, ...]] = {
     DDP: ("--baseline", "ddp", "--freeze", "none"),
@@ -160,10 +164,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _augments(series: Series) -> bool:
+    """Tell whether a series' images are augmented."""
+    given = ["--recipe", series.recipe, *series.further, "--output_dir", ""]
+    return series.script == "vit" and parse_options((ImageOptions, RunOptions), given)[0].augment
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and print the table."""
     options = parse(arguments)
     series = series_of(options)
+    if KEEPS in options.rows and _augments(series):
+        raise ValueError(f"{KEEPS} would keep one crop of each image for good; leave it out")
 
     def extra(name: str, seed: int) -> list[str]:
         added = list(ROWS[name])

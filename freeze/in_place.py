@@ -86,13 +86,12 @@ def apply(
 
 def _checked_number(num_frozen: int, most: int) -> int:
     """Return how many layers freeze, as an int that is possible."""
-    try:
-        num_frozen = operator.index(num_frozen)
-    except TypeError as error:
+    if isinstance(num_frozen, bool) or not hasattr(num_frozen, "__index__"):
         raise TypeError(
             f"num_frozen is {num_frozen!r} ({type(num_frozen).__name__}); give how many layers "
             "freeze, a whole number"
-        ) from error
+        )
+    num_frozen = operator.index(num_frozen)
     if not 0 <= num_frozen <= most:
         raise ValueError(
             f"{num_frozen} layers cannot freeze; the model has {most}: give 0 to {most}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import final
 
@@ -11,7 +12,6 @@ from autodp import gather_json
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task
-from pipetransformer.loss import mean_of
 from pipetransformer.predictions import (
     OUTPUT,
     EvalPrediction,
@@ -124,9 +124,13 @@ class Evaluator:
         )
 
     def _means(self, results: Results) -> dict[str, float]:
-        """Return the means over what all ranks have added up. Collective."""
+        """Return the means over what all ranks have added up, NaN for those of nothing.
+
+        Collective.
+        """
         joined = Results()
         for totals in gather_json(results.totals, group=self._world.group):
             for name, (total, count) in totals.items():
                 joined.add(name, total, count)
-        return {name: mean_of(total, count) for name, (total, count) in joined.totals.items()}
+        means = joined.totals.items()
+        return {name: total / count if count else math.nan for name, (total, count) in means}

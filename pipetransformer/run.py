@@ -110,7 +110,7 @@ class Run:
         self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
         if world.device.type == "cpu":
             keep_freed_memory()
-        world.max_replicas = config.max_replicas
+        world.max_replicas = config.most_replicas()
         world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._own_to_come)

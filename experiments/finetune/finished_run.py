@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,8 @@ class FinishedRun:
 
     @property
     def metric(self) -> float:
-        """Return the task's main metric at the end."""
-        return float(self.summary["metrics"][self.summary["metric"]])
+        """Return the task's main metric at the end; NaN where it has no value."""
+        return _number(self.summary["metrics"][self.summary["metric"]])
 
     @property
     def train_s(self) -> float:
@@ -75,8 +76,13 @@ def learning_of(records: Iterable[Mapping[str, Any]], metric: str) -> Curve:
         if record["kind"] in ("step", "decision", "transition") and not sets_up:
             seconds += record.get("seconds", 0.0)  # Decisions did not always have them.
         elif record["kind"] == "evaluation" and metric in record:
-            found.append((seconds, float(record[metric])))
+            found.append((seconds, _number(record[metric])))
     return found
+
+
+def _number(value: float | None) -> float:
+    """Return a number as JSON holds it, NaN for one that JSON has no word for."""
+    return math.nan if value is None else float(value)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

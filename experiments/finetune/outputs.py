@@ -19,7 +19,7 @@ import pipetransformer
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
-from pipetransformer.report import draw_report
+from pipetransformer.report import draw_report, finite
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def write_outcome(
         "versions": {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__},
         "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
     main = outcome.metrics.get(workload.metric)
     print(f"{workload.name}: {workload.metric} {main:.2f}, {outcome.train_s:.0f} s of training")
 

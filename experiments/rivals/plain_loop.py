@@ -44,6 +44,7 @@ from pipetransformer.model_files import write_model_folder
 from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 from pipetransformer.processes import World, connect
+from pipetransformer.report import finite
 
 _DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 600.0
@@ -67,7 +68,7 @@ def train(options: RunOptions, workload: Workload) -> None:
         if world.is_main:
             folder = Path(options.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(record) + "\n" for record in loop.log)
+            lines = "".join(json.dumps(finite(record)) + "\n" for record in loop.log)
             (folder / "records.jsonl").write_text(lines)
             model = without_lora(loop.model)
             state, processor = model.state_dict(), workload.processing_class

@@ -129,7 +129,12 @@ class Windows:
     def _cut(
         self, questions: list[Question]
     ) -> list[tuple[dict[str, Any], Question, list[list[int]]]]:
-        """Return every window's entries, its question, and where its tokens are in the text."""
+        """Return every window's entries, its question, and where its tokens are in the text.
+
+        Raises:
+            ValueError: a question leaves a window no room for more of the text than overlaps.
+        """
+        self._refuse_long(questions)
         encoded = self._tokenizer(
             [one["question"] for one in questions],
             [one["context"] for one in questions],
@@ -149,3 +154,16 @@ class Windows:
             )
             for index in range(len(offsets))
         ]
+
+    def _refuse_long(self, questions: list[Question]) -> None:
+        texts = [one["question"] for one in questions]
+        tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        special = self._tokenizer.num_special_tokens_to_add(pair=True)
+        for question, own in zip(questions, tokens, strict=True):
+            room = self._length - special - len(own)
+            if room <= self._stride:
+                raise ValueError(
+                    f"the question {question['id']} has {len(own)} tokens, and leaves "
+                    f"{max(0, room)} of a window's {self._length} for the text, of which "
+                    f"{self._stride} overlap; raise --max_seq_length, or lower --doc_stride"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -54,8 +55,8 @@ class TrainConfig:
             always skips the step, and halves the loss's scale, down to a scale of 1.
         pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
-        max_replicas: most pipelines R that train side by side; devices beyond them stay idle. None
-            for no limit.
+        max_replicas: most pipelines R that train side by side; devices beyond them stay idle.
+            None for as many as have a sample in each step.
         stage_workers: processes of each stage of one pipeline, such as (2, 1), all processes in
             all: a stage's take micro-batches in turn. Its boundaries are planned; where layers
             freeze until there is less than a sublayer a stage, all become replicas of one.
@@ -229,6 +230,13 @@ class TrainConfig:
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step; with scale_batch, global_batch_size for each replica."""
         return self.global_batch_size * (replicas if self.scale_batch else 1)
+
+    def most_replicas(self) -> int | None:
+        """Return how many pipelines may train side by side, each with samples; None: any."""
+        if self.scale_batch:
+            return self.max_replicas
+        micro_batches = math.ceil(self.global_batch_size / (self.micro_batch_size or 1))
+        return min(micro_batches, self.max_replicas or micro_batches)
 
     def step_limit_s(self, predicted_step_s: float) -> float:
         """Return the longest wait for another rank within a step of a predicted time.

@@ -76,6 +76,9 @@ class Loss:
     smoothed: Callable[[float], Loss] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.function, type):
+            name = self.function.__name__
+            raise TypeError(f"the loss is the class {name}; give one of it, such as {name}()")
         if not callable(self.function):
             raise TypeError(
                 f"the loss is a {type(self.function).__name__}; give a function of (output, "

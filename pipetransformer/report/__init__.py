@@ -7,11 +7,17 @@ from pipetransformer.report.decisions import RecordedDecision, read_decisions
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.freeze_pictures import decision_table, draw_freezing
 from pipetransformer.report.pictures import breakdown_table, draw_folder, draw_report
-from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
+from pipetransformer.report.records import (
+    RECORDS_FILE,
+    Record,
+    finite,
+    latest_branch,
+    read_records,
+)
 from pipetransformer.report.run_log import RunLog
 
 __all__ = [
     "FitReport", "RECORDS_FILE", "Record", "RecordedDecision", "RunLog", "breakdown_table",
-    "decision_table", "draw_folder", "draw_freezing", "draw_report", "latest_branch",
+    "decision_table", "draw_folder", "draw_freezing", "draw_report", "finite", "latest_branch",
     "read_decisions", "read_records",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ class Records:
     def log(self, kind: str, step: int, **fields: Any) -> None:
         """Write one record: what happened (see the table above) after so many steps."""
         elapsed_s = round(time.monotonic() - self._started_s, 6)
-        values = _finite(fields)
+        values = finite(fields)
         record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
         if self._lines is not None:
             line = json.dumps(record, allow_nan=False) + "\n"
@@ -184,14 +184,14 @@ def _recover(path: Path) -> float:
     return float(records[-1]["elapsed_s"]) if records else 0.0
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return a value with None for every number in it that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     return value
 
 

@@ -170,7 +170,7 @@ class RunPlanner:
             memory_limit_bytes=self._memory_limit_bytes,
             prefix_chunk=config.prefix_chunk_of(self._world.size),
             lengths=self._lengths(num_frozen),
-            max_replicas=config.max_replicas,
+            max_replicas=config.most_replicas(),
             stage_workers=self._world.stage_workers,
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             micro_batch_size=config.micro_batch_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_rows_that_follow_from_ours_are_refused_without_it(
     assert "follow from the row 'ours'; add it" in capsys.readouterr().err
 
 
+def test_a_loop_that_keeps_activations_is_refused_before_augmented_images_train(
+    tmp_path: Path,
+) -> None:
+    given = ["--script", "vit", "--recipe", "cifar10", "--folder", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"ddp\+freeze\+cache would keep one crop"):
+        compare.main([*given, "--", "--augment"])
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("given", ["--seed=3", "--baseline"])
 def test_what_differs_between_runs_is_refused_as_an_option_of_all(
     tmp_path: Path, given: str
@@ -121,3 +131,14 @@ def test_what_differs_between_runs_is_refused_as_an_option_of_all(
     )
     with pytest.raises(ValueError, match="behind -- would be those of all runs alike"):
         series_of(options)
+
+
+def test_a_metric_without_a_value_is_read_as_nan(tmp_path: Path) -> None:
+    # The correlation with a constant prediction: JSON has no NaN, and so no number is there.
+    write_run(tmp_path / "run", [50.0], seconds=1.0)
+    for name in ("records.jsonl", "summary.json"):
+        path = tmp_path / "run" / name
+        path.write_text(path.read_text().replace('"f1": 50.0', '"f1": null'))
+    run = FinishedRun(tmp_path / "run")
+    assert math.isnan(run.metric) and math.isnan(run.learning[0][1])
+    assert run.reached_s(0.0) is None

@@ -16,13 +16,20 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from experiments import bert, vit
 from experiments.finetune.freezing import policy_of, read_frozen
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
+from experiments.tasks.questions import Windows
+from experiments.tasks.smoke import make_squad, make_text_model
+from experiments.tasks.squad import read_questions
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
 
 BF16 = ("--precision", "bf16")
@@ -82,6 +89,16 @@ def test_questions_are_answered_in_the_task_s_own_format(tmp_path: Path) -> None
     answers = json.loads((tmp_path / "run" / "predictions.json").read_text())
     assert set(answers) == {f"dev-{number}" for number in range(12)}
     AutoModelForQuestionAnswering.from_pretrained(tmp_path / "run" / "model")
+
+
+def test_a_question_that_leaves_no_room_for_the_text_is_named(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_text_model(tmp_path / "model"))
+    question = read_questions(make_squad(tmp_path)[0])[0]
+    tokens = len(tokenizer(question["question"], add_special_tokens=False)["input_ids"])
+    length = tokens + 3 + 9  # With [CLS] and two [SEP] the text has 9.
+    assert Windows(tokenizer, length, 8).cut([question])[0]
+    with pytest.raises(ValueError, match=rf"{question['id']} has {tokens} tokens, and leaves 9 "):
+        Windows(tokenizer, length, 9).cut([question])
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "imagenet"])

@@ -5,6 +5,7 @@ What trains is compared, parameter by parameter, with a loop that sees every bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -233,6 +234,14 @@ def test_the_accuracy_leaves_out_the_targets_that_the_loss_ignores() -> None:
             metrics = trainer.evaluate(data)
         right = (answers == target) & counts
         assert metrics["accuracy"] == pytest.approx(float(right.sum() / counts.sum()), rel=1e-6)
+
+
+def test_an_evaluation_that_no_target_counts_in_has_no_value() -> None:
+    # It was a loss of 0, the best there is.
+    x, y = tiny_data().tensors
+    data = TensorDataset(x, torch.full_like(y, IGNORED))
+    with make_trainer(nn.CrossEntropyLoss(), tiny_data()) as trainer:
+        assert all(math.isnan(value) for value in trainer.evaluate(data).values())
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:

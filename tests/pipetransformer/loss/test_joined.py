@@ -257,6 +257,11 @@ def test_a_loss_whose_parts_do_not_join_is_refused(
         known_loss(loss_fn)
 
 
+def test_a_loss_s_class_is_not_taken_for_a_loss() -> None:
+    with pytest.raises(TypeError, match=r"the class CrossEntropyLoss; .* CrossEntropyLoss\(\)"):
+        choose_loss(nn.CrossEntropyLoss, None, model="Net")
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "output", "target", "reason"),
     [

@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch import nn
 
-from pipetransformer import Trainer
+from pipetransformer import FreezeSchedule, Trainer
 from pipetransformer.transition import transitions as steering
 from tests.measured import measuring, once
 from tests.models import tiny_data, tiny_model
@@ -40,6 +40,30 @@ def plan_with(
         assert trainer.decision is not None
         plan = trainer.decision.plan
         return plan.length, max(plan.peak_bytes)
+
+
+@measuring(once)
+def last_pipelines(global_batch_size: int) -> tuple[int, int]:
+    """Return K and R where all but one sublayer are frozen at the end, and K was to be 2."""
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        global_batch_size=global_batch_size,
+        epochs=2,
+        pipeline_length=2,
+        progress=False,
+        freeze=FreezeSchedule([0, 5]),
+    ) as trainer:
+        trainer.fit()
+        assert trainer.decision is not None
+        topology = trainer.world.topology(trainer.decision.plan.length)
+        return topology.length, topology.replicas
+
+
+def test_ranks_that_a_batch_has_no_sample_for_stay_idle(two_ranks: Pool) -> None:
+    assert two_ranks.run(last_pipelines, 1) == [(1, 1)] * 2
+    assert two_ranks.run(last_pipelines, 2) == [(1, 2)] * 2
 
 
 def test_no_stage_needs_more_than_is_free_on_the_fullest_device(two_ranks: Pool) -> None:
