@@ -7,7 +7,7 @@ calls which micro-batch is the last. Here buckets are fixed, and armed for one b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,19 +21,16 @@ from autodp.sums import MessageSums, Sums, reserved_bytes, sums_of
 class _Bucket:
     """Hold parameters whose gradients travel as one message, and what is told beside them.
 
-        | gradient | gradient | ... | in use, each parameter | not finite, each replica |
+        | gradient | gradient | ... | in use, each parameter |
 
     A parameter no sample used must have no gradient afterwards, or the optimizer would decay it;
-    its flag, summed with the gradients, tells it from one that only this replica did not use. A
-    sum does not tell which replica brought a NaN into it; the last flags do.
+    its flag, summed with the gradients, tells it from one that only this replica did not use.
     """
 
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
-    gradients: Tensor
     in_use: Tensor
-    nonfinite: Tensor
     missing: set[nn.Parameter] = field(default_factory=set)
     was_sent: bool = False
 
@@ -46,6 +43,9 @@ class GradientReducer:
         group: the replicas of the stage.
         bucket_bytes: gradients are summed in vectors of about this size.
         on_one_node: whether the replicas may share memory; the same on all of them.
+    Attributes:
+        own_gradients: what this replica brought to the last sums, a second copy of all gradients:
+            clear it where no one asks where a NaN came from.
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
@@ -57,19 +57,19 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         on_one_node: bool = True,
     ) -> None:
-        self._replica = dist.get_rank(group)
-        filled, replicas = _fill_buckets(parameters, bucket_bytes), dist.get_world_size(group)
-        num_bytes = sum(reserved_bytes(sum(_parts(own, replicas)), own[0].dtype) for own in filled)
+        filled = _fill_buckets(parameters, bucket_bytes)
+        num_bytes = sum(reserved_bytes(sum(_parts(own)), own[0].dtype) for own in filled)
         device = parameters[0].device
         self._sums = (
             sums_of(group, device, num_bytes) if on_one_node else MessageSums(group, device)
         )
-        self._buckets = [_make_bucket(own, replicas, self._sums) for own in filled]
+        self._buckets = [_make_bucket(own, self._sums) for own in filled]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
         self._overlaps = True
         self.was_early = False
+        self.own_gradients: dict[nn.Parameter, Tensor | None] = {}
 
     def arm(self) -> None:
         """Start sending each bucket as soon as the coming backward has filled it."""
@@ -110,17 +110,9 @@ class GradientReducer:
             for bucket in self._buckets:
                 self._send(bucket)
         self._sums.complete()
+        self.own_gradients = {parameter: parameter.grad for parameter in self._bucket_of}
         for bucket in self._buckets:
             self._put_back(bucket)
-
-    def nonfinite_replicas(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Return which replicas brought a number that is not finite to the parameters' messages.
-
-        Every replica learns the same, here waiting for the device.
-        """
-        buckets = {id(bucket): bucket for bucket in map(self._bucket_of.get, parameters) if bucket}
-        found = [bucket.nonfinite.tolist() for bucket in buckets.values()]
-        return [replica for replica, flags in enumerate(zip(*found, strict=True)) if any(flags)]
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -128,6 +120,7 @@ class GradientReducer:
             hook.remove()
         self._buckets.clear()
         self._bucket_of.clear()
+        self.own_gradients.clear()
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._armed or not self._overlaps:
@@ -141,8 +134,7 @@ class GradientReducer:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        # Flags are computed and filled in place: a copy from or to the host would stall a GPU's
-        # backward.
+        # Flags are filled in place: a copy from the host would stall a GPU's backward.
         bucket.in_use.fill_(1)
         for i, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if parameter.grad is None:
@@ -150,8 +142,6 @@ class GradientReducer:
                 bucket.in_use[i] = 0
             else:
                 view.copy_(parameter.grad)
-        bucket.nonfinite.zero_()
-        bucket.nonfinite[self._replica] = _holds_nonfinite(bucket.gradients)
         bucket.was_sent = True
         self._sums.begin(bucket.flat)
 
@@ -160,15 +150,6 @@ class GradientReducer:
         used = [True] * len(bucket.parameters) if all_here else (bucket.in_use > 0).tolist()
         for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
             parameter.grad = view if in_use else None
-
-
-def _holds_nonfinite(values: Tensor) -> Tensor | bool:
-    """Tell whether any value is not finite, in one pass and without waiting for the device."""
-    if values.numel() == 0:
-        return False
-    # Both extremes are NaN if any value is. A sum would do, but large values overflow it.
-    least, greatest = torch.aminmax(values)
-    return ~(torch.isfinite(least) & torch.isfinite(greatest))
 
 
 def _fill_buckets(
@@ -187,18 +168,18 @@ def _fill_buckets(
     return groups
 
 
-def _parts(parameters: list[nn.Parameter], num_replicas: int) -> tuple[int, int, int]:
-    """Return the values of a bucket's gradients and of its two kinds of flags."""
-    return sum(p.numel() for p in parameters), len(parameters), num_replicas
+def _parts(parameters: list[nn.Parameter]) -> tuple[int, int]:
+    """Return the values of a bucket's gradients and of its flags."""
+    return sum(p.numel() for p in parameters), len(parameters)
 
 
-def _make_bucket(parameters: list[nn.Parameter], num_replicas: int, sums: Sums) -> _Bucket:
-    sizes, parts = [p.numel() for p in parameters], _parts(parameters, num_replicas)
+def _make_bucket(parameters: list[nn.Parameter], sums: Sums) -> _Bucket:
+    sizes, parts = [p.numel() for p in parameters], _parts(parameters)
     flat = sums.empty(sum(parts), parameters[0].dtype)
-    gradients, in_use, nonfinite = flat.split(parts)
+    gradients, in_use = flat.split(parts)
     # A gradient has its parameter's strides, as autograd's own: fused optimizers work on memory.
     views = [
         part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
         for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
     ]
-    return _Bucket(parameters, flat, views, gradients, in_use, nonfinite)
+    return _Bucket(parameters, flat, views, in_use)

@@ -165,6 +165,7 @@ class UnflushedStage(Stage):
         """Update by a step's gradients; return what all are to hear of it."""
         if self._reducer is not None:
             self._reducer.finish()
+            self._reducer.own_gradients.clear()
         squares = float(self.signals.squared_norm())
         if math.isfinite(squares):
             self.signals.add_gradients()

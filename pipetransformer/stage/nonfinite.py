@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from autodp import GradientReducer, gather_json
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
@@ -22,35 +24,34 @@ def where_it_began(
     *,
     loss: float,
     reducer: GradientReducer | None,
-    members: Sequence[int],
 ) -> str:
     """Say where it began, from what all ranks find; the same words on every rank. Collective.
 
     Args:
         indices: the sublayers that this rank trains.
         loss: this rank's part of the loss.
-        reducer: has summed the gradients over the replicas of the stage.
-        members: ranks of these replicas.
+        reducer: has summed the gradients over the replicas of the stage, and still has its own.
     """
-    highest = max((index for index in indices if _has_nonfinite(task, index)), default=-1)
-    ranks = [world.rank]
-    if highest >= 0 and reducer is not None:
-        parameters = trained_parameters(task, range(highest, highest + 1)).values()
-        ranks = [members[replica] for replica in reducer.nonfinite_replicas(parameters)]
-    found = gather_json([not math.isfinite(loss), highest, ranks], group=world.group)
+    own = {} if reducer is None else reducer.own_gradients
+    highest, brought = -1, False
+    for index in indices:
+        parameters = list(trained_parameters(task, range(index, index + 1)).values())
+        if _has_nonfinite([p.grad for p in parameters]):
+            highest, brought = index, _has_nonfinite([own.get(p, p.grad) for p in parameters])
+    found = gather_json([not math.isfinite(loss), highest, brought], group=world.group)
     if in_loss := [rank for rank, (is_in_loss, _, _) in enumerate(found) if is_in_loss]:
         return f"it began before the backward, in the loss of {_name(in_loss)}"
-    _, highest, ranks = max(found, key=lambda one: one[1])
+    highest = max(index for _, index, _ in found)
     if highest < 0:
         return "every single value is finite, but their sum is too large for a number"
     where = f"in the gradient of sublayer {task.model.sublayers[highest].name!r}"
+    ranks = [rank for rank, (_, *one) in enumerate(found) if one == [highest, True]]
     if not ranks:
         return f"it began {where}, in the sum over the replicas"
     return f"it began {where} on {_name(ranks)}"
 
 
-def _has_nonfinite(task: Task, index: int) -> bool:
-    gradients = (p.grad for p in trained_parameters(task, range(index, index + 1)).values())
+def _has_nonfinite(gradients: Sequence[Tensor | None]) -> bool:
     return any(one is not None and not bool(one.isfinite().all()) for one in gradients)
 
 

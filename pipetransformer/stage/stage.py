@@ -157,6 +157,8 @@ class Stage:
         self._refuse(num_split, num_wrong, wrong)
         loss, norm = self._finish_gradients(sums, len(coming.ids))
         skipped = self._must_skip(coming.step, loss, norm, work)
+        if self._reducer is not None:
+            self._reducer.own_gradients.clear()
         self._update(coming, skipped=skipped)
         total = time.perf_counter() - start
         idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
@@ -303,7 +305,6 @@ class Stage:
             self._trained,
             loss=loss_sums[0],
             reducer=self._reducer,
-            members=self.topology.stage_ranks(self.index),
         )
         if self._task.config.on_nonfinite == "raise":
             raise NonFiniteError(
