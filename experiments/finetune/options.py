@@ -75,7 +75,7 @@ class RunOptions:
     micro_batches: int | None = option(None, "of a step; the planner's choice by default")
     scale_batch: bool = option(False, "let the batch grow with the replicas, as published")
     dataloader_num_workers: int = option(0, "processes that read data, for each that trains")
-    checkpoint_every_epochs: int = option(0, "0 saves none; a killed run of ours goes on")
+    checkpoint_every_epochs: int = option(0, "0 saves none; a killed run goes on from one")
     baseline: str | None = option(None, f"a rival instead: {', '.join(BASELINES)}")
     budget_s: float | None = option(None, "for short: seconds of training")
     patience: int = option(1, "for early-stop: evaluations without improvement")

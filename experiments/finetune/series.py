@@ -19,6 +19,7 @@ from pathlib import Path
 
 from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.options import read_recipe
+from experiments.rivals.saved_loop import SAVED_LOOP
 
 Extra = Callable[[str, int], Sequence[str]]
 """(variant, seed) -> what it adds to the recipe's command."""
@@ -86,7 +87,8 @@ class Series:
 
     def _run(self, variant: str, seed: int, arguments: Sequence[str]) -> None:
         folder = self._folder_of(variant, seed)
-        if folder.exists() and not (folder / "run" / "checkpoints").exists():
+        saved = (folder / "run" / "checkpoints", folder / SAVED_LOOP)
+        if folder.exists() and not any(path.exists() for path in saved):
             shutil.rmtree(folder)
         command = [sys.executable, "-m", f"experiments.{self.script}", *arguments]
         command += ["--output_dir", str(folder)]

@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from autodp import EpochOrder, broadcast_json, shuffled, shuffled_by_length
+from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, frozen_at, without_lora
+from experiments.rivals.saved_loop import SAVED_LOOP, read_plain, restore_loop, save_loop
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
 from pipetransformer.data import read_lengths
@@ -74,6 +75,7 @@ def train(options: RunOptions, workload: Workload) -> None:
             state, processor = model.state_dict(), workload.processing_class
             write_model_folder(model, state, folder / "model", processor)
             write_outcome(options, workload, outcome, found)
+            (folder / SAVED_LOOP).unlink(missing_ok=True)
     finally:
         world.close()
 
@@ -98,39 +100,88 @@ class PlainLoop:
         self.steps_per_epoch = -(-len(workload.train_dataset) // options.global_batch_size)
         self.max_steps = self.steps_per_epoch * options.num_train_epochs
         self.log: list[dict[str, Any]] = []
-        self.train_s = 0.0
+        self.step, self.train_s, self.earlier_s = 0, 0.0, 0.0
 
     def run(self) -> tuple[Outcome, dict[str, PredictionOutput]]:
         """Train to the end; return what came of it."""
         options, workload = self.options, self.workload
-        if options.baseline == "short":
-            self.max_steps = self._steps_in(options.budget_s or 0.0)
-        order, step, start = self._order(options.global_batch_size), 0, time.perf_counter()
+        first_epoch = self._go_on()
+        order, start = self._order(options.global_batch_size), time.perf_counter()
         num_epochs = -(-self.max_steps // self.steps_per_epoch)
-        for epoch in range(num_epochs):
-            begin = time.perf_counter()
-            self._freeze(step, epoch)
-            batches = self._batches(order(epoch))
-            for batch, part in islice(batches, self.max_steps - step):
-                loss = self._step(batch, part, step, is_last=epoch == num_epochs - 1)
-                now = time.perf_counter()
-                record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
-                self.log.append({"kind": "step", "step": step, "epoch": epoch, **record})
-                self.train_s, step, begin = self.train_s + now - begin, step + 1, now
-                self._freeze(step, epoch)
-            every = options.evaluate_every_epochs
-            if every and (epoch + 1) % every == 0 and step < self.max_steps:
-                metrics = self.evaluate(workload.eval_dataset).metrics
-                self.log.append({"kind": "evaluation", "step": step, **metrics})
+        for epoch in range(first_epoch, num_epochs):
+            # So that masks of dropout do not depend on whether a run was killed.
+            torch.manual_seed(mix_seed(options.seed, epoch, self.world.rank))
+            self._train_epoch(order(epoch), epoch, is_last=epoch == num_epochs - 1)
+            if self.step < self.max_steps:
+                if _is_due(options.evaluate_every_epochs, epoch):
+                    metrics = self.evaluate(workload.eval_dataset).metrics
+                    self.log.append({"kind": "evaluation", "step": self.step, **metrics})
+                if _is_due(options.checkpoint_every_epochs, epoch) and self.world.is_main:
+                    self._save(epoch + 1, self.earlier_s + time.perf_counter() - start)
         found = {"": self.evaluate(workload.eval_dataset)}
         metrics = dict(found[""].metrics)
-        self.log.append({"kind": "evaluation", "step": step, **metrics})
-        total_s = time.perf_counter() - start
+        self.log.append({"kind": "evaluation", "step": self.step, **metrics})
+        total_s = self.earlier_s + time.perf_counter() - start
         for name, dataset in workload.further.items():
             found[name] = self.evaluate(dataset)
             metrics |= {f"{name}_{key}": value for key, value in found[name].metrics.items()}
         details = {"kept_bytes": self.frozen.kept_bytes, "processes": self.world.size}
-        return Outcome(metrics, self.train_s, total_s, step, details), found
+        return Outcome(metrics, self.train_s, total_s, self.step, details), found
+
+    def _train_epoch(self, ids: Tensor, epoch: int, *, is_last: bool) -> None:
+        begin = time.perf_counter()
+        self._freeze(self.step, epoch)
+        for batch, part in islice(self._batches(ids), self.max_steps - self.step):
+            loss = self._step(batch, part, self.step, is_last=is_last)
+            now = time.perf_counter()
+            record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
+            self.log.append({"kind": "step", "step": self.step, "epoch": epoch, **record})
+            self.train_s, self.step, begin = self.train_s + now - begin, self.step + 1, now
+            self._freeze(self.step, epoch)
+
+    def _go_on(self) -> int:
+        """Take up a killed run, if there is one; return the epoch to begin with.
+
+        Raises:
+            ValueError: it had other options.
+        """
+        folder = Path(self.options.output_dir)
+        (is_saved,) = broadcast_json([(folder / SAVED_LOOP).exists()], group=self.world.group)
+        if not is_saved:
+            if self.options.baseline == "short":
+                self.max_steps = self._steps_in(self.options.budget_s or 0.0)
+            return 0
+        plain = read_plain(folder)
+        had, have = plain["options"], self._all_options()
+        if other := sorted(name for name in had | have if had.get(name) != have.get(name)):
+            raise ValueError(
+                f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
+                "a new --output_dir"
+            )
+        restore_loop(folder, self.model, self.optimizer)
+        self.scaler.load_state_dict(plain["scaler"])
+        self.max_steps, self.log, self.step = plain["max_steps"], plain["log"], plain["step"]
+        self.train_s, self.earlier_s = plain["train_s"], plain["total_s"]
+        return int(plain["epoch"])
+
+    def _save(self, epoch: int, total_s: float) -> None:
+        plain = {
+            "options": self._all_options(),
+            "scaler": self.scaler.state_dict(),
+            "max_steps": self.max_steps,
+            "log": self.log,
+            "step": self.step,
+            "train_s": self.train_s,
+            "total_s": total_s,
+            "epoch": epoch,
+        }
+        save_loop(Path(self.options.output_dir), self.model, self.optimizer, plain)
+
+    def _all_options(self) -> dict[str, Any]:
+        """Return what the run was asked for, but not where it is written."""
+        given = {**asdict(self.options), **self.workload.options, "output_dir": ""}
+        plain: dict[str, Any] = json.loads(json.dumps(given))  # As a saved run has them.
+        return plain
 
     def evaluate(self, dataset: Any) -> PredictionOutput:
         """Return outputs and metrics over a data set; every process goes through all of it."""
@@ -255,6 +306,10 @@ class PlainLoop:
         fitting = int(budget_s / statistics.mean(times[1:]))
         (steps,) = broadcast_json([fitting], group=self.world.group)
         return max(1, min(self.max_steps, steps))
+
+
+def _is_due(every: int, epoch: int) -> bool:
+    return every > 0 and (epoch + 1) % every == 0
 
 
 def own_part(whole: Tensor, rank: int, size: int) -> Part:
