@@ -20,6 +20,14 @@ from transformers import (
     DistilBertForQuestionAnswering,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
+    ElectraConfig,
+    ElectraForQuestionAnswering,
+    ElectraForSequenceClassification,
+    ElectraForTokenClassification,
+    ModernBertConfig,
+    ModernBertForQuestionAnswering,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
     PreTrainedModel,
     RobertaForQuestionAnswering,
     RobertaForSequenceClassification,
@@ -72,13 +80,31 @@ DISTILBERT_SIZES = {
 }
 
 
+# A token attends to its neighbours alone; the first block's attention is to all.
+MODERNBERT_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "local_attention": 2,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
+}
+
+
 def bert_config(**options: Any) -> BertConfig:
     return BertConfig(**{**BERT_SIZES, **options})
 
 
 def text_model(kind: type[PreTrainedModel], **options: Any) -> Any:
     """Build a tiny encoder of one of transformers' classes, without dropout."""
-    sizes = {BertConfig: BERT_SIZES, DistilBertConfig: DISTILBERT_SIZES}
+    sizes = {
+        BertConfig: BERT_SIZES,
+        DistilBertConfig: DISTILBERT_SIZES,
+        ElectraConfig: {**BERT_SIZES, "embedding_size": 12},
+        ModernBertConfig: MODERNBERT_SIZES,
+    }
     config = kind.config_class
     return kind(config(**{**sizes.get(config, ROBERTA_SIZES), **options}))
 
@@ -132,6 +158,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "distilbert": lambda: text_model(DistilBertForSequenceClassification, num_labels=3),
     "distilbert_tokens": lambda: text_model(DistilBertForTokenClassification, num_labels=3),
     "distilbert_answers": lambda: text_model(DistilBertForQuestionAnswering),
+    "electra": lambda: text_model(ElectraForSequenceClassification, num_labels=3),
+    "electra_tokens": lambda: text_model(ElectraForTokenClassification, num_labels=3),
+    "electra_answers": lambda: text_model(ElectraForQuestionAnswering, embedding_size=16),
+    "modernbert": lambda: text_model(ModernBertForSequenceClassification, num_labels=3),
+    "modernbert_mean": lambda: text_model(
+        ModernBertForSequenceClassification,
+        num_labels=3,
+        classifier_pooling="mean",
+        attn_implementation="eager",
+        local_attention=6,
+    ),
+    "modernbert_tokens": lambda: text_model(ModernBertForTokenClassification, num_labels=3),
+    "modernbert_answers": lambda: text_model(ModernBertForQuestionAnswering),
     "vit": hf_vit,
     "deit": lambda: hf_vit(DeiTForImageClassification),
     "dinov2": lambda: without_mask_token(hf_vit(Dinov2ForImageClassification)),
@@ -155,7 +194,7 @@ def batch_for(model: nn.Module, *, seed: int = 1) -> Batch:
             "token_type_ids": (tokens > 2).long().expand(NUM_SAMPLES, -1),
             "position_ids": tokens.flip(0).expand(NUM_SAMPLES, -1),
         }
-        if isinstance(model.config, DistilBertConfig):
+        if isinstance(model.config, (DistilBertConfig, ModernBertConfig)):
             del batch["token_type_ids"]
         return batch
     images = torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator, dtype=dtype)

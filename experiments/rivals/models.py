@@ -50,7 +50,7 @@ def with_lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # Optional.
 
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    of_attention = ("query", "key", "value", "qkv", "q_lin", "k_lin", "v_lin")
+    of_attention = ("query", "key", "value", "qkv", "Wqkv", "q_lin", "k_lin", "v_lin")
     of_head = ("classifier", "pre_classifier", "qa_outputs", "head", "pooler")
     attention, heads = ([n for n in some if n in names] for some in (of_attention, of_head))
     adapted: nn.Module = get_peft_model(

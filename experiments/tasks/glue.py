@@ -211,8 +211,10 @@ def build_text_model(kind: Any, source: TextSource, small: bool, **options: Any)
     """Load a model, or the lower half of its layers; a new head follows from the seed."""
     torch.manual_seed(source.seed)
     if small:
-        layers = kind.from_pretrained(source.model, **options).config.num_hidden_layers
-        options["num_hidden_layers"] = (layers + 1) // 2
+        config = kind.from_pretrained(source.model, **options).config
+        options["num_hidden_layers"] = (config.num_hidden_layers + 1) // 2
+        if hasattr(config, "layer_types"):
+            options["layer_types"] = config.layer_types[: options["num_hidden_layers"]]
         torch.manual_seed(source.seed)
     model: nn.Module = kind.from_pretrained(source.model, **options)
     return model

@@ -11,6 +11,7 @@ from pipetransformer.adapters import (
     timm_vit,
     transformers_bert,
     transformers_distilbert,
+    transformers_modernbert,
     transformers_vit,
 )
 from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
@@ -38,6 +39,7 @@ _BUILDERS: Builders = {
     timm_vit.CLASS: timm_vit.build,
     **transformers_bert.builders(),
     **transformers_distilbert.builders(),
+    **transformers_modernbert.builders(),
     **transformers_vit.builders(),
 }
 

@@ -1,4 +1,4 @@
-"""Present transformers' BERT, and those that have its very blocks: RoBERTa and XLM-RoBERTa."""
+"""Present transformers' BERT and those with its very blocks: RoBERTa, XLM-RoBERTa, ELECTRA."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _FAMILIES = (
     Family("bert", "Bert", "bert"),
     Family("roberta", "Roberta", "roberta"),
     Family("xlm_roberta", "XLMRoberta", "roberta"),
+    Family("electra", "Electra", "electra"),
 )
 
 
@@ -67,7 +68,10 @@ def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, .
     layers = encoder.encoder.layer
     require_class(family.qualified("Layer"), *layers)
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
-    return text_sublayers(encoder.embeddings, blocks, head)
+    embeddings = encoder.embeddings
+    if hasattr(encoder, "embeddings_project"):
+        embeddings = _Projected(embeddings, encoder.embeddings_project)
+    return text_sublayers(embeddings, blocks, head)
 
 
 _TASKS: Mapping[str, Callable[[Family, Any], LayeredModel]] = {
@@ -75,6 +79,19 @@ _TASKS: Mapping[str, Callable[[Family, Any], LayeredModel]] = {
     "TokenClassification": _build_token_classification,
     "QuestionAnswering": _build_question_answering,
 }
+
+
+@final
+class _Projected(nn.Module):
+    """Embed tokens, and widen what comes of it: (N, S) to (N, S, D)."""
+
+    def __init__(self, embeddings: nn.Module, projection: nn.Module) -> None:
+        super().__init__()
+        self.embeddings, self.projection = embeddings, projection
+
+    def forward(self, input_ids: Tensor, **further: Tensor) -> Tensor:
+        hidden: Tensor = self.projection(self.embeddings(input_ids, **further))
+        return hidden
 
 
 @final

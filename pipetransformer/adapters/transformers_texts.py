@@ -21,18 +21,28 @@ MASK = "attention_mask"
 
 
 def text_sublayers(
-    embeddings: nn.Module, blocks: Sequence[tuple[nn.Module, nn.Module]], head: nn.Module
+    embeddings: nn.Module,
+    blocks: Sequence[tuple[nn.Module, nn.Module]],
+    head: nn.Module,
+    *,
+    attention_sides: tuple[str, ...] = (MASK,),
 ) -> tuple[Sublayer, ...]:
     """Name the sublayers of an encoder whose attention takes a mask."""
-    return transformer_sublayers(embeddings, blocks, head, attention_sides=(MASK,))
+    return transformer_sublayers(embeddings, blocks, head, attention_sides=attention_sides)
 
 
 def classifies_texts(
-    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str]
+    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
 ) -> LayeredModel:
-    """Present a model that classifies by the first position's state alone."""
-    loss_fn = classification_loss(model.config)
-    layered = LayeredModel(model, sublayers, inputs=inputs, targets=("labels",), loss_fn=loss_fn)
+    """Present a model that classifies by the states of tokens that are no padding."""
+    layered = LayeredModel(
+        model,
+        sublayers,
+        inputs=inputs,
+        targets=("labels",),
+        loss_fn=classification_loss(model.config),
+        unused=unused,
+    )
     layered.padding_mask = MASK
     return layered
 
@@ -130,21 +140,31 @@ def refuse_text_settings(model: Any) -> None:
         )
 
 
-def expanded_mask(mask: Tensor | None, hidden: Tensor, config: Any) -> Tensor | None:
+def expanded_mask(
+    mask: Tensor | None, hidden: Tensor, config: Any, *, within: int | None = None
+) -> Tensor | None:
     """Turn a (N, S) mask, 1 for tokens and 0 for padding, into the (N, 1, S, S) of attention.
+
+    Args:
+        within: how far away a token may be that another attends to; None for any distance.
 
     Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU, and a
     sample's numbers, in the last bits, would depend on the padding of its neighbours.
     """
+    length = hidden.shape[1]
     if mask is None:
-        return None
+        if within is None:
+            return None
+        mask = hidden.new_ones((1, length))
     if mask.ndim != 2:
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}; give (samples, tokens), "
             "1 for tokens and 0 for padding"
         )
-    length = hidden.shape[1]
     keep = mask.to(torch.bool)[:, None, None, :].expand(-1, 1, length, -1)
+    if within is not None:
+        places = torch.arange(length, device=hidden.device)
+        keep = keep & ((places[:, None] - places).abs() <= within)
     # Read at each call: set_attn_implementation may have been called in between.
     if config._attn_implementation == "sdpa":
         return keep

@@ -13,6 +13,8 @@ from transformers import (
     BertForTokenClassification,
     Dinov2ForImageClassification,
     DistilBertForSequenceClassification,
+    ElectraForSequenceClassification,
+    ModernBertForSequenceClassification,
     RobertaForSequenceClassification,
 )
 
@@ -30,6 +32,15 @@ TEXT_MODELS = {
     "tokens": lambda: text_model(BertForTokenClassification, num_hidden_layers=3, num_labels=3),
     "roberta": lambda: text_model(
         RobertaForSequenceClassification, num_hidden_layers=3, num_labels=3
+    ),
+    "electra": lambda: text_model(
+        ElectraForSequenceClassification, num_hidden_layers=3, num_labels=3
+    ),
+    "modernbert": lambda: text_model(
+        ModernBertForSequenceClassification,
+        num_hidden_layers=3,
+        num_labels=3,
+        classifier_pooling="mean",
     ),
     "distilbert": lambda: text_model(
         DistilBertForSequenceClassification, n_layers=3, num_labels=3
@@ -56,7 +67,7 @@ def build(kind: str) -> tuple[nn.Module, Entries]:
         "attention_mask": (torch.arange(8) < lengths[:, None]).long(),
         "token_type_ids": torch.randint(0, 2, (NUM_SAMPLES, 8)),
     }
-    if kind == "distilbert":
+    if kind in ("distilbert", "modernbert"):
         del entries["token_type_ids"]
     if kind == "question_answering":
         entries["start_positions"] = torch.zeros(NUM_SAMPLES, dtype=torch.long)
@@ -121,7 +132,8 @@ def freeze_bottom(model: nn.Module, kind: str, num_layers: int) -> None:
         )
     else:
         encoder: Any = model.base_model_prefix
-        blocks = f"{encoder}.{'transformer' if kind == 'distilbert' else 'encoder'}.layer"
+        lists = {"distilbert": "transformer.layer", "modernbert": "layers"}
+        blocks = f"{encoder}.{lists.get(kind, 'encoder.layer')}"
         bottom = (f"{encoder}.embeddings", *(f"{blocks}.{i}." for i in range(num_layers)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (num_layers and name.startswith(bottom)))

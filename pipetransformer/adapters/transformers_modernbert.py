@@ -1,0 +1,134 @@
+"""Present transformers' ModernBERT: rotary positions, most blocks attend within a window alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
+from pipetransformer.adapters.transformer import Family, FirstToken, Residual, require_class
+from pipetransformer.adapters.transformers_texts import (
+    MASK,
+    answers_questions,
+    classifies_texts,
+    classifies_tokens,
+    expanded_mask,
+    refuse_text_settings,
+    text_sublayers,
+)
+
+INPUTS, POSITIONS = ("input_ids",), "position_ids"
+
+_FAMILY = Family("modernbert", "ModernBert", "model")
+
+
+def builders() -> Builders:
+    """Return what takes the models of each class apart."""
+    return {
+        _FAMILY.qualified("ForSequenceClassification"): _build_sequence_classification,
+        _FAMILY.qualified("ForTokenClassification"): _build_token_classification,
+        _FAMILY.qualified("ForQuestionAnswering"): _build_question_answering,
+    }
+
+
+def _build_sequence_classification(model: Any) -> LayeredModel:
+    if model.config.classifier_pooling == "mean":
+        *below, head = _sublayers(model, _MeanHead(model))
+        sublayers = (*below, replace(head, sides=(MASK,)))
+    else:
+        sublayers = _sublayers(model, _head(model, FirstToken()))
+    return classifies_texts(model, sublayers, INPUTS, unused=_rotary(model))
+
+
+def _build_token_classification(model: Any) -> LayeredModel:
+    return classifies_tokens(model, _sublayers(model, _head(model)), INPUTS, unused=_rotary(model))
+
+
+def _build_question_answering(model: Any) -> LayeredModel:
+    return answers_questions(model, _sublayers(model, _head(model)), INPUTS, unused=_rotary(model))
+
+
+def _head(model: Any, *pooling: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        model.model.final_norm, *pooling, model.head, model.drop, model.classifier
+    )
+
+
+def _rotary(model: Any) -> list[str]:
+    """Name the buffers of the model's own rotary module, which is not called."""
+    return [name for name, _ in model.named_buffers() if name.startswith("model.rotary_emb.")]
+
+
+def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
+    encoder = _FAMILY.encoder_of(model)
+    refuse_text_settings(model)
+    require_class(_FAMILY.qualified("EncoderLayer"), *encoder.layers)
+    kinds = encoder.rotary_emb.rope_type
+    if other := sorted(set(kinds.values()) - {"default"}):
+        raise ValueError(f"rope_parameters ask for {other}; the adapter knows 'default' alone")
+    blocks = [
+        (_Attention(layer, encoder.rotary_emb), Residual(layer.mlp_norm, layer.mlp))
+        for layer in encoder.layers
+    ]
+    return text_sublayers(encoder.embeddings, blocks, head, attention_sides=(MASK, POSITIONS))
+
+
+@final
+class _Attention(nn.Module):
+    """Attend to the unmasked tokens, all or those near by, and add: (N, S, D) to the same.
+
+    Source: ModernBertModel.forward of transformers, which makes masks and rotations once for all.
+    """
+
+    def __init__(self, layer: Any, rotary: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = layer.attn_norm, layer.attn
+        self._is_near = layer.attention_type == "sliding_attention"
+        # No buffer: all blocks would share the model's, but train on different devices.
+        frequencies = getattr(rotary, f"{layer.attention_type}_inv_freq").float().cpu()
+        self._frequencies = {torch.device("cpu"): frequencies}
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        config = self.attention.config
+        within = config.sliding_window if self._is_near else None
+        mask = expanded_mask(attention_mask, hidden, config, within=within)
+        rotation = self._rotation(hidden, position_ids)
+        output: Tensor = self.attention(self.norm(hidden), rotation, mask)[0]
+        return hidden + output
+
+    def _rotation(self, hidden: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the positions' angles, (N or 1, S, head's D) each."""
+        device = hidden.device
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=device)[None]
+        angles = (positions[..., None].float() * self._frequencies[device]).repeat(1, 1, 2)
+        dtype = self.attention.Wqkv.weight.dtype  # Not an autocast's.
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@final
+class _MeanHead(nn.Module):
+    """Classify by the mean over the tokens that are no padding: (N, S, D) to (N, classes)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.norm = model.model.final_norm
+        self.head = nn.Sequential(model.head, model.drop, model.classifier)
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.norm(hidden)
+        if attention_mask is None:
+            attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
+        total = (hidden * attention_mask[..., None]).sum(dim=1)
+        output: Tensor = self.head(total / attention_mask.sum(dim=1, keepdim=True))
+        return output
