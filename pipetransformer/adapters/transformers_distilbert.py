@@ -54,20 +54,7 @@ def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
     layers = encoder.transformer.layer
     require_class(f"{MODULE}.TransformerBlock", *layers)
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
-    return text_sublayers(_Embedding(encoder.embeddings), blocks, head)
-
-
-@final
-class _Embedding(nn.Module):
-    """Embed tokens, (N, S) to (N, S, D)."""
-
-    def __init__(self, embeddings: nn.Module) -> None:
-        super().__init__()
-        self.embeddings = embeddings
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        hidden: Tensor = self.embeddings(input_ids, position_ids=position_ids)
-        return hidden
+    return text_sublayers(encoder.embeddings, blocks, head)
 
 
 @final
