@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from experiments.benchmarks import restless
-from experiments.benchmarks.pairs import bootstrap
 from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.rounds import bootstrap, num_cores
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw, launch
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autocache import HIDDEN, PrefixCache, RowContent, RowField, RowLayout, RowStore, chain_hash
-from experiments.benchmarks.pairs import Ratio, paired_ratio
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.rounds import Ratio, num_cores, paired_ratio
 
 TOKENS, WIDTH, BATCH, NUM_ROWS = 197, 768, 64, 512
 NUM_FROZEN, NUM_NEW = 6, 2

@@ -35,9 +35,8 @@ from experiments.benchmarks.engine_workloads import (
     verify_all,
 )
 from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.pairs import bootstrap
 from experiments.benchmarks.plain_order import PlainOrder
-from experiments.benchmarks.rounds import Seconds, interleave, num_cores
+from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 
 NUM_MICRO_BATCHES = 8
 PLAIN, ORDERED, STREAMS, DIRECT = (

@@ -39,10 +39,9 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.jpegs import Jpegs, jpeg_task, make_jpegs
-from experiments.benchmarks.pairs import bootstrap
 from experiments.benchmarks.plain_loop import PlainLoop, RivalTask
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
-from experiments.benchmarks.rounds import Seconds, interleave, num_cores
+from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 from pipetransformer import Trainer
 
 EPOCHS = 10**6  # More than are ever run.

@@ -25,9 +25,9 @@ from experiments.benchmarks.engine_workloads import (
     verify_all,
 )
 from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.pairs import Ratio
 from experiments.benchmarks.rounds import (
     Comparison,
+    Ratio,
     compare,
     faster,
     interleave,

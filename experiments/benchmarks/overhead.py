@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from experiments.benchmarks.pairs import paired_ratio
+from experiments.benchmarks.rounds import paired_ratio
 from experiments.digits import build_model, load_digits_split
 from pipetransformer import Trainer, adamw
 

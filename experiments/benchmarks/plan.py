@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 from autopipe.plan import PipelinePlan, PlanRequest, paper_plan, plan_pipeline
 from autopipe.profile import Profile
-from experiments.benchmarks.pairs import bootstrap
+from experiments.benchmarks.rounds import bootstrap
 from experiments.digits import build_model, load_digits_split
 from freeze import FreezeContext
 from pipetransformer import PlanSituation, Trainer, launch

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import nn
 
 from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.pairs import Ratio, bootstrap
 from experiments.benchmarks.plain_loop import (
     PlainLoop,
     RivalTask,
@@ -44,7 +43,7 @@ from experiments.benchmarks.plain_loop import (
     digits_task,
     sentences_task,
 )
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.rounds import Ratio, bootstrap, num_cores
 from freeze import FreezeContext, FreezeDecision, FreezeSchedule
 from pipetransformer import Trainer, adamw, launch
 

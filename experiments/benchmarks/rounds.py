@@ -1,4 +1,4 @@
-"""Time several actions in turn on a noisy machine, and compare them round by round."""
+"""Time actions in turn on a noisy machine, and compare them round by round."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.benchmarks.pairs import Ratio, bootstrap
-
 Seconds = dict[str, np.ndarray]
 """Seconds of each action by its name, one entry a round."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Hold the median ratio of paired times and its bootstrap 95 % interval."""
+
+    median: float
+    low: float
+    high: float
 
 
 def num_cores() -> int:
@@ -62,6 +69,39 @@ def interleave(
         finally:
             gc.enable()
     return {name: np.array(values) for name, values in found.items()}
+
+
+def paired_ratio(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    num_pairs: int = 48,
+    warm_up: int = 3,
+) -> tuple[Ratio, list[tuple[float, float]]]:
+    """Time two actions in turn, in random order within each pair; garbage is part of them.
+
+    Returns:
+        the ratio ours / theirs, and the seconds of every pair.
+    """
+    shuffle = random.Random(0)
+    pairs = []
+    for number in range(num_pairs + warm_up):
+        order = [0, 1]
+        shuffle.shuffle(order)
+        seconds = [0.0, 0.0]
+        for which in order:
+            seconds[which] = seconds_of((ours, theirs)[which])
+        if number >= warm_up:
+            pairs.append((seconds[0], seconds[1]))
+    return bootstrap(np.array([a / b for a, b in pairs])), pairs
+
+
+def bootstrap(ratios: np.ndarray, *, resamples: int = 10_000) -> Ratio:
+    """Return the median of the ratios and the 95 % interval of resampled medians."""
+    generator = np.random.default_rng(0)
+    samples = generator.choice(ratios, size=(resamples, len(ratios)))
+    low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 @dataclass(frozen=True)

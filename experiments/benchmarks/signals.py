@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.pairs import bootstrap
 from experiments.benchmarks.plain_loop import (
     RivalTask,
     Sentences,
@@ -33,7 +32,7 @@ from experiments.benchmarks.plain_loop import (
     digits_task,
     sentences_task,
 )
-from experiments.benchmarks.rounds import Seconds, interleave, num_cores
+from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 from freeze import FreezeContext
 from pipetransformer import Trainer, adamw
 

@@ -26,7 +26,6 @@ from experiments.benchmarks.engine_workloads import (
     verify_all,
 )
 from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.pairs import Ratio
 from experiments.benchmarks.plain_order import PlainOrder
 from experiments.benchmarks.process_pipelines import (
     ProcessResults,
@@ -34,7 +33,7 @@ from experiments.benchmarks.process_pipelines import (
     measure,
     measure_on_this_rank,
 )
-from experiments.benchmarks.rounds import Comparison, interleave, of_bubble_bound
+from experiments.benchmarks.rounds import Comparison, Ratio, interleave, of_bubble_bound
 from tests.pool import Pool
 
 TINY = Encoder(width=8, hidden=16, sequence=4, batch_size=16)
