@@ -17,16 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +33,10 @@ from torch.utils.data import TensorDataset
 
 from experiments.benchmarks import restless
 from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
+from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.rounds import bootstrap, num_cores
 from freeze import FreezeSchedule
-from pipetransformer import Trainer, adamw, launch
+from pipetransformer import Trainer, adamw
 
 STEPS_PER_EPOCH = 20
 FROZEN_BY_EPOCH = (0, 4, 4, 8, 8)
@@ -95,12 +93,10 @@ def train(seed: int, settings: dict[str, Any]) -> list[float]:
     return seconds
 
 
-def train_all(seed: int, answer: str) -> None:
-    """Train in every way, each repeat in another order; rank 0 writes every step's seconds."""
+def train_all(seed: int) -> dict[str, list[float]]:
+    """Train in every way, each repeat in another order; return every step's seconds."""
     names = list(np.random.default_rng(seed).permutation(list(RUNS)))
-    found = {name: train(seed, RUNS[name]) for name in names}
-    if os.environ["RANK"] == "0":
-        Path(answer).write_text(json.dumps(found))
+    return {name: train(seed, RUNS[name]) for name in names}
 
 
 def by_depth(seconds: list[float]) -> dict[int, float]:
@@ -116,10 +112,7 @@ def measure(num_repeats: int) -> dict[str, Any]:
     totals: dict[str, list[float]] = {name: [] for name in RUNS}
     depths: list[dict[int, float]] = []
     for seed in range(num_repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            answer = f"{folder}/seconds.json"
-            launch(train_all, (seed, answer), num_slots=2)
-            found = json.loads(Path(answer).read_text())
+        found = found_by(train_all, (seed,))
         for name in RUNS:
             totals[name].append(sum(found[name]))
         depths.append(by_depth(found["elastic"]))

@@ -15,11 +15,9 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,13 @@ from torch.utils.data import TensorDataset
 
 from autopipe.plan import PipelinePlan, PlanRequest, paper_plan, plan_pipeline
 from autopipe.profile import Profile
+from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.rounds import bootstrap
 from experiments.digits import build_model, load_digits_split
 from freeze import FreezeContext
-from pipetransformer import PlanSituation, Trainer, launch
+from pipetransformer import PlanSituation, Trainer
 
-NUM_SLOTS, BATCH_SIZE = 2, 32
+BATCH_SIZE = 32
 WARM_UP, MEASURED = 3, 3
 """Steps of a visit to a pipeline: the first two fill the cache, the third first reads from it."""
 
@@ -112,8 +111,8 @@ class Tour:
         return self._planner(situation.profile, request)
 
 
-def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs: int) -> None:
-    """Tour the grid, then compare choices with the best; rank 0 writes what it saw."""
+def measure_grid(frozen: tuple[int, ...], num_rounds: int, num_pairs: int) -> dict[str, Any]:
+    """Tour the grid, then compare choices with the best; return what this rank saw."""
     points = grid(frozen)
     visits = num_rounds * len(points) + len(frozen) * (2 + 3 * num_pairs)
     tour = Tour(frozen, num_epochs=visits * (WARM_UP + MEASURED))
@@ -127,15 +126,8 @@ def measure_grid(path: str, frozen: tuple[int, ...], num_rounds: int, num_pairs:
                 seen[point].append((plan.predicted_step_s, statistics.median(seconds)))
         trainer.measure()
         choices = [_compare(tour, f, seen, num_pairs) for f in frozen]
-        if trainer.world.is_main:
-            Path(path).write_text(
-                json.dumps(
-                    {
-                        "grid": [[dataclasses.asdict(p), values] for p, values in seen.items()],
-                        "choices": choices,
-                    }
-                )
-            )
+    grid_seen = [[dataclasses.asdict(p), values] for p, values in seen.items()]
+    return {"grid": grid_seen, "choices": choices}
 
 
 def _compare(
@@ -258,14 +250,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=12, help="a number of frozen layers")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "found.json")
-        launch(
-            measure_grid,
-            (path, tuple(options.frozen), options.rounds, options.pairs),
-            num_slots=NUM_SLOTS,
-        )
-        lines = list(report(json.loads(Path(path).read_text())))
+    asked = tuple(options.frozen), options.rounds, options.pairs
+    lines = list(report(found_by(measure_grid, asked)))
     print("\n".join(lines))
     return int(bool(misses(json.loads(lines[-1]))))
 

@@ -8,13 +8,10 @@ begins and ends with a barrier.
 from __future__ import annotations
 
 import faulthandler
-import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,9 +39,10 @@ from experiments.benchmarks.engine_workloads import (
     loss_of,
     plain,
 )
+from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.rounds import Seconds, interleave
 from experiments.benchmarks.stage_copies import StageCopy
-from pipetransformer.processes import connect, launch
+from pipetransformer.processes import connect
 
 LONGEST_WAIT_S = 120.0
 CPU = torch.device("cpu")
@@ -249,22 +247,15 @@ def measure(runs: ProcessRuns, num_stages: int) -> ProcessResults:
     Raises:
         WorkerFailedError: a process failed; what it printed says why.
     """
-    with tempfile.TemporaryDirectory(prefix="engine-benchmark-") as folder:
-        path = Path(folder) / "results"
-        launch(_enter, (runs, path), num_slots=num_stages)
-        results = pickle.loads(path.read_bytes())
-    assert isinstance(results, ProcessResults)
-    return results
+    return found_by(_enter, (runs,), num_slots=num_stages)
 
 
-def _enter(runs: ProcessRuns, path: Path) -> None:
+def _enter(runs: ProcessRuns) -> ProcessResults:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(runs.limit_s, exit=True)
     world = connect("cpu", timeout_s=LONGEST_WAIT_S)
     try:
-        results = measure_on_this_rank(runs)
-        if world.is_main:
-            path.write_bytes(pickle.dumps(results))
+        return measure_on_this_rank(runs)
     finally:
         faulthandler.cancel_dump_traceback_later()
         world.close()

@@ -21,12 +21,10 @@ import json
 import logging
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,9 +41,10 @@ from experiments.benchmarks.plain_loop import (
     digits_task,
     sentences_task,
 )
+from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.rounds import Ratio, bootstrap, num_cores
 from freeze import FreezeContext, FreezeDecision, FreezeSchedule
-from pipetransformer import Trainer, adamw, launch
+from pipetransformer import Trainer, adamw
 
 LEARNING_RATE = 5e-5
 MAX_GRAD_NORM = 1.0
@@ -155,15 +154,13 @@ def clipped(task: RivalTask) -> Seconds:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
-def in_two_processes(sentences: Sentences, which: int, answer: str) -> None:
+def in_two_processes(sentences: Sentences, which: int) -> Seconds:
     """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
     task = tasks(sentences)[which]
     with make_trainer(task, (0,)) as trainer:
         loop = PlainLoop(task, learning_rate=LEARNING_RATE) if trainer.is_main_process else None
         trainer.step()
-        found = [_pair(loop, trainer, number) for number in range(task.steps_per_epoch - 1)]
-        if trainer.is_main_process:
-            Path(answer).write_text(json.dumps(found))
+        return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch - 1)]
 
 
 def _pair(loop: PlainLoop | None, trainer: Trainer, number: int) -> tuple[float, float]:
@@ -207,10 +204,7 @@ def whole_epoch(pairs: Seconds) -> float:
 def time_all(sentences: Sentences, which: int) -> dict[str, Seconds]:
     """Time pairs of steps of one of the tasks, in every state and in two processes."""
     found = in_one_process(tasks(sentences)[which])
-    with tempfile.TemporaryDirectory() as folder:
-        answer = f"{folder}/seconds.json"
-        launch(in_two_processes, (sentences, which, answer), num_slots=2)
-        two = json.loads(Path(answer).read_text())
+    two = found_by(in_two_processes, (sentences, which))
     return {
         **found,
         "mixed_depths": at_mixed_depths(tasks(sentences)[which]),

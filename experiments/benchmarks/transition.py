@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.transition_run import Measured, Workload, measure_on_this_rank
-from pipetransformer.processes import launch
 
 STEPS_LIMIT = 1.0
 COPY_LIMIT = 3.0
@@ -32,16 +29,7 @@ COPY_LIMIT = 3.0
 
 def measure(workload: Workload) -> Measured:
     """Measure on two fresh processes of one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "measured.json"
-        launch(_write_measured, [workload, path], num_slots=2)
-        return Measured(**json.loads(path.read_text()))
-
-
-def _write_measured(workload: Workload, path: Path) -> None:
-    measured = measure_on_this_rank(workload)
-    if os.environ["RANK"] == "0":
-        path.write_text(json.dumps(asdict(measured)))
+    return found_by(measure_on_this_rank, (workload,))
 
 
 def verdict(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:

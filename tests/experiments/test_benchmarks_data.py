@@ -93,11 +93,9 @@ def folders(tmp_path: Path) -> tuple[str, str]:
     return str(model), str(sst2)
 
 
-def in_this_process(
-    function: Callable[..., None], arguments: tuple[Any, ...], *, num_slots: int
-) -> None:
-    """Stand for a launch."""
-    function(*arguments)
+def in_this_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Stand for processes."""
+    return function(*arguments)
 
 
 @pytest.mark.slow
@@ -111,7 +109,7 @@ def test_rivals_pad_batch_by_batch_and_read_through_workers_where_that_is_asked_
         return (replace(sentences_task(sentences), batch_size=4),)
 
     monkeypatch.setattr(rivals, "tasks", tasks)
-    monkeypatch.setattr(rivals, "launch", in_this_process)
+    monkeypatch.setattr(rivals, "found_by", in_this_process)
     (task,) = tasks(asked)
     assert task.num_workers == 2 and task.collate_fn is not None
     lengths = {
