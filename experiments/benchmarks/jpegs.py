@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from experiments.benchmarks.plain_loop import RivalTask
+from experiments.benchmarks.plain_loop import RivalTask, classes_loss
 
 NUM_CLASSES = 10
 _WIDTH, _HEIGHT, _QUALITY = 500, 375, 95
@@ -93,17 +92,12 @@ def jpeg_task(
         width, depth: of the ViT.
         batch_size, num_workers: of both sides.
     """
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(model(images), labels)
-
     return RivalTask(
         "ViT on JPEGs",
         depth,
         lambda: build_vit(num_pixels=dataset.num_pixels, width=width, depth=depth),
         dataset,
-        loss_of,
+        classes_loss,
         batch_size=batch_size,
         num_workers=num_workers,
     )

@@ -98,20 +98,21 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sst2", help="GLUE's folder of SST-2")
 
 
+def classes_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of images' classes."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
 def digits_task() -> RivalTask:
     """Return the demo's ViT, 12 blocks, on scikit-learn's digits."""
     train, _ = load_digits_split()
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(model(images), labels)
-
     return RivalTask(
         "ViT on digits",
         12,
         lambda: build_model(10, seed=0),
         TensorDataset(*(tensor[:NUM_SAMPLES] for tensor in train.tensors)),
-        loss_of,
+        classes_loss,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -32,9 +32,10 @@ from experiments.benchmarks.plain_loop import (
     digits_task,
     sentences_task,
 )
+from experiments.benchmarks.rivals import make_trainer
 from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 from freeze import FreezeContext
-from pipetransformer import Trainer, adamw
+from pipetransformer import Trainer
 
 LIMIT = 0.01
 NONE, CONTROL, ALL = "none", "none again", "all but the probe's"
@@ -67,27 +68,12 @@ def never(context: FreezeContext) -> None:
     """Freeze nothing."""
 
 
-def make_trainer(task: RivalTask, signals: Sequence[str], epochs: int) -> Trainer:
-    """Return a Trainer that decides once an epoch, and knows its step's time from the start."""
-    return Trainer(
-        task.build(),
-        task.dataset,
-        optimizer=adamw(5e-5),
-        freeze=never,
-        signals=signals,
-        epochs=epochs,
-        global_batch_size=task.batch_size,
-        evaluate_every_epochs=0,
-        progress=False,
-        device="cpu",
-    )
-
-
 def time_steps(task: RivalTask, epochs: int) -> Seconds:
     """Time every step of all Trainers, in rounds; the first of an epoch holds its decision."""
     with ExitStack() as stack:
+        settings = {"freeze": never, "epochs": epochs + 1}  # It decides once an epoch.
         trainers = {
-            name: stack.enter_context(make_trainer(task, signals, epochs + 1))
+            name: stack.enter_context(make_trainer(task, (0,), signals=signals, **settings))
             for name, signals in SIGNALS.items()
         }
         verify_losses(trainers)
