@@ -8,23 +8,17 @@ The two train in turn, with the same seeds, freezing and data. Run it as
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-)
 
 from experiments.benchmarks.rounds import num_cores
+from experiments.tasks.glue import TextSource, glue_workload
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw
 
@@ -52,26 +46,13 @@ class Outcome:
     hits: int
 
 
-def sentences(path: Path, tokenizer: Any, most: int | None) -> list[dict[str, Any]]:
-    """Read and tokenize GLUE's tsv file, without padding."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[:most]
-    encoded = tokenizer([row["sentence"] for row in rows], truncation=True, max_length=64)
-    return [
-        {**{name: values[index] for name, values in encoded.items()}, "label": int(row["label"])}
-        for index, row in enumerate(rows)
-    ]
-
-
 def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int) -> Outcome:
     """Fine-tune from the same weights; only the head and the samples' order follow the seed."""
-    tokenizer = AutoTokenizer.from_pretrained(minilm)
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(minilm, num_labels=2)
+    workload = glue_workload("sst2", TextSource(minilm, sst2, 64, num, None, seed))
     with Trainer(
-        model,
-        sentences(Path(sst2, "train.tsv"), tokenizer, num),
-        eval_dataset=sentences(Path(sst2, "dev.tsv"), tokenizer, None),
+        workload.build(False),
+        workload.train_dataset,
+        eval_dataset=workload.eval_dataset,
         optimizer=adamw(5e-5),
         learning_rate_schedule="linear",
         warmup=0.1,
@@ -82,7 +63,7 @@ def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int)
         evaluate_every_epochs=0,
         seed=seed,
         precision=precision,
-        collate_fn=DataCollatorWithPadding(tokenizer),
+        collate_fn=workload.collate_fn,
         device="cpu",
         progress=False,
     ) as trainer:
