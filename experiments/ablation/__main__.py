@@ -103,20 +103,13 @@ def _simulated(options: argparse.Namespace) -> list[Row]:
         raise ValueError(
             f"{options.cluster} does not say how fast a cache is read; add cache_bytes_per_s"
         )
-    machines = simulated.Machines(
-        place.profile,
-        place.num_slots,
-        place.slots_per_node,
-        place.memory_bytes,
-        place.cache_bytes_per_s,
-    )
     frozen = simulated.frozen_by_epoch(
-        float(Fraction(options.alpha)), simulated.num_layers(machines), options.epochs
+        float(Fraction(options.alpha)), simulated.num_layers(place), options.epochs
     )
     training = simulated.Training(options.samples, options.batch, frozen)
     if options.sweep is not None:
-        return simulated.sweep(machines, training, options.sweep, trained.ALPHAS)
-    return simulated.simulate_parts(machines, training)
+        return simulated.sweep(place, training, options.sweep, trained.ALPHAS)
+    return simulated.simulate_parts(place, training)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,30 +17,8 @@ from fractions import Fraction
 from autopipe.plan import PipelinePlan, PlanRequest
 from autopipe.profile import Profile
 from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, Row
+from pipetransformer.forecast import Place
 from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
-
-
-@dataclass(frozen=True)
-class Machines:
-    """State where a run is simulated.
-
-    Args:
-        profile: the model's costs on a device.
-        num_slots, slots_per_node: devices.
-        memory_bytes: of a device; None for no limit.
-        cache_bytes_per_s: at which cached activations are read.
-    """
-
-    profile: Profile
-    num_slots: int
-    slots_per_node: int
-    memory_bytes: int | None
-    cache_bytes_per_s: float
-
-    @property
-    def nodes(self) -> int:
-        """Return how many nodes there are."""
-        return self.num_slots // self.slots_per_node
 
 
 @dataclass(frozen=True)
@@ -74,7 +52,7 @@ class SimulatedEpoch:
     seconds: float
 
 
-def simulate(machines: Machines, training: Training, parts: Parts) -> list[SimulatedEpoch]:
+def simulate(place: Place, training: Training, parts: Parts) -> list[SimulatedEpoch]:
     """Return the epochs of a run; each takes the plan with the highest throughput.
 
     Raises:
@@ -85,11 +63,11 @@ def simulate(machines: Machines, training: Training, parts: Parts) -> list[Simul
     for frozen in training.frozen:
         now = frozen if parts.freeze else 0
         prefix_s = None
-        if parts.auto_cache and now >= training.cached_from and _pays(machines, training, now):
-            hits = 1 - (1 - 1 / machines.nodes) ** num_filling
-            prefix_s = _cached_s(machines, training, before=before, num_frozen=now, hits=hits)
+        if parts.auto_cache and now >= training.cached_from and _pays(place, training, now):
+            hits = 1 - (1 - 1 / place.nodes) ** num_filling
+            prefix_s = _cached_s(place, training, before=before, num_frozen=now, hits=hits)
             num_filling += 1
-        epochs.append(_epoch(machines, training, parts, now, prefix_s))
+        epochs.append(_epoch(place, training, parts, now, prefix_s))
         before = now
     return epochs
 
@@ -100,27 +78,27 @@ def total_s(epochs: Sequence[SimulatedEpoch]) -> float:
 
 
 def _epoch(
-    machines: Machines,
+    place: Place,
     training: Training,
     parts: Parts,
     num_frozen: int,
     cached_s: float | None,
 ) -> SimulatedEpoch:
     """Simulate an epoch in which a sample's frozen part takes so many seconds with a cache."""
-    profile = machines.profile
+    profile = place.profile
     active = sum(cost.layer >= num_frozen for cost in profile.sublayers)
-    fixed = max(n for n in range(1, machines.slots_per_node + 1) if n <= active)
+    fixed = max(n for n in range(1, place.slots_per_node + 1) if n <= active)
     counts = None if training.micro_batches is None else (training.micro_batches,)
     request = PlanRequest(
-        machines.num_slots,
-        machines.slots_per_node,
+        place.num_slots,
+        place.slots_per_node,
         training.global_batch,
         num_frozen,
-        memory_limit_bytes=machines.memory_bytes,
+        memory_limit_bytes=place.memory_bytes,
         lengths=None if parts.auto_pipe else (fixed,),
-        max_replicas=None if parts.auto_dp else machines.nodes,
+        max_replicas=None if parts.auto_dp else place.nodes,
         micro_batches=counts,
-        prefix_chunk=_chunk(machines, training),
+        prefix_chunk=_chunk(place, training),
         prefix_cached_s=cached_s,
     )
     plan = fastest_per_sample(
@@ -132,23 +110,24 @@ def _epoch(
     return SimulatedEpoch(num_frozen, plan, replicas, batch, seconds)
 
 
-def _pays(machines: Machines, training: Training, num_frozen: int) -> bool:
+def _pays(place: Place, training: Training, num_frozen: int) -> bool:
     """Tell whether a sample's frozen part is read faster than computed."""
-    chunk = _chunk(machines, training)
-    read_s = _cached_s(machines, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
-    return read_s < forward_s(machines.profile, 0, num_frozen, chunk) / chunk
+    chunk = _chunk(place, training)
+    read_s = _cached_s(place, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
+    return read_s < forward_s(place.profile, 0, num_frozen, chunk) / chunk
 
 
 def _cached_s(
-    machines: Machines, training: Training, *, before: int, num_frozen: int, hits: float
+    place: Place, training: Training, *, before: int, num_frozen: int, hits: float
 ) -> float:
     """Return a sample's mean seconds of frozen layers in an epoch that reads and fills a cache.
 
     A hit is read as it was in the epoch before, and what froze since runs; a miss runs it all.
     What ran is written.
     """
-    profile, rate = machines.profile, machines.cache_bytes_per_s
-    chunk = _chunk(machines, training)
+    profile, rate = place.profile, place.cache_bytes_per_s
+    assert rate is not None
+    chunk = _chunk(place, training)
     written_s = profile.prefix_bytes(num_frozen) / rate
     hit_s = profile.prefix_bytes(before) / rate
     if before != num_frozen:
@@ -157,8 +136,8 @@ def _cached_s(
     return hits * hit_s + (1 - hits) * miss_s
 
 
-def _chunk(machines: Machines, training: Training) -> int:
-    return usual_prefix_chunk(training.global_batch, machines.num_slots)
+def _chunk(place: Place, training: Training) -> int:
+    return usual_prefix_chunk(training.global_batch, place.num_slots)
 
 
 def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
@@ -170,24 +149,24 @@ def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
     )
 
 
-def simulate_parts(machines: Machines, training: Training) -> list[Row]:
+def simulate_parts(place: Place, training: Training) -> list[Row]:
     """Simulate all rows of the ablation, each also with a batch that grows."""
-    return [_row(name, machines, training, parts) for name, parts in ABLATION.items()]
+    return [_row(name, place, training, parts) for name, parts in ABLATION.items()]
 
 
-def sweep(machines: Machines, training: Training, what: str, alphas: Sequence[str]) -> list[Row]:
+def sweep(place: Place, training: Training, what: str, alphas: Sequence[str]) -> list[Row]:
     """Simulate a first row, and others with one thing varied.
 
     Alpha and the first cached layer are varied with all parts on, beside nothing frozen; M with
     nothing frozen in a pipeline over all devices of a node, beside M = K.
 
     Args:
-        machines, training: where, and what.
+        place, training: where, and what.
         what: "alpha", "micro_batches" or "cached_from".
         alphas: of the published rule, as fractions.
     """
-    length, most = machines.slots_per_node, max(training.frozen)
-    layers, epochs = num_layers(machines), len(training.frozen)
+    length, most = place.slots_per_node, max(training.frozen)
+    layers, epochs = num_layers(place), len(training.frozen)
     by_alpha = {a: frozen_by_epoch(float(Fraction(a)), layers, epochs) for a in alphas}
     variants = {
         "alpha": {
@@ -205,14 +184,14 @@ def sweep(machines: Machines, training: Training, what: str, alphas: Sequence[st
     }[what]
     if what == "micro_batches":
         fixed = ABLATION[NOTHING_FROZEN]
-        return [_row(name, machines, one, fixed) for name, one in variants.items()]
-    first = _row(NOTHING_FROZEN, machines, training, ABLATION[NOTHING_FROZEN])
-    return [first, *(_row(name, machines, one, ABLATION[ALL]) for name, one in variants.items())]
+        return [_row(name, place, one, fixed) for name, one in variants.items()]
+    first = _row(NOTHING_FROZEN, place, training, ABLATION[NOTHING_FROZEN])
+    return [first, *(_row(name, place, one, ABLATION[ALL]) for name, one in variants.items())]
 
 
-def num_layers(machines: Machines) -> int:
+def num_layers(place: Place) -> int:
     """Return how many layers the model has that can freeze."""
-    return max(cost.layer for cost in machines.profile.sublayers)
+    return max(cost.layer for cost in place.profile.sublayers)
 
 
 def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int, ...]:
@@ -221,11 +200,11 @@ def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int
     return tuple(math.ceil(level - 1e-9) for level in levels)
 
 
-def _row(name: str, machines: Machines, training: Training, parts: Parts) -> Row:
+def _row(name: str, place: Place, training: Training, parts: Parts) -> Row:
     # With the replicas of the start, one a node, the batches are equal.
-    of_pipeline = max(1, training.global_batch // machines.nodes)
+    of_pipeline = max(1, training.global_batch // place.nodes)
     grows = replace(training, scale_batch=True, global_batch=of_pipeline)
-    epochs, grown = (simulate(machines, one, parts) for one in (training, grows))
+    epochs, grown = (simulate(place, one, parts) for one in (training, grows))
     return Row(
         name,
         (total_s(epochs),),

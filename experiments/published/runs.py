@@ -23,7 +23,6 @@ from autopipe.profile import Profile, RingCost
 from experiments.ablation.parts import ABLATION as PARTS
 from experiments.ablation.parts import NOTHING_FROZEN, Parts
 from experiments.ablation.simulated import (
-    Machines,
     SimulatedEpoch,
     Training,
     forward_s,
@@ -38,6 +37,7 @@ from experiments.published.setting import (
     TRANSITION_S,
     published_frozen,
 )
+from pipetransformer.forecast import Place
 
 START = PlanRequest(CLUSTER.num_slots, CLUSTER.slots_per_node, 2 * BATCH, num_frozen=0)
 
@@ -195,7 +195,8 @@ def ours(
         cache: read frozen activations at the rate of the devices' links; hosts hold them.
         freeze: by the published schedule.
     """
-    machines = Machines(
+    place = Place(
+        CLUSTER.name,
         profile,
         CLUSTER.num_slots,
         CLUSTER.slots_per_node,
@@ -205,4 +206,4 @@ def ours(
     training = Training(
         NUM_SAMPLES, BATCH if grow else 2 * BATCH, published_frozen(), scale_batch=grow
     )
-    return simulate(machines, training, Parts(freeze, True, True, cache))
+    return simulate(place, training, Parts(freeze, True, True, cache))

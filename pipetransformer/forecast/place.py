@@ -35,6 +35,11 @@ class Place:
     memory_bytes: int | None
     cache_bytes_per_s: float | None
 
+    @property
+    def nodes(self) -> int:
+        """Count the nodes, the last of which may not be full."""
+        return -(-self.num_slots // self.slots_per_node)
+
 
 def described_place(choice: ModelChoice, cluster_file: str) -> Place:
     """Model the costs for a cluster's file.

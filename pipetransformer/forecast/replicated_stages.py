@@ -112,10 +112,9 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
     active = chain.without({node.name for node in chain.nodes[:first]})
     bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
     graph = LayerGraph((bottom, *active.nodes[1:]), active.edges)
-    nodes = -(-place.num_slots // place.slots_per_node)
     levels = [Machines(min(place.slots_per_node, place.num_slots), profile.link.bytes_per_s)]
-    if nodes > 1:
-        levels.append(Machines(nodes, profile.node_link.bytes_per_s))
+    if place.nodes > 1:
+        levels.append(Machines(place.nodes, profile.node_link.bytes_per_s))
     return _solved(graph, levels, True, request.memory_limit_bytes, float(minibatch))
 
 

@@ -11,7 +11,6 @@ import pytest
 from experiments.ablation.__main__ import draw_rates, main, table
 from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
 from experiments.ablation.simulated import (
-    Machines,
     Training,
     frozen_by_epoch,
     simulate,
@@ -20,10 +19,11 @@ from experiments.ablation.simulated import (
 )
 from experiments.ablation.trained import options_of
 from experiments.finetune.freezing import read_frozen
+from pipetransformer.forecast import Place
 from tests.costs import sums
 from tests.pipetransformer.test_planning import profile
 
-MACHINES = Machines(profile(8, all_reduce=sums()), 8, 4, None, 1e12)
+MACHINES = Place("made up", profile(8, all_reduce=sums()), 8, 4, None, 1e12)
 """Two nodes of four devices, and a cache that costs next to nothing."""
 TRAINING = Training(num_samples=800, global_batch=80, frozen=(0, 4, 6))
 
