@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from experiments.finetune.finished_run import FinishedRun, draw_learning
+from experiments.finetune.finished_run import draw_learning
 from experiments.finetune.options import RunOptions
 from experiments.finetune.options import parse as parse_options
 from experiments.finetune.series import (
@@ -89,15 +89,10 @@ def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row
                     [run.before_s for run in runs],
                     reached,
                     [run.summary["details"].get("kept_bytes", 0) for run in runs],
-                    frozen_by_epoch(runs[0]),
+                    [step["frozen"] for step in runs[0].by_epoch("step")],
                 )
             )
     return rows
-
-
-def frozen_by_epoch(run: FinishedRun) -> list[int]:
-    """Return how many layers were frozen when each epoch ended."""
-    return [step["frozen"] for step in run.epoch_ends]
 
 
 def table(rows: Sequence[Row], name: str = DDP) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.compare import read_rows, table
+from experiments.compare import ROWS, read_rows, table
 from experiments.finetune.finished_run import FinishedRun, draw_learning
 from experiments.finetune.series import Series, add_series_options, markdown, series_of, spread
 from freeze import POLICY_HELP, named_policy
@@ -25,10 +25,7 @@ from freeze import POLICY_HELP, named_policy
 NONE = "none"
 POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet", "freezeout")
 
-OTHERS = {
-    "static": ("--baseline", "static", "--freeze", "none"),
-    "lora": ("--baseline", "lora", "--freeze", "none"),
-}
+OTHERS = ("static", "lora")
 """Plain loops beside the policies."""
 
 
@@ -38,7 +35,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_series_options(parser)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), help=POLICY_HELP)
     parser.add_argument("--interval", type=float, default=0.05, help="share of the run, to decide")
-    parser.add_argument("--others", nargs="*", choices=tuple(OTHERS), default=list(OTHERS))
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))
     parser.add_argument("--static_layers", type=int, default=2, help="that `static` never trains")
     parser.add_argument(
         "--short",
@@ -69,15 +66,13 @@ def run_rows(options: argparse.Namespace, series: Series) -> None:
     deciding = ("--freeze_interval_share", str(options.interval))
 
     def extra(name: str, seed: int) -> list[str]:
-        if name == "static":
-            return [*OTHERS[name], "--static_layers", str(options.static_layers)]
         if name in OTHERS:
-            return list(OTHERS[name])
+            layers = ("--static_layers", str(options.static_layers))
+            return [*ROWS[name], *(layers if name == "static" else ())]
         policy = name.removeprefix("short as ")
         if policy == name:
             return ["--freeze", name, *deciding]
-        budget = series.run_of(policy, seed).train_s
-        return ["--baseline", "short", "--freeze", "none", "--budget_s", str(budget)]
+        return [*ROWS["short"], "--budget_s", str(series.run_of(policy, seed).train_s)]
 
     series.run_all(rows_of(options), extra)
 

@@ -87,10 +87,8 @@ def _ratio(before: Sequence[float], after: Sequence[float]) -> float:
 
 def _trained(options: argparse.Namespace) -> list[Row]:
     series = series_of(options)
-    if options.sweep == "alpha":
-        return trained.sweep_alpha(series, processes=options.processes)
-    if options.sweep == "micro_batches":
-        return trained.sweep_micro_batches(series, processes=options.processes)
+    if options.sweep is not None:
+        return trained.sweep(series, options.sweep, processes=options.processes)
     return trained.train_parts(
         series, processes=options.processes, scale_batch=options.scale_batch
     )

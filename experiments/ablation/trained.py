@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
-from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.series import Series
 
 ALPHAS = ("1/5", "1/4", "1/3", "1/2")
@@ -35,22 +34,24 @@ def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[Ro
     return [row_of(series, name, name + _GROWN if scale_batch else None) for name in ABLATION]
 
 
-def sweep_alpha(series: Series, *, processes: int) -> list[Row]:
-    """Train with the published rule at several alphas, all parts on, and without freezing."""
-    whole = options_of(ABLATION[ALL], processes)
-    rows = {NOTHING_FROZEN: options_of(ABLATION[NOTHING_FROZEN], processes)}
-    rows |= {f"alpha = {alpha}": [*whole, "--freeze", f"paper:{alpha}"] for alpha in ALPHAS}
-    series.run_all(list(rows), lambda name, seed: rows[name])
-    return [row_of(series, name, None) for name in rows]
+def sweep(series: Series, what: str, *, processes: int) -> list[Row]:
+    """Train a first row, and others with one thing varied.
 
-
-def sweep_micro_batches(series: Series, *, processes: int) -> list[Row]:
-    """Train without freezing in a pipeline over all processes, with M from K to 6 K; K first."""
-    fixed = options_of(ABLATION[NOTHING_FROZEN], processes)
-    rows = {
-        f"M = {count}": [*fixed, "--micro_batches", str(count)]
-        for count in range(processes, 6 * processes + 1, processes)
-    }
+    Args:
+        series: script, recipe and seeds.
+        what: "alpha", of the published rule with all parts on, beside nothing frozen; or
+            "micro_batches", M from K to 6 K without freezing in a pipeline over all processes.
+        processes: of each run.
+    """
+    fixed, whole = (options_of(ABLATION[name], processes) for name in (NOTHING_FROZEN, ALL))
+    if what == "alpha":
+        rows = {NOTHING_FROZEN: fixed}
+        rows |= {f"alpha = {alpha}": [*whole, "--freeze", f"paper:{alpha}"] for alpha in ALPHAS}
+    else:
+        rows = {
+            f"M = {count}": [*fixed, "--micro_batches", str(count)]
+            for count in range(processes, 6 * processes + 1, processes)
+        }
     series.run_all(list(rows), lambda name, seed: rows[name])
     return [row_of(series, name, None) for name in rows]
 
@@ -75,15 +76,6 @@ def row_of(series: Series, name: str, grown: str | None) -> Row:
         tuple(run.train_s for run in runs),
         tuple(run.train_s for run in series.runs_of(grown)) if grown else (),
         tuple(run.metric for run in runs),
-        tuple(pipelines_by_epoch(runs[0])),
-        tuple(
-            {
-                r["epoch"]: r["samples_per_s"] for r in runs[0].records if r["kind"] == "epoch"
-            }.values()
-        ),
+        tuple(f"{one['length']}x{one['replicas']}" for one in runs[0].by_epoch("step")),
+        tuple(one["samples_per_s"] for one in runs[0].by_epoch("epoch")),
     )
-
-
-def pipelines_by_epoch(run: FinishedRun) -> list[str]:
-    """Return K x R as each epoch ended."""
-    return [f"{step['length']}x{step['replicas']}" for step in run.epoch_ends]

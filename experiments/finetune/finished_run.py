@@ -49,11 +49,10 @@ class FinishedRun:
         """Return its records, of ours or of a rival, without what a resume has discarded."""
         return latest_branch(read_lines(records_file(self.folder)))
 
-    @property
-    def epoch_ends(self) -> list[dict[str, Any]]:
-        """Return the record of each epoch's last step."""
-        steps = [record for record in self.records if record["kind"] == "step"]
-        return list({step["epoch"]: step for step in steps}.values())
+    def by_epoch(self, kind: str) -> list[dict[str, Any]]:
+        """Return each epoch's last record of a kind."""
+        of_kind = [record for record in self.records if record["kind"] == kind]
+        return list({record["epoch"]: record for record in of_kind}.values())
 
     @property
     def learning(self) -> Curve:

@@ -18,6 +18,7 @@ from typing import Any
 
 from autopipe.plan import draw_tables, table_text
 from autopipe.profile import Profile
+from experiments.ablation.parts import ALL, FREEZE_ONLY
 from experiments.ablation.simulated import total_s as simulated_s
 from experiments.published.runs import (
     ABLATION,
@@ -41,8 +42,6 @@ from experiments.published.setting import (
     published_frozen,
     published_profile,
 )
-
-ALL = "all four"
 
 
 def speed_ups(system: PublishedSystem) -> dict[str, float]:
@@ -157,7 +156,7 @@ def _reasons(
         f"kernel's launch, but not that one process launches for 8 devices under one lock. So it "
         f"takes M = {baseline[0].num_micro_batches}, where the published throughput falls from "
         f'M = 16 on; with M = 2 K "{ALL}" is {with_2k:.2f}.',
-        f"Freeze only is {predicted['freeze only']:.2f}, published {SPEED_UPS['freeze only']}. "
+        f"Freeze only is {predicted[FREEZE_ONLY]:.2f}, published {SPEED_UPS[FREEZE_ONLY]}. "
         f"The program takes frozen layers out of the pipeline and runs a whole batch through them "
         f"on the first device while the others wait. Had they stayed on their stages, the model "
         f"gives {total_s(baseline) / in_place_s(system):.2f}; the paper does not say which of the "
