@@ -38,9 +38,6 @@ from experiments.tasks.squad import (
     text_offsets,
 )
 
-TEXT = 1
-"""The tokenizer's number for the text; the question, which comes first, is 0."""
-
 
 @dataclass
 class ModelArguments:
@@ -102,7 +99,7 @@ def train_features(data: DataArguments, tokenizer: Any, questions: list[Question
         for index, offsets in enumerate(encoded.pop("offset_mapping")):
             gold = examples["answers"][found[index]]
             begin = gold["answer_start"][0]
-            places = text_offsets(offsets, encoded.sequence_ids(index), TEXT)
+            places = text_offsets(offsets, encoded.sequence_ids(index))
             spans.append(answer_tokens(places, begin, begin + len(gold["text"][0])))
         encoded["start_positions"] = [first for first, _ in spans]
         encoded["end_positions"] = [last for _, last in spans]
@@ -119,7 +116,7 @@ def evaluation_features(data: DataArguments, tokenizer: Any, questions: list[Que
         found = encoded.pop("overflow_to_sample_mapping")
         encoded["example_id"] = [examples["id"][index] for index in found]
         encoded["offset_mapping"] = [
-            text_offsets(offsets, encoded.sequence_ids(index), TEXT)
+            text_offsets(offsets, encoded.sequence_ids(index))
             for index, offsets in enumerate(encoded["offset_mapping"])
         ]
         return encoded

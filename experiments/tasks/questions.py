@@ -26,9 +26,6 @@ from experiments.tasks.squad import (
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
-_TEXT = 1
-"""The tokenizer's number for the text; the question, which comes first, is 0."""
-
 
 def questions_workload(source: TextSource, *, stride: int) -> Workload:
     """Read SQuAD's questions.
@@ -38,14 +35,13 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
         stride: tokens that two windows of a text share.
     """
     tokenizer = AutoTokenizer.from_pretrained(source.model)
-    windows = Windows(tokenizer, source.max_length, stride)
     train = read_split(source.data, "train", source.most_train)
     questions = read_split(source.data, "dev", source.most_eval)
-    entries, places = windows.cut(questions)
+    entries, windows = cut(questions, tokenizer, length=source.max_length, stride=stride)
 
     def answers(prediction: Any) -> dict[str, list[Answer]]:
         logits = prediction.predictions[..., 0], prediction.predictions[..., 1]
-        return best_answers(questions, places, logits)
+        return best_answers(questions, windows, logits)
 
     def judge(prediction: EvalPrediction) -> dict[str, float]:
         best = {name: found[0].text for name, found in answers(prediction).items()}
@@ -63,7 +59,7 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
     return Workload(
         "squad",
         lambda small: build_text_model(AutoModelForQuestionAnswering, source, small),
-        windows.cut(train)[0],
+        cut(train, tokenizer, length=source.max_length, stride=stride)[0],
         entries,
         text_forward,
         judge,
@@ -98,72 +94,56 @@ def read_split(data: str | None, split: str, most: int | None) -> list[Question]
     return read_questions(paths[0])[:most]
 
 
-class Windows:
+def cut(
+    questions: list[Question], tokenizer: Any, *, length: int, stride: int
+) -> tuple[list[dict[str, Any]], list[Window]]:
     """Cut questions with their texts into windows of tokens.
 
     Args:
+        questions: with their texts.
         tokenizer: a fast one, that knows where in the text each token is.
         length: tokens of a window.
         stride: tokens that two windows of a text share.
+    Returns:
+        windows with the tokens at which their first right answers begin and end, both the first
+        one, the class token, where a window does not hold the whole answer; and what
+        `best_answers` needs to know of them.
+    Raises:
+        ValueError: a question leaves a window no room for more of the text than overlaps.
     """
+    _refuse_long(questions, tokenizer, length=length, stride=stride)
+    encoded = tokenizer(
+        [one["question"] for one in questions],
+        [one["context"] for one in questions],
+        truncation="only_second",
+        max_length=length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    of_question = encoded.pop("overflow_to_sample_mapping")
+    entries: list[dict[str, Any]] = []
+    windows: list[Window] = []
+    for index, offsets in enumerate(encoded.pop("offset_mapping")):
+        question = questions[of_question[index]]
+        places, gold = text_offsets(offsets, encoded.sequence_ids(index)), question["answers"]
+        begin = gold["answer_start"][0]
+        first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
+        entry = {name: values[index] for name, values in encoded.items()}
+        entries.append({**entry, "start_positions": first, "end_positions": last})
+        windows.append({"example_id": question["id"], "offset_mapping": places})
+    return entries, windows
 
-    def __init__(self, tokenizer: Any, length: int, stride: int) -> None:
-        self._tokenizer, self._length, self._stride = tokenizer, length, stride
 
-    def cut(self, questions: list[Question]) -> tuple[list[dict[str, Any]], list[Window]]:
-        """Return windows with the tokens at which their first right answers begin and end, and
-        what `best_answers` needs to know of them.
-
-        Where a window does not hold the whole answer both tokens are its first, the class token.
-        """
-        entries: list[dict[str, Any]] = []
-        windows: list[Window] = []
-        for entry, question, places in self._cut(questions):
-            gold = question["answers"]
-            begin = gold["answer_start"][0]
-            first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
-            entries.append({**entry, "start_positions": first, "end_positions": last})
-            windows.append({"example_id": question["id"], "offset_mapping": places})
-        return entries, windows
-
-    def _cut(
-        self, questions: list[Question]
-    ) -> list[tuple[dict[str, Any], Question, list[list[int]]]]:
-        """Return every window's entries, its question, and where its tokens are in the text.
-
-        Raises:
-            ValueError: a question leaves a window no room for more of the text than overlaps.
-        """
-        self._refuse_long(questions)
-        encoded = self._tokenizer(
-            [one["question"] for one in questions],
-            [one["context"] for one in questions],
-            truncation="only_second",
-            max_length=self._length,
-            stride=self._stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
-        of_question = encoded.pop("overflow_to_sample_mapping")
-        offsets = encoded.pop("offset_mapping")
-        return [
-            (
-                {name: values[index] for name, values in encoded.items()},
-                questions[of_question[index]],
-                text_offsets(offsets[index], encoded.sequence_ids(index), _TEXT),
+def _refuse_long(questions: list[Question], tokenizer: Any, *, length: int, stride: int) -> None:
+    """Refuse a question that leaves a window no room for more of the text than overlaps."""
+    tokens = tokenizer([one["question"] for one in questions], add_special_tokens=False)
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    for question, own in zip(questions, tokens["input_ids"], strict=True):
+        room = length - special - len(own)
+        if room <= stride:
+            raise ValueError(
+                f"the question {question['id']} has {len(own)} tokens, and leaves "
+                f"{max(0, room)} of a window's {length} for the text, of which {stride} overlap; "
+                "raise --max_seq_length, or lower --doc_stride"
             )
-            for index in range(len(offsets))
-        ]
-
-    def _refuse_long(self, questions: list[Question]) -> None:
-        texts = [one["question"] for one in questions]
-        tokens = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        special = self._tokenizer.num_special_tokens_to_add(pair=True)
-        for question, own in zip(questions, tokens, strict=True):
-            room = self._length - special - len(own)
-            if room <= self._stride:
-                raise ValueError(
-                    f"the question {question['id']} has {len(own)} tokens, and leaves "
-                    f"{max(0, room)} of a window's {self._length} for the text, of which "
-                    f"{self._stride} overlap; raise --max_seq_length, or lower --doc_stride"
-                )

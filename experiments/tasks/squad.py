@@ -20,6 +20,8 @@ Array = np.ndarray[Any, Any]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_TEXT = 1
+"""A tokenizer's number for the text; the question, which comes first, is 0."""
 _NOT_TEXT = -1
 """Begins the offsets of a token that belongs to the question, or is special."""
 
@@ -90,18 +92,17 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def text_offsets(
-    offsets: Sequence[Sequence[int]], sequence_ids: Sequence[int | None], text: int = 1
+    offsets: Sequence[Sequence[int]], sequence_ids: Sequence[int | None]
 ) -> list[list[int]]:
     """Mark the tokens that are outside the text.
 
     Args:
         offsets: as a tokenizer gives them.
         sequence_ids: which of its inputs each token is of, None for special tokens.
-        text: the number of the text among the inputs.
     """
     outside = [_NOT_TEXT, _NOT_TEXT]
     pairs = zip(offsets, sequence_ids, strict=True)
-    return [list(offset) if source == text else outside for offset, source in pairs]
+    return [list(offset) if source == _TEXT else outside for offset, source in pairs]
 
 
 def answer_tokens(places: list[list[int]], begin: int, end: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from experiments.finetune.freezing import policy_of, read_frozen
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
-from experiments.tasks.questions import Windows
+from experiments.tasks.questions import cut
 from experiments.tasks.smoke import make_squad, make_text_model
 from experiments.tasks.squad import read_questions
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
@@ -96,9 +96,9 @@ def test_a_question_that_leaves_no_room_for_the_text_is_named(tmp_path: Path) ->
     question = read_questions(make_squad(tmp_path)[0])[0]
     tokens = len(tokenizer(question["question"], add_special_tokens=False)["input_ids"])
     length = tokens + 3 + 9  # With [CLS] and two [SEP] the text has 9.
-    assert Windows(tokenizer, length, 8).cut([question])[0]
+    assert cut([question], tokenizer, length=length, stride=8)[0]
     with pytest.raises(ValueError, match=rf"{question['id']} has {tokens} tokens, and leaves 9 "):
-        Windows(tokenizer, length, 9).cut([question])
+        cut([question], tokenizer, length=length, stride=9)
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "imagenet"])
