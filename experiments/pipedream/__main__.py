@@ -113,9 +113,9 @@ def run_simulate(options: argparse.Namespace) -> None:
 
 def run_draw(options: argparse.Namespace) -> None:
     """Draw, and print a table."""
-    shape = drawn.Shape(options.stages, options.micro_batches)
-    all_drawn = drawn.all_drawn(shape)
-    measured = {} if options.simulated else drawn.measure(shape, small=options.small)
+    shape = options.stages, options.micro_batches
+    all_drawn = drawn.all_drawn(*shape)
+    measured = {} if options.simulated else drawn.measure(*shape, small=options.small)
     print(drawn.table(all_drawn, measured))
     if options.picture is not None:
         drawn.draw(all_drawn, options.picture)

@@ -50,14 +50,6 @@ _SHADES = {Op.FORWARD: ("#3b6fb6", "#6d97cf"), Op.BACKWARD: ("#3f9d6b", "#74bd97
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Say how large the pipelines are: stages, and micro-batches of a batch."""
-
-    num_stages: int
-    num_micro_batches: int
-
-
-@dataclass(frozen=True)
 class Measured:
     """Hold what a trace tells of a schedule.
 
@@ -112,9 +104,8 @@ class Drawn:
         ]
 
 
-def all_drawn(shape: Shape) -> dict[str, Drawn]:
-    """Return the schedules by name."""
-    k, m = shape.num_stages, shape.num_micro_batches
+def all_drawn(k: int, m: int) -> dict[str, Drawn]:
+    """Return the schedules by name, of k stages and m micro-batches a batch."""
     ones = (1,) * k
     flushed = (k - 1) / (m + k - 1)
     replicated = (2,) + (1,) * (k - 1)
@@ -144,11 +135,10 @@ def all_drawn(shape: Shape) -> dict[str, Drawn]:
     }
 
 
-def measure(shape: Shape, *, small: bool = False) -> dict[str, Measured]:
-    """Run what threads can on this machine, and return what its traces tell."""
+def measure(k: int, m: int, *, small: bool = False) -> dict[str, Measured]:
+    """Run what threads can on this machine, k stages and m micro-batches; read its traces."""
     torch.manual_seed(0)
     images, labels = torch.randn(64, 1, 32, 32), torch.randint(10, (64,))
-    k, m = shape.num_stages, shape.num_micro_batches
     width = 16 if small else 64
     make = partial(transformer, width, _BLOCKS * k)
     balance = [_BLOCKS] * k

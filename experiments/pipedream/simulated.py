@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopipe.pipedream import (
     CutState,
@@ -125,12 +125,8 @@ class _Stages:
             for leaf, rate in zip(leaves[:-1], rates, strict=True)
         ]
         self.sync_s = [
-            self._sum_s(names_bytes, leaf.replicas, levels)
-            for names_bytes, leaf in zip(
-                (sum(nodes[name].parameter_bytes for name in names) for names in own),
-                leaves,
-                strict=True,
-            )
+            self._sum_s(sum(nodes[name].parameter_bytes for name in names), count, levels)
+            for names, count in zip(own, self.replicas, strict=True)
         ]
 
     @staticmethod
@@ -159,8 +155,7 @@ class _Stages:
             seconds * turn / count
             for seconds, count in zip(self.sync_s, self.replicas, strict=True)
         )
-        times = self._times(num, 1.0)
-        times = StageTimes(times.forward_s, times.backward_s, times.transfer_s, update_s=update_s)
+        times = replace(self._times(num, 1.0), update_s=update_s)
         return simulate(program, times, replicas=self.replicas).step_s
 
     def _times(self, num: int, share: float) -> StageTimes:

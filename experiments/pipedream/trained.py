@@ -61,9 +61,7 @@ def train_network(name: str, setting: Setting, course: Course) -> list[Learning]
     (x, y), test = (split.tensors for split in load_digits_split())
     x, y = x[: course.num_samples], y[: course.num_samples]
     make = partial(build, name, seed=course.seed, small=course.small)
-    contestants = {
-        way: start() for way, start in ways(make, setting, x[: course.batch_size]).items()
-    }
+    contestants = ways(make, setting, x[: course.batch_size])
     learned = {way: Learning(way) for way in contestants}
     shuffle = torch.Generator().manual_seed(course.seed)
     for _ in range(course.epochs):

@@ -188,10 +188,8 @@ def choose(graph: LayerGraph, workers: int) -> ReplicatedPlan:
     return optimize(cut_states(graph), machines, activations=True)
 
 
-def ways(
-    build: Callable[[], nn.Sequential], setting: Setting, batch: Tensor
-) -> dict[str, Callable[[], Way]]:
-    """Return what makes each way, by its name.
+def ways(build: Callable[[], nn.Sequential], setting: Setting, batch: Tensor) -> dict[str, Way]:
+    """Return each way, by its name.
 
     Args:
         build: the network, with the same weights each time.
@@ -216,8 +214,4 @@ def ways(
     elif plan.name == "straight":
         own = [leaf.end - leaf.begin for leaf in plan.leaves]
         found[CHOICE] = partial(Unflushed, balance=own, versions="stashed", chunks=1)
-    return {name: partial(_made, make, build, setting) for name, make in found.items()}
-
-
-def _made(make: Callable[..., Way], build: Callable[[], nn.Sequential], setting: Setting) -> Way:
-    return make(build(), setting)
+    return {name: make(build(), setting) for name, make in found.items()}

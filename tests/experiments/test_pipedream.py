@@ -12,7 +12,7 @@ import torch
 from autopipe.pipedream import Machines
 from autopipe.profile import LayerGraph, LayerNode
 from experiments.pipedream.__main__ import main
-from experiments.pipedream.drawn import Shape, all_drawn
+from experiments.pipedream.drawn import all_drawn
 from experiments.pipedream.networks import NETWORKS, build
 from experiments.pipedream.simulated import predict
 from tests.profile_text import profile_text
@@ -97,7 +97,7 @@ def test_simulated_rows_stand_beside_the_published(
 def test_drawn_schedules_are_idle_as_the_formulas_say(
     num_stages: int, num_micro_batches: int
 ) -> None:
-    for name, drawn in all_drawn(Shape(num_stages, num_micro_batches)).items():
+    for name, drawn in all_drawn(num_stages, num_micro_batches).items():
         parts = drawn.simulate()
         busy, idle = (sum(sum(getattr(one, of)) for one in parts) for of in ("busy_s", "idle_s"))
         if drawn.idle is not None:
