@@ -20,7 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class Metered:
     """Run a step and add up the CPU time that the whole process spent in it."""
 
     step: Callable[[], object]
-    cpu_s: float = field(default=0.0)
+    cpu_s: float = 0.0
 
     def __call__(self) -> None:
         """Take the step."""

@@ -42,7 +42,6 @@ from experiments.benchmarks.jpegs import Jpegs, jpeg_task, make_jpegs
 from experiments.benchmarks.plain_loop import PlainLoop, RivalTask
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
 from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
-from pipetransformer import Trainer
 
 EPOCHS = 10**6  # More than are ever run.
 LEAST = {"plain_over_ours": 0.98}
@@ -149,28 +148,18 @@ def time_state(task: RivalTask, workload: Workload, *, num_frozen: int) -> Waits
             trainer.step()  # Fills the cache.
         sides = {
             "plain": _Side(lambda: _plain_step(loop), workload),
-            "ours": _Side(lambda: _our_step(trainer), workload),
+            "ours": _Side(lambda: trainer.step().breakdown["data"], workload),
         }
         num = workload.num_rounds
         blocks = {name: side.block for name, side in sides.items()}
-        seconds = interleave(blocks, num_rounds=num, clock=_own_seconds)
+        # A block tells its seconds itself, as its first steps do not count.
+        seconds = interleave(blocks, num_rounds=num, clock=lambda block: float(block()))
     return Waits(seconds, {name: np.array(side.shares[-num:]) for name, side in sides.items()})
 
 
 def _plain_step(loop: PlainLoop) -> float:
     loop.step()
     return loop.wait_s
-
-
-def _our_step(trainer: Trainer) -> float:
-    return trainer.step().breakdown["data"]
-
-
-def _own_seconds(block: Callable[[], object]) -> float:
-    """Run a block, whose first steps do not count."""
-    seconds = block()
-    assert isinstance(seconds, float)
-    return seconds
 
 
 def measure(workload: Workload) -> dict[str, Any]:

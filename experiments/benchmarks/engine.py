@@ -49,7 +49,6 @@ from experiments.benchmarks.process_pipelines import (
 )
 from experiments.benchmarks.rounds import (
     Comparison,
-    compare,
     faster,
     num_cores,
     of_bubble_bound,
@@ -183,22 +182,12 @@ def on_processes(results: ProcessResults, num_stages: int) -> Iterator[Compariso
     """Compare to torch's pipelines, schedule against the same schedule, and to the bound."""
     seconds, where = results.seconds, f"processes K={num_stages} M={NUM_MICRO_BATCHES}"
     judged = num_stages == 2
-    ratios, ours, theirs = (
-        np.concatenate(column)
-        for column in zip(
-            *(
-                (
-                    seconds[f"theirs {name}"] / seconds[f"ours {name}"],
-                    seconds[f"ours {name}"],
-                    seconds[f"theirs {name}"],
-                )
-                for name in PEER_SCHEDULES
-            ),
-            strict=True,
-        )
-    )
+    both = {
+        side: np.concatenate([seconds[f"{side} {name}"] for name in PEER_SCHEDULES])
+        for side in ("ours", "theirs")
+    }
     key: tuple[str, ...] = ("vs_torch_pipelining",) if judged else ()
-    yield compare(key, f"{where}, both schedules", ratios, ours, theirs)
+    yield faster(both, "ours", "theirs", key=key, what=f"{where}, both schedules")
     for name in PEER_SCHEDULES:
         yield faster(
             seconds,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def interleave(
     *,
     num_rounds: int,
     warm_up: int = 1,
-    clock: Callable[[Callable[[], object]], float] = seconds_of,
+    clock: Callable[[Callable[[], Any]], float] = seconds_of,
 ) -> Seconds:
     """Time every action once a round, in an order that is drawn anew (the same in each process).
 
@@ -148,8 +149,8 @@ def compare(  # noqa: PLR0913 - a line of the table, in its order
     key: tuple[str, ...],
     what: str,
     ratios: np.ndarray,
-    ours_s: np.ndarray | None = None,
-    theirs_s: np.ndarray | None = None,
+    ours_s: np.ndarray,
+    theirs_s: np.ndarray,
     **facts: object,
 ) -> Comparison:
     """Sum up the ratios of all rounds."""
@@ -158,8 +159,8 @@ def compare(  # noqa: PLR0913 - a line of the table, in its order
         what,
         bootstrap(ratios),
         len(ratios),
-        None if ours_s is None else statistics.median(ours_s.tolist()),
-        None if theirs_s is None else statistics.median(theirs_s.tolist()),
+        statistics.median(ours_s.tolist()),
+        statistics.median(theirs_s.tolist()),
         facts,
     )
 

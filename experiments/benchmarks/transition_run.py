@@ -139,9 +139,8 @@ def watch_changes(deployment: Deployment) -> list[Change]:
 
     def watched(decision: Decision) -> int:
         owned = digests(deployment.owned_shards())
-        expected = {
-            name: d for one in gather_json(owned, group=world()) for name, d in one.items()
-        }
+        ranks = gather_json(owned, group=dist.group.WORLD)
+        expected = {name: digest for one in ranks for name, digest in one.items()}
         dist.barrier()
         start = time.perf_counter()
         num_bytes = change(decision)
@@ -170,7 +169,7 @@ def check(held: Mapping[str, str], expected: Mapping[str, str]) -> None:
         StateChangedError: on every rank: a tensor of one is another, or missing.
     """
     wrong = [name for name in expected if held.get(name) != expected[name]]
-    for rank, names in enumerate(gather_json(wrong, group=world())):
+    for rank, names in enumerate(gather_json(wrong, group=dist.group.WORLD)):
         if names:
             raise StateChangedError(
                 f"{len(names)} of {len(expected)} tensors of rank {rank} are not what their "
@@ -182,7 +181,7 @@ def copy_seconds(deployment: Deployment) -> float:
     """Copy what the other rank holds, by its size, into fresh memory; all ranks at once."""
     tensors = [t for shard in deployment.held_shards().values() for t in shard.values()]
     own = [_bytes_of(tensor) for tensor in tensors]
-    sizes = gather_json(sum(map(len, own)), group=world())
+    sizes = gather_json(sum(map(len, own)), group=dist.group.WORLD)
     num_bytes = sum(sizes) - sizes[dist.get_rank()]
     seconds = []
     for _ in range(_NUM_COPIES):
@@ -201,11 +200,6 @@ def copy_seconds(deployment: Deployment) -> float:
         seconds.append(time.perf_counter() - start)
         del target, part, fresh
     return median(seconds)
-
-
-def world() -> dist.ProcessGroup | None:
-    """Return the group of both ranks."""
-    return dist.group.WORLD
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -249,7 +243,7 @@ def measure_on_this_rank(workload: Workload) -> Measured:
             "first_step_s": after[0],
             "second_step_s": after[1],
         }
-        ranks = gather_json(own, group=world())
-        moved_bytes = sum(gather_json(change.num_bytes, group=world()))
+        ranks = gather_json(own, group=dist.group.WORLD)
+        moved_bytes = sum(gather_json(change.num_bytes, group=dist.group.WORLD))
     slowest = {name: max(rank[name] for rank in ranks) for name in own}
     return Measured(parameters=parameters, moved_bytes=moved_bytes, **slowest)
