@@ -9,63 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
+from experiments.benchmarks.plain_loop import BATCH_SIZE, PlainLoop, digits_task
+from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer
 from experiments.benchmarks.rounds import paired_ratio
-from experiments.digits import build_model, load_digits_split
-from pipetransformer import Trainer, adamw
 
-BATCH_SIZE = 32
 LIMIT = 1.02
-
-
-def hand_written(model: nn.Module, data: TensorDataset) -> Callable[[], float]:
-    """Return a function that takes one step of the loop anyone would write."""
-    optimizer = adamw()(list(model.named_parameters()))
-    loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
-
-    def batches() -> Iterator[list[Tensor]]:
-        while True:
-            yield from loader
-
-    stream = batches()
-    model.train()
-
-    def step() -> float:
-        images, labels = next(stream)
-        optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def main() -> int:
     """Compare; fail only if the whole interval is beyond the limit."""
     torch.set_num_threads(1)
-    train, _ = load_digits_split()
-    images, labels = train.tensors
-    # A multiple of the batch size: all steps are equal.
-    train = TensorDataset(images[:1184], labels[:1184])
-    step = hand_written(build_model(10, seed=0), train)
-    with Trainer(
-        build_model(10, seed=0),
-        train,
-        epochs=10,
-        global_batch_size=BATCH_SIZE,
-        cache=False,
-        device="cpu",
-        progress=False,
-        evaluate_every_epochs=0,
-    ) as trainer:
+    task = digits_task()
+    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
+    with make_trainer(task, (0,), freeze=None, epochs=10, cache=False) as trainer:
         trainer.step()
-        ratio, pairs = paired_ratio(trainer.step, step)
+        ratio, pairs = paired_ratio(trainer.step, loop.step)
         assert trainer.decision is not None
         num_micro_batches = trainer.decision.plan.num_micro_batches
     ours, theirs = (sorted(column)[len(pairs) // 2] * 1e3 for column in zip(*pairs, strict=True))
