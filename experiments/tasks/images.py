@@ -60,7 +60,7 @@ class Images:
     """Read images by index, as the model's own preprocessing wants them.
 
     Args:
-        encoded: an image, JPEG's bytes or an array (H, W, 3) of uint8, by index; or a tree's.
+        encoded: by index images, JPEG's bytes or arrays (H, W, 3) of uint8; or a tree's.
         labels: (N,) classes.
         transform: makes the model's input of a PIL image.
     """
@@ -72,7 +72,7 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self._encoded(index)
+        image = self._encoded[index]
         if not isinstance(image, Image.Image):
             is_jpeg = isinstance(image, bytes)
             image = Image.open(io.BytesIO(image)) if is_jpeg else Image.fromarray(image)
@@ -212,7 +212,7 @@ def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
             f"{path} does not hold the files of {name}'s Python version as they are published; "
             f"give the folder in which {CIFARS[name].base_folder} is, or an npz file"
         ) from error
-    return _Decoded(found.data), np.asarray(found.targets, np.int64)
+    return found.data, np.asarray(found.targets, np.int64)
 
 
 def _read_npz(path: Path, split: str) -> tuple[Any, Any]:
@@ -223,7 +223,7 @@ def _read_npz(path: Path, split: str) -> tuple[Any, Any]:
         data, offsets = arrays[f"{split}_data"], arrays[f"{split}_offsets"]
         return _Jpegs(data, offsets), labels.astype(np.int64).reshape(-1)
     key = next(k for k in arrays if k not in (f"{split}_labels", f"{split}_y"))
-    return _Decoded(arrays[key]), labels.astype(np.int64).reshape(-1)
+    return arrays[key], labels.astype(np.int64).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -231,24 +231,16 @@ class _Jpegs:
     data: Any
     offsets: Any
 
-    def __call__(self, index: int) -> bytes:
+    def __getitem__(self, index: int) -> bytes:
         found: bytes = self.data[self.offsets[index] : self.offsets[index + 1]].tobytes()
         return found
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    data: Any
-
-    def __call__(self, index: int) -> Any:
-        return self.data[index]
 
 
 @dataclass(frozen=True)
 class _Tree:
     tree: ImageFolder
 
-    def __call__(self, index: int) -> Image.Image:
+    def __getitem__(self, index: int) -> Image.Image:
         image: Image.Image = self.tree[index][0]
         return image
 
@@ -260,5 +252,5 @@ class _Chosen:
     images: Any
     chosen: Any
 
-    def __call__(self, index: int) -> Any:
-        return self.images(int(self.chosen[index]))
+    def __getitem__(self, index: int) -> Any:
+        return self.images[int(self.chosen[index])]

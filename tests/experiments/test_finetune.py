@@ -264,7 +264,8 @@ def test_processes_of_a_smoke_make_their_files_apart(
 
 
 def test_images_are_the_model_s_input() -> None:
-    images = Images(lambda index: np.full((4, 4, 3), index, np.uint8), [5, 6], np.asarray)
+    pictures = [np.full((4, 4, 3), index, np.uint8) for index in range(2)]
+    images = Images(pictures, [5, 6], np.asarray)
     image, label = images[1]
     assert label == 6 and image.shape == (4, 4, 3) and len(images) == 2
 
