@@ -23,21 +23,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
 
 from experiments.benchmarks import restless
 from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.processes import found_by
 from experiments.benchmarks.rivals import make_trainer
 from experiments.benchmarks.rounds import bootstrap, num_cores
-from pipetransformer import adamw
 
 STEPS_PER_EPOCH = 20
 FROZEN_BY_EPOCH = (0, 4, 4, 8, 8)
@@ -66,11 +63,8 @@ def noise(seed: int, *, wanted: bool) -> Iterator[None]:
 
 def train(seed: int, settings: dict[str, Any]) -> list[float]:
     """Train beside the noise; return the seconds of every step but the first, transitions in."""
-    task, num_samples = digits_task(), STEPS_PER_EPOCH * BATCH_SIZE
-    few = TensorDataset(*(tensor[:num_samples] for tensor in task.dataset.tensors))  # type: ignore[attr-defined]
-    task, seconds = replace(task, dataset=few), []
-    settings = {"optimizer": adamw(1e-3), "seed": seed, **settings}
-    with make_trainer(task, FROZEN_BY_EPOCH, **settings) as trainer:
+    task, seconds = digits_task(STEPS_PER_EPOCH * BATCH_SIZE), []
+    with make_trainer(task, FROZEN_BY_EPOCH, seed=seed, **settings) as trainer:
         with noise(2 * seed, wanted=trainer.is_main_process):
             trainer.step()  # Measures and plans.
         dist.barrier()

@@ -104,14 +104,14 @@ def classes_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def digits_task() -> RivalTask:
-    """Return the demo's ViT, 12 blocks, on scikit-learn's digits."""
+def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
+    """Return the demo's ViT, 12 blocks, on scikit-learn's digits, a multiple of the batch size."""
     train, _ = load_digits_split()
     return RivalTask(
         "ViT on digits",
         12,
         lambda: build_model(10, seed=0),
-        TensorDataset(*(tensor[:NUM_SAMPLES] for tensor in train.tensors)),
+        TensorDataset(*(tensor[:num_samples] for tensor in train.tensors)),
         classes_loss,
     )
 

@@ -22,17 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset
 
 from autopipe.plan import PipelinePlan, PlanRequest, paper_plan, plan_pipeline
 from autopipe.profile import Profile
+from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.processes import found_by
+from experiments.benchmarks.rivals import make_trainer
 from experiments.benchmarks.rounds import bootstrap
-from experiments.digits import build_model, load_digits_split
 from freeze import FreezeContext
-from pipetransformer import PlanSituation, Trainer
+from pipetransformer import PlanSituation
 
-BATCH_SIZE = 32
 WARM_UP, MEASURED = 3, 3
 """Steps of a visit to a pipeline: the first two fill the cache, the third first reads from it."""
 
@@ -57,20 +56,6 @@ def grid(frozen: tuple[int, ...]) -> list[Point]:
     return [Point(f, k, m, s) for f, (k, s), m in product(frozen, shapes, (1, 2, 4, 8))]
 
 
-def make_trainer(**settings: Any) -> Trainer:
-    """Train the demo's model on two batches of its data, so that two steps fill the cache."""
-    images, labels = load_digits_split()[0].tensors
-    return Trainer(
-        build_model(10, seed=0),
-        TensorDataset(images[: 2 * BATCH_SIZE], labels[: 2 * BATCH_SIZE]),
-        global_batch_size=BATCH_SIZE,
-        device="cpu",
-        progress=False,
-        evaluate_every_epochs=0,
-        **settings,
-    )
-
-
 class Tour:
     """Lead a trainer from pipeline to pipeline, and note what it predicts and takes."""
 
@@ -79,6 +64,8 @@ class Tour:
         self._planner: Planner = plan_pipeline
         self._frozen = frozen[0]
         self.trainer = make_trainer(
+            digits_task(2 * BATCH_SIZE),  # So that two steps fill the cache.
+            (0,),
             epochs=num_epochs,
             plan=self._plan,
             freeze=self._freeze,

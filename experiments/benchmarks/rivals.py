@@ -70,7 +70,6 @@ def tasks(sentences: Sentences) -> tuple[RivalTask, ...]:
 def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
     """Return the Trainer of a task, with settings as the plain loop's, and others as given."""
     usual = {
-        "optimizer": adamw(LEARNING_RATE),
         "epochs": len(frozen_by_epoch),
         "freeze": FreezeSchedule(frozen_by_epoch),
         "evaluate_every_epochs": 0,
@@ -79,6 +78,7 @@ def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: 
     return Trainer(
         task.build(),
         task.dataset,
+        optimizer=adamw(LEARNING_RATE),
         global_batch_size=task.batch_size,
         num_workers=task.num_workers,
         collate_fn=task.collate_fn,
