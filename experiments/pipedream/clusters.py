@@ -31,7 +31,7 @@ class Published:
     def replicas(self) -> tuple[int, ...]:
         """Return those of the stages; () where the paper gives no numbers."""
         numbers = self.plan.split("-")
-        return tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else ()
+        return tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
 
 
 CLUSTERS = {

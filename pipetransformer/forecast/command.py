@@ -30,6 +30,12 @@ from pipetransformer.planning import PLANS
 BATCH_A_SLOT = 32
 """Samples of a step for each slot, where the command line does not say."""
 
+_OF_A_PROFILE = ("machines", "bandwidth", "activations")
+_OF_A_MODEL = (
+    "model", "cluster", "slots", "batch", "frozen", "stage_workers", "samples", "cached", "dtype",
+    "image_size", "seq_length", "picture",
+)  # fmt: skip
+
 
 def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pipetransformer plan`."""
@@ -82,10 +88,12 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         WorkerFailedError: measuring the machine at hand failed.
     """
     if options.profile is not None:
+        _refuse_given(options, _OF_A_MODEL, "does not go with --profile")
         run_profile(options, say)
         return True
     if options.model is None:
         raise ValueError("there is nothing to plan; name a model, or give a --profile")
+    _refuse_given(options, _OF_A_PROFILE, "is for a --profile")
     frozen, plan = _read_numbers("--frozen", options.frozen), options.plan or "fastest"
     workers = options.stage_workers and tuple(
         _read_numbers("--stage-workers", options.stage_workers)
@@ -123,9 +131,19 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
 
 def _read_numbers(option: str, text: str) -> list[int]:
     numbers = text.split(",")
-    if not all(number.strip().isdigit() for number in numbers):
+    if not all(number.strip().isdecimal() for number in numbers):
         raise ValueError(f"{option} is {text!r}; give numbers, separated by commas")
     return [int(number) for number in numbers]
+
+
+def _refuse_given(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given, and would change nothing."""
+    usual = argparse.ArgumentParser()
+    add_plan_parser(usual)
+    for name in names:
+        if getattr(options, name) != usual.get_default(name):
+            option = "a model" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {why}; leave it out")
 
 
 def _refuse(options: argparse.Namespace) -> None:

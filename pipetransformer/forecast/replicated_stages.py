@@ -209,8 +209,6 @@ def _read_levels(options: argparse.Namespace) -> list[Machines]:
         if getattr(options, name) is None:
             example = "--machines 4,4 --bandwidth 12e9,1.25e9"
             raise ValueError(f"--profile needs --{name}, such as {example}")
-    if options.model is not None or options.cluster is not None:
-        raise ValueError("--profile says what is planned; leave the model and --cluster out")
     try:
         counts = [int(one) for one in options.machines.split(",")]
         rates = [float(one) for one in options.bandwidth.split(",")]

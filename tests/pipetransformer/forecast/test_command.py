@@ -259,6 +259,8 @@ def test_machine_at_hand_is_measured_by_a_process_for_each_slot(
         ([f"{HERE}:curious"], "curious failed: Tensor.item() cannot be called on meta tensors; f"),
         ([f"{HERE}:shapes_only", "--frozen", "5"], "5 layers cannot be frozen; the model has 4 b"),
         ([f"{HERE}:shapes_only", "--frozen", "1,x"], "--frozen is '1,x'; give numbers, sep"),
+        ([f"{HERE}:shapes_only", "--frozen", "²"], "--frozen is '²'; give numbers, sep"),
+        ([f"{HERE}:shapes_only", "--machines", "2"], "--machines is for a --profile; leave it"),
         ([f"{HERE}:shapes_only", "--batch", "0"], "--batch is 0; give at least 1"),
         ([f"{HERE}:shapes_only", "--slots", "2"], "--slots is for the machine at hand; leave it"),
         ([f"{HERE}:shapes_only", "--cached"], "ours does not say how fast a cache is read; add"),

@@ -58,8 +58,9 @@ def test_json_has_what_scripts_ask_for(profile: Path, capsys: pytest.CaptureFixt
         (["--machines", "four", "--bandwidth", "1e9"], "are lists of numbers"),
         (["--machines", "0", "--bandwidth", "1e9"], "give at least one"),
         (["--machines", "200", "--bandwidth", "1e9"], "at most 128 are planned"),
+        ([*ASKED, "--picture", "x.png"], "--picture does not go with --profile; leave it out"),
         ([*ASKED[:4], "--plan", "published"], "plans no --profile; give --plan pipedream"),
-        (["bert-base", *ASKED], "leave the model and --cluster out"),
+        (["bert-base", *ASKED], "a model does not go with --profile; leave it out"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(
