@@ -89,9 +89,12 @@ class ComingBatches:
     def to_the_end(self, replicas: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and the samples of the coming step and of all after it."""
         # Read by a thread of its own, which is an epoch ahead.
-        sampler, size = copy.copy(self._sampler), self._timeline.global_batch(replicas)
-        for epoch, sample in self._timeline.to_come(replicas):
-            yield epoch, sampler.global_batch(epoch, sample, size)
+        sampler, ahead = copy.copy(self._sampler), self._timeline.ahead()
+        while not ahead.is_over:
+            at = ahead.position
+            ids = sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
+            yield at.epoch, ids
+            ahead.advance(len(ids))
 
     def refuse_other_orders(self, group: dist.ProcessGroup | None) -> None:
         """Raise a ValueError where ranks were given different orders. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipetransformer.config import TrainConfig
@@ -219,17 +219,6 @@ class Timeline:
             self._peak_learning_rate * self.learning_rate_factor(replicas),
             self._peak_learning_rate,
         )
-
-    def to_come(self, replicas: int) -> Iterator[tuple[int, int]]:
-        """Yield the epoch and the first sample of the coming step and of all after it, if the
-        batch size stays what it is.
-        """
-        epoch, sample = self.position.epoch, self.position.sample
-        while epoch < self._config.epochs:
-            yield epoch, sample
-            sample += self.global_batch(replicas)
-            if sample >= self.num_samples:
-                epoch, sample = epoch + 1, 0
 
     def advance(self, num_samples: int) -> None:
         """Note that a step over so many samples is done."""
