@@ -72,27 +72,17 @@ def build_optimizer(task: Task, parameters: Mapping[str, nn.Parameter]) -> Optim
     return optimizer
 
 
-def set_training(
-    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
-) -> None:
-    """Put sublayers of frozen layers in eval mode, and the others in training mode."""
-    set_modes(modes_of(model, indices, num_frozen=num_frozen))
-
-
 def modes_of(
-    model: LayeredModel, indices: range | tuple[int, ...], *, num_frozen: int
+    model: LayeredModel, indices: Iterable[int], *, training: bool
 ) -> list[tuple[nn.Module, bool]]:
-    """Return every module of sublayers with the flag it is to have: False in frozen layers.
+    """Return every module of sublayers with the flag it is to have to train, or not to.
 
-    Each module gets the flag that the model's own `train()` or `eval()` gives it: one that keeps a
-    part of itself in eval mode does so here.
+    It is the flag that the model's own `train()` or `eval()` gives it: one that keeps a part of
+    itself in eval mode does so here.
     """
-    modes = []
-    for index in indices:
-        sublayer = model.sublayers[index]
-        flags = model.flags(training=sublayer.layer >= num_frozen)
-        modes += [(module, flags[module]) for module in sublayer.module.modules()]
-    return modes
+    flags = model.flags(training=training)
+    modules = (module for i in indices for module in model.sublayers[i].module.modules())
+    return [(module, flags[module]) for module in modules]
 
 
 def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:

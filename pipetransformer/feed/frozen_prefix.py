@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autocache import HIDDEN, chain_hash
 from pipetransformer.data import Batch
-from pipetransformer.job import Task, in_mode, modes_of
+from pipetransformer.job import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
@@ -55,7 +55,8 @@ class FrozenPrefix:
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
         self.uses_cache = use_cache and num_frozen > 0
-        self._modes = modes_of(self.task.model, self._sublayers(), num_frozen=num_frozen)
+        self._modes = modes_of(self.task.model, self._sublayers(), training=False)
+        set_modes(self._modes)  # As they are found between two steps, too.
         if self.uses_cache and on_stage_0:
             self._stamp_layers()
 

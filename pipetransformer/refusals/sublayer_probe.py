@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopipe.profile import left_as_found
 from pipetransformer.adapters import find_changed
 from pipetransformer.data import Batch, part_of
-from pipetransformer.job import Task, set_training
+from pipetransformer.job import Task, modes_of, set_modes
 from pipetransformer.loss import refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
@@ -204,7 +204,7 @@ class _Probe:
             left_as_found([model.sublayers[index].module], self.device),
             torch.set_grad_enabled(training),
         ):
-            set_training(model, (index,), num_frozen=0 if training else model.num_layers + 1)
+            set_modes(modes_of(model, (index,), training=training))
             before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
             try:
                 yield

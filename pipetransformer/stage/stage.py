@@ -95,9 +95,8 @@ class Stage:
             task.signals,
         )
         prefix = range(plan.boundaries[0] if self.index == 0 else 0)
-        self._modes = modes_of(task.model, self._trained, num_frozen=0)
-        all_frozen = task.model.num_layers + 1
-        self._evaluation_modes = modes_of(task.model, self._trained, num_frozen=all_frozen)
+        self._modes = modes_of(task.model, self._trained, training=True)
+        self._evaluation_modes = modes_of(task.model, self._trained, training=False)
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self.recorder: Recorder | None = None

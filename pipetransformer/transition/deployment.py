@@ -28,7 +28,7 @@ from autodp import (
 )
 from freeze.signals import IntervalSignals
 from pipetransformer.feed import SampleFeed
-from pipetransformer.job import Task, set_frozen, set_training
+from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossScale
 from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import Stage
@@ -239,11 +239,9 @@ class Deployment:
 
     def _adopt(self, decision: Decision, after: Ownership) -> None:
         """Become what a decision asks for; the shards are there."""
-        model, rank = self._task.model, self._world.rank
-        held = after.held_by(rank)
-        self._held.settle(held)
+        rank = self._world.rank
+        self._held.settle(after.held_by(rank))
         set_frozen(self._task, decision.num_frozen, decision.resting)
-        set_training(model, held, num_frozen=decision.num_frozen)
         self._ownership = after
         limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
         build = Stage if self._task.config.weight_versions is None else UnflushedStage
