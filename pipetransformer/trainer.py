@@ -120,9 +120,8 @@ class Trainer:
 
         From then on `is_over` and `global_step` hold for a run that is continued, too.
         """
-        refuse_surroundings(trains=True)
-        with own_random_numbers(self.world.device):
-            self._begin(trains=True)
+        with self._ready(trains=True):
+            pass
 
     def stop(self) -> None:
         """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
@@ -142,7 +141,17 @@ class Trainer:
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
-        with own_random_numbers(self.world.device):
+        had_begun = self._run.transitions.have_begun
+        with self._ready(trains=True):
+            if self.is_over:
+                raise RuntimeError(
+                    f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
+                    "larger epochs=, or resume, to go on"
+                    if had_begun
+                    else "the run that was continued had ended already, at step "
+                    f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
+                    "is_over calls begin() before it"
+                )
             return self._step()
 
     def trace_step(self) -> Trace:
@@ -286,30 +295,16 @@ class Trainer:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
         return self._run.transitions.decision
 
-    def _begin(self, *, trains: bool = False) -> None:
-        self._events.tell_of_change(self._run.begin(trains=trains))
-
     @contextmanager
-    def _ready(self) -> Iterator[None]:
+    def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """Begin the run if need be, and leave the caller's random numbers alone meanwhile."""
-        refuse_surroundings(trains=False)
+        refuse_surroundings(trains=trains)
         with own_random_numbers(self.world.device):
-            self._begin()
+            self._events.tell_of_change(self._run.begin(trains=trains))
             yield
 
     def _step(self) -> StepResult:
-        refuse_surroundings(trains=True)
-        run, timeline = self._run, self._run.timeline
-        had_begun = run.transitions.have_begun
-        self._begin(trains=True)
-        if timeline.is_over:
-            raise RuntimeError(
-                f"all {self.config.epochs} epochs are done, or the run was stopped; give a larger "
-                "epochs=, or resume, to go on"
-                if had_begun
-                else f"the run that was continued had ended already, at step {self.global_step}; "
-                "give a larger epochs= to go on. A loop that asks is_over calls begin() before it"
-            )
+        run = self._run
         self._events.tell_of_change(run.decide_if_due())
         coming, next_ids = run.next_two()
         stage, clock = run.deployment.active_stage, run.transitions.clock()
@@ -320,7 +315,7 @@ class Trainer:
         else:
             result = stage.train_step(
                 coming,
-                run.feed.rows(clock.epoch, is_last=timeline.sees_samples_last),
+                run.feed.rows(clock.epoch, is_last=run.timeline.sees_samples_last),
                 next_ids=next_ids,
                 stops=self._events.wants_stop,
             )
