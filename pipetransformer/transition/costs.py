@@ -36,7 +36,7 @@ transition has told."""
 
 
 class Pace:
-    """Watch the steps of one plan after the other, apart from fetching their samples.
+    """Watch the steps of one plan, apart from fetching their samples.
 
     While a cache fills, fetching says nothing of the plan; and it takes as long under another.
     """
@@ -46,16 +46,8 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._computed: deque[float] = deque(maxlen=_WINDOW)
 
-    def begin(self) -> None:
-        """Start to watch a plan."""
-        self._num_steps = 0
-        self._recent.clear()
-        self._computed.clear()
-
     def note(self, seconds: float, computed_s: float) -> bool:
-        """Take a step; return whether it is known now what the plan's steps take.
-
-        It is once for every plan.
+        """Take a step; return whether it is known now, and was not before, what they take.
 
         Args:
             seconds: of the step, without fetching samples.

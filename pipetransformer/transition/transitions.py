@@ -250,7 +250,7 @@ class Transitions:
         seconds = time.perf_counter() - start
         self.decider.executed(decision, seconds if is_transition else None)
         if is_transition:
-            self._pace.begin()
+            self._pace = Pace()
             if self._task.config.plan == "fastest":  # Other planners are obeyed, not corrected.
                 self._review = Review.of(before, decision, was_measured=step_before_s is not None)
         return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
