@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp import GradientReducer, broadcast_json, gather_json
+from autodp import GradientReducer, Topology, broadcast_json, gather_json
+from autopipe.plan import fitting_lengths
 from autopipe.profile import AllReduceCost, LinkCost
 from pipetransformer.measure.timing import typical_s
 from pipetransformer.processes import World
@@ -76,7 +77,7 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     sizes = [size for size in _SUM_BYTES if size < num_bytes] + [min(num_bytes, _SUM_BYTES[-1])]
     sizes = sorted({max(4, size) for size in sizes})
     costs = []
-    for length in reversed(replace(world, stage_workers=None).lengths):
+    for length in reversed(fitting_lengths(world.size, world.slots_per_node)):
         replicas = world.size // length
         if replicas > 1:
             with _stage_group(world, length, timeout_s) as group:
@@ -156,7 +157,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         assert world.group is not None
         yield world.group
         return
-    topology = replace(world.topology(length), max_replicas=None, stage_workers=None)
+    topology = Topology(world.size, world.slots_per_node, length)
     timeout = timedelta(seconds=timeout_s)
     groups = [
         dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)

@@ -71,18 +71,12 @@ class Measurements:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "profile": self.profile.to_json(),
-            "copy_bytes_per_s": self.copy_bytes_per_s,
-        }
+        return {"profile": self.profile.to_json(), "copy_bytes_per_s": self.copy_bytes_per_s}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Measurements:
         """Rebuild measurements from `to_json`."""
-        return Measurements(
-            Profile.from_json(values["profile"]),
-            values["copy_bytes_per_s"],
-        )
+        return Measurements(Profile.from_json(values["profile"]), values["copy_bytes_per_s"])
 
 
 def measure(
@@ -110,7 +104,10 @@ def measure(
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
-    costs = tuple(_with_state(cost, state_ratio) for cost in measured)
+    costs = tuple(
+        replace(cost, optimizer_bytes=round(state_ratio * cost.gradient_bytes))
+        for cost in measured
+    )
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
@@ -291,7 +288,3 @@ def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
 
 def _read(read: Callable[[Tensor], Batch], size: int, device: torch.device) -> Batch:
     return {name: t.to(device) for name, t in read(torch.arange(size)).items()}
-
-
-def _with_state(cost: SublayerCost, ratio: float) -> SublayerCost:
-    return replace(cost, optimizer_bytes=round(ratio * cost.gradient_bytes))
