@@ -67,9 +67,7 @@ class Evaluator:
         """Return loss and metrics; outputs are kept only for `compute_metrics`."""
         if self._task.config.compute_metrics is not None:
             return self._predict(dataset, self._task.model.targets).metrics
-        results = Results()
-        self._collect(dataset, self._task.model.targets, results)
-        return self._means(results)
+        return self._collect(dataset, self._task.model.targets)
 
     def predict(self, dataset: SizedDataset) -> PredictionOutput:
         """Return all outputs in order; a data set may have no targets, and then no metrics."""
@@ -82,10 +80,9 @@ class Evaluator:
             self.feed.close()
 
     def _predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
-        compute, group = self._task.config.compute_metrics, self._world.group
-        results = Results(kept=(kept := KeptOutputs()))
-        self._collect(dataset, targets, results)
-        arrays, metrics = gather_outputs(kept, group=group), self._means(results)
+        compute, group, kept = self._task.config.compute_metrics, self._world.group, KeptOutputs()
+        metrics = self._collect(dataset, targets, kept)
+        arrays = gather_outputs(kept, group=group)
         labels = tuple(arrays[name] for name in targets)
         label_ids = (labels[0] if len(labels) == 1 else labels) if labels else None
         if compute is not None and labels:
@@ -93,17 +90,25 @@ class Evaluator:
             metrics |= judge(compute, judged, group=group)
         return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
 
-    def _collect(self, dataset: SizedDataset, targets: tuple[str, ...], results: Results) -> None:
-        """Collect a data set's results on this rank."""
+    def _collect(
+        self, dataset: SizedDataset, targets: tuple[str, ...], kept: KeptOutputs | None = None
+    ) -> dict[str, float]:
+        """Return the means over a data set, NaN for those of nothing; keep outputs where asked."""
+        own, joined = Results(kept=kept), Results()
         feed, is_last = self.feed, self._timeline.is_over
         is_whole = targets == self._task.model.targets
         if feed is None or feed.dataset is not dataset or not is_whole:
             feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
         feed.follow_prefix()
         stage = self._deployment.active_stage
-        stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), results)
+        stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
         if feed is not self.feed:
             feed.close()
+        for totals in gather_json(own.totals, group=self._world.group):
+            for name, (total, count) in totals.items():
+                joined.add(name, total, count)
+        means = joined.totals.items()
+        return {name: total / count if count else math.nan for name, (total, count) in means}
 
     def _feed_of(
         self, dataset: SizedDataset, *, once: bool = True, needs_targets: bool = True
@@ -122,15 +127,3 @@ class Evaluator:
             once=once,
             needs_targets=needs_targets,
         )
-
-    def _means(self, results: Results) -> dict[str, float]:
-        """Return the means over what all ranks have added up, NaN for those of nothing.
-
-        Collective.
-        """
-        joined = Results()
-        for totals in gather_json(results.totals, group=self._world.group):
-            for name, (total, count) in totals.items():
-                joined.add(name, total, count)
-        means = joined.totals.items()
-        return {name: total / count if count else math.nan for name, (total, count) in means}
