@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from autodp import gather_json
@@ -63,8 +64,7 @@ class RunPlanner:
         Raises:
             ValueError: no pipeline is possible, or a user's planner returns one that is not.
         """
-        before = current.plan if current else None
-        situation = self._situation(clock, num_frozen, current, before, resting)
+        situation = self._situation(clock, num_frozen, current, resting)
         plan = planner_of(self._task.config.plan)(situation)
         self._check(plan, situation)
         return plan, situation.request.prefix_cached_s is not None
@@ -73,7 +73,7 @@ class RunPlanner:
         self, clock: Clock, current: Decision, plan: PipelinePlan
     ) -> PipelinePlan | None:
         """Predict a plan's stages with the layers that are frozen now; None if they do not fit."""
-        situation = self._situation(clock, current.num_frozen, current, plan, current.resting)
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
         return same_stages(situation, plan)
 
     def calibrate(
@@ -125,18 +125,17 @@ class RunPlanner:
         clock: Clock,
         num_frozen: int,
         current: Decision | None,
-        plan: PipelinePlan | None,
         resting: Collection[int],
     ) -> PlanSituation:
-        """Describe to a planner what holds, and the plan that it may stay with."""
+        """Describe to a planner what holds."""
         before = current.plan if current else None
         return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
             rested(self.calibration.applied_to(self.measurements.profile), resting),
             self._request(clock, num_frozen, current),
-            plan,
-            lambda after: self.predict_transition_s(before, after),
+            before,
+            partial(self.predict_transition_s, before),
             self._task.config.scale_batch,
             self.calibration.correction,
         )
@@ -144,7 +143,7 @@ class RunPlanner:
     def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
         """Return what each rank is expected to compute in a step; 0 for one that waits."""
         plan, config = current.plan, self._task.config
-        situation = self._situation(clock, current.num_frozen, current, plan, current.resting)
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
         stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
         topology = self._world.topology(plan.length)
         cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)
