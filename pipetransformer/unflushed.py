@@ -111,7 +111,9 @@ class UnflushedStage(Stage):
                 told[number] = self._update_once(coming, None)
         wrong = intrusion or self._watch.find_written(trained=False)
         told[-1, _WRONG] = float(bool(wrong))
-        told = self._told_by_all(told)
+        # A rank without samples waits for the whole stream.
+        summed = self._sum_over_world(told.flatten().tolist(), patience=len(told))
+        told = torch.tensor(summed, dtype=torch.float64).view_as(told)
         total_s = time.perf_counter() - start
         self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
         _check_stream(steps, told)
@@ -178,11 +180,6 @@ class UnflushedStage(Stage):
         squares = squares if self._speaks_for_stage else 0.0
         return torch.tensor([*sums, 0.0, squares], dtype=torch.float64)
 
-    def _told_by_all(self, told: Tensor) -> Tensor:
-        # A rank without samples waits for the whole stream.
-        values = self._sum_over_world(told.flatten().tolist(), patience=len(told))
-        return torch.tensor(values, dtype=torch.float64).view_as(told)
-
 
 def _results(
     told: Tensor, report: StageReport, *, total_s: float, data_s: float
@@ -200,10 +197,9 @@ def _results(
         StepResult(
             mean_of(float(row[_LOSS]), float(row[_COUNT])),
             math.sqrt(max(0.0, float(row[_SQUARES]))),
-            False,
-            total_s / num,
-            breakdown,
-            False,
+            skipped=False,
+            seconds=total_s / num,
+            breakdown=breakdown,
         )
         for row in told
     )
