@@ -80,7 +80,6 @@ class Trainer:
         )
         if run.task.config.callbacks:
             run.log.listen(self._events.log)
-        self._trace: Trace | None = None
 
     def __enter__(self) -> Trainer:
         return self
@@ -141,18 +140,7 @@ class Trainer:
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
-        had_begun = self._run.transitions.have_begun
-        with self._ready(trains=True):
-            if self.is_over:
-                raise RuntimeError(
-                    f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
-                    "larger epochs=, or resume, to go on"
-                    if had_begun
-                    else "the run that was continued had ended already, at step "
-                    f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
-                    "is_over calls begin() before it"
-                )
-            return self._step()
+        return self._step()
 
     def trace_step(self) -> Trace:
         """Train on the next global batch, as `step` does, and take down what ran when. Collective.
@@ -164,12 +152,9 @@ class Trainer:
         """
         if self.config.weight_versions is not None:
             raise ValueError("a step of a pipeline without flushes has no trace of its own")
-        self._trace = Trace()
-        try:
-            self.step()
-            return self._run.joined_trace(self._trace)
-        finally:
-            self._trace = None
+        trace = Trace()
+        self._step(trace)
+        return self._run.joined_trace(trace)
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
         """Return loss and metrics over a dataset, the eval_dataset by default. Collective.
@@ -303,31 +288,42 @@ class Trainer:
             self._events.tell_of_change(self._run.begin(trains=trains))
             yield
 
-    def _step(self) -> StepResult:
-        run = self._run
-        self._events.tell_of_change(run.decide_if_due())
-        coming, next_ids = run.next_two()
-        stage, clock = run.deployment.active_stage, run.transitions.clock()
-        if self._trace is not None:
-            stage.recorder = self._trace.recorder(stage.index, device=self.world.device)
-        if self.config.weight_versions is not None:
-            result = run.train_in_stream(stops=self._events.wants_stop)
-        else:
-            result = stage.train_step(
-                coming,
-                run.feed.rows(clock.epoch, is_last=run.timeline.sees_samples_last),
-                next_ids=next_ids,
-                stops=self._events.wants_stop,
-            )
-        stage.recorder = None
-        run.note_step(result, clock, len(coming.ids))
-        self._events.tell(Callback.on_step_end, result)
-        metrics = run.evaluate_if_due()
-        if metrics is not None:
-            self._events.tell(Callback.on_evaluate, metrics)
-        run.note_end()
-        self._note_save(run.state.save_if_due())
-        return result
+    def _step(self, trace: Trace | None = None) -> StepResult:
+        run, recorder = self._run, None
+        had_begun = run.transitions.have_begun
+        with self._ready(trains=True):
+            if self.is_over:
+                raise RuntimeError(
+                    f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
+                    "larger epochs=, or resume, to go on"
+                    if had_begun
+                    else "the run that was continued had ended already, at step "
+                    f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
+                    "is_over calls begin() before it"
+                )
+            self._events.tell_of_change(run.decide_if_due())
+            coming, next_ids = run.next_two()
+            stage, clock = run.deployment.active_stage, run.transitions.clock()
+            if trace is not None:
+                recorder = trace.recorder(stage.index, device=self.world.device)
+            if self.config.weight_versions is not None:
+                result = run.train_in_stream(stops=self._events.wants_stop)
+            else:
+                result = stage.train_step(
+                    coming,
+                    run.feed.rows(clock.epoch, is_last=run.timeline.sees_samples_last),
+                    next_ids=next_ids,
+                    stops=self._events.wants_stop,
+                    recorder=recorder,
+                )
+            run.note_step(result, clock, len(coming.ids))
+            self._events.tell(Callback.on_step_end, result)
+            metrics = run.evaluate_if_due()
+            if metrics is not None:
+                self._events.tell(Callback.on_evaluate, metrics)
+            run.note_end()
+            self._note_save(run.state.save_if_due())
+            return result
 
     def _note_save(self, saved: Saved | None) -> None:
         self._run.log.checkpoint(saved)

@@ -99,7 +99,6 @@ class Stage:
         self._evaluation_modes = modes_of(task.model, self._trained, training=False)
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
-        self.recorder: Recorder | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(
@@ -124,6 +123,7 @@ class Stage:
         *,
         next_ids: Tensor | None = None,
         stops: bool = False,
+        recorder: Recorder | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -132,6 +132,7 @@ class Stage:
             rows: gives stage 0 its samples.
             next_ids: those of the step after it, where it is known that the same stages take it.
             stops: whether this rank asks to end the run.
+            recorder: takes down what runs when.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss depends on how the batch is
@@ -142,7 +143,7 @@ class Stage:
         start, intrusion = time.perf_counter(), self._begin_step()
         with naming_peers():
             work = self._train_work(coming, rows, next_ids)
-            report = self._run(work)
+            report = self._run(work, recorder)
         wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
@@ -246,7 +247,7 @@ class Stage:
         run_program(program, work, self._links, sizes)
         work.finish_step()
 
-    def _run(self, work: TrainWork) -> StageReport:
+    def _run(self, work: TrainWork, recorder: Recorder | None) -> StageReport:
         """Run the schedule; a replica left without samples has none to run."""
         if not (sizes := work.batches.sizes):
             return StageReport(0.0, 0.0, 0)
@@ -259,7 +260,7 @@ class Stage:
             self._links,
             sizes,
             before_last_backward=arm,
-            recorder=self.recorder,
+            recorder=recorder,
         )
         work.finish_step()
         return report
