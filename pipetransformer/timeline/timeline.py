@@ -98,10 +98,9 @@ class Timeline:
         """
         if last_decision_step == self.position.step:
             return False
-        interval, position = self._decision_interval, self.position
-        if interval is not None:
-            return position.step % interval == 0
-        return self.at_epoch_start and position.epoch % self._config.freeze_interval_epochs == 0
+        interval = self._decision_interval
+        epochs = self._config.freeze_interval_epochs if interval is None else 0
+        return self._comes_round(interval or 0, epochs)
 
     @property
     def pauses(self) -> bool:
@@ -137,19 +136,20 @@ class Timeline:
 
     def save_due(self) -> bool:
         """Tell whether the state after the last step is to be saved: at the end it always is."""
-        config, position = self._config, self.position
+        config = self._config
         steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
-        by_steps = steps > 0 and position.step % steps == 0
-        by_epochs = epochs > 0 and self.at_epoch_start and position.epoch % epochs == 0
-        return self.is_over or by_steps or by_epochs
+        return self.is_over or self._comes_round(steps, epochs)
 
     def evaluation_due(self) -> bool:
         """Tell whether an evaluation follows the last step; that of the end is not left out."""
-        config, position = self._config, self.position
-        steps, epochs = config.evaluate_every_steps, config.evaluate_every_epochs
-        ends_epochs = self.at_epoch_start and epochs > 0 and position.epoch % epochs == 0
-        by_steps = steps > 0 and position.step % steps == 0
-        return by_steps or ends_epochs or (steps + epochs > 0 and self._is_complete)
+        steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
+        return self._comes_round(steps, epochs) or (steps + epochs > 0 and self._is_complete)
+
+    def _comes_round(self, steps: int, epochs: int) -> bool:
+        """Tell whether a multiple of so many steps, or of so many epochs, is done; 0 is never."""
+        at = self.position
+        by_epochs = epochs > 0 and self.at_epoch_start and at.epoch % epochs == 0
+        return by_epochs or (steps > 0 and at.step % steps == 0)
 
     def global_batch(self, replicas: int) -> int:
         """Return the samples of a step at a number of replicas."""
