@@ -52,7 +52,7 @@ class Task:
         return call_in(self.computes_in, self.model, index, value, sides=sides)
 
 
-def trained_parameters(task: Task, indices: range) -> dict[str, nn.Parameter]:
+def trained_parameters(task: Task, indices: Iterable[int]) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of sublayers by their names in the user's model."""
     return {
         name: tensor

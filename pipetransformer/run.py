@@ -274,9 +274,8 @@ class Run:
 
         Of a stage of several workers it is the first one's.
         """
-        topology, rank = self.deployment.active_stage.topology, self.world.rank
-        is_first = topology.replica_of(rank) == topology.worker_of(rank) == 0
-        spans = [span.to_json() for span in own.spans] if is_first else []
+        speaks = self.deployment.active_stage.speaks_for_stage
+        spans = [span.to_json() for span in own.spans] if speaks else []
         gathered = gather_json(spans, group=self.world.group)
         return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 

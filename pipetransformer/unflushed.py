@@ -177,7 +177,7 @@ class UnflushedStage(Stage):
                 parameter.grad = None
         self.signals.begin_step()
         sums = [0.0, 0.0, 0.0] if work is None else work.loss_sums()
-        squares = squares if self._speaks_for_stage else 0.0
+        squares = squares if self.speaks_for_stage else 0.0
         return torch.tensor([*sums, 0.0, squares], dtype=torch.float64)
 
 

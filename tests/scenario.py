@@ -273,7 +273,7 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
     for index in stage._trained:
-        parameters = trained_parameters(trainer._run.task, range(index, index + 1))
+        parameters = trained_parameters(trainer._run.task, (index,))
         states.update({k: t.clone() for k, t in take_state(stage.optimizer, parameters).items()})
     weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     report = trainer.report

@@ -72,7 +72,7 @@ def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
     copies: dict[str, dict[str, nn.Parameter]] = {}
     num_bytes = 0
     for index, sublayer in enumerate(task.model.sublayers):
-        own = trained_parameters(task, range(index, index + 1))
+        own = trained_parameters(task, (index,))
         if own and num_bytes < most_bytes:
             copies[sublayer.name] = {
                 n: nn.Parameter(torch.zeros_like(p, device=device)) for n, p in own.items()

@@ -200,7 +200,7 @@ class _Probe:
         """
         model = self.task.model
         with (
-            held_on(self.task, self.device, range(index, index + 1)),
+            held_on(self.task, self.device, (index,)),
             left_as_found([model.sublayers[index].module], self.device),
             torch.set_grad_enabled(training),
         ):

@@ -35,7 +35,7 @@ def where_it_began(
     own = {} if reducer is None else reducer.own_gradients
     highest, brought = -1, False
     for index in indices:
-        parameters = list(trained_parameters(task, range(index, index + 1)).values())
+        parameters = list(trained_parameters(task, (index,)).values())
         if _has_nonfinite([p.grad for p in parameters]):
             highest, brought = index, _has_nonfinite([own.get(p, p.grad) for p in parameters])
     found = gather_json([not math.isfinite(loss), highest, brought], group=world.group)

@@ -88,10 +88,7 @@ class Stage:
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = build_optimizer(task, self.parameters)
         self.signals = IntervalSignals(
-            {
-                task.model.sublayers[i].name: trained_parameters(task, range(i, i + 1))
-                for i in self._trained
-            },
+            {task.model.sublayers[i].name: trained_parameters(task, (i,)) for i in self._trained},
             task.signals,
         )
         prefix = range(plan.boundaries[0] if self.index == 0 else 0)
@@ -343,7 +340,7 @@ class Stage:
             work.wait(timedelta(seconds=patience * self._timeout_s))
 
     @property
-    def _speaks_for_stage(self) -> bool:
+    def speaks_for_stage(self) -> bool:
         """Tell whether this rank is the first of those that hold its stage."""
         return self._wiring.replica == self._layers.turn[0] == 0
 
@@ -351,6 +348,6 @@ class Stage:
         """Add up the stages' values, as their first ranks hold them."""
         if self._world.group is None:
             return value
-        own = value.to("cpu") if self._speaks_for_stage else torch.zeros((), dtype=value.dtype)
+        own = value.to("cpu") if self.speaks_for_stage else torch.zeros((), dtype=value.dtype)
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)

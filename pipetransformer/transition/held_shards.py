@@ -122,7 +122,7 @@ class HeldShards(ShardStore):
         return {**state, **self._signals.tensors(self._model.sublayers[index].name)}
 
     def _parameters(self, index: int) -> dict[str, nn.Parameter]:
-        return trained_parameters(self._task, range(index, index + 1))
+        return trained_parameters(self._task, (index,))
 
 
 def _without_signals(tensors: Shard) -> Shard:
