@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autodp import (
-    broadcast_json,
-    gather_json,
-)
+from autodp import broadcast_json, gather_json
 from autopipe.trace import Span, Trace
 from freeze import FreezePolicy, NeverFreeze, as_policy, checked_scale
 from pipetransformer.adapters import LayeredModel, adapt
@@ -124,11 +121,7 @@ class Run:
             dataset=eval_dataset,
         )
         self.transitions = Transitions(
-            task,
-            world,
-            policy=policy,
-            deployment=self.deployment,
-            timeline=self.timeline,
+            task, world, policy=policy, deployment=self.deployment, timeline=self.timeline
         )
         self.log, self.best = RunLog(world, config), BestModel(config)
         parts = self._saved_parts()

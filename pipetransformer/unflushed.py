@@ -22,13 +22,7 @@ from autopipe.stashing import StagePlace, StashedWork, check_versions
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
-from pipetransformer.stage import (
-    Stage,
-    StepResult,
-    TrainWork,
-    broken_down,
-    naming_peers,
-)
+from pipetransformer.stage import Stage, StepResult, TrainWork, broken_down, naming_peers
 from pipetransformer.timeline import ComingStep
 
 

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocache import (
-    HIDDEN,
-    Positions,
-    RowContent,
-    RowField,
-    RowLayout,
-    by_position,
-    own_lengths,
-)
+from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, by_position, own_lengths
 from autodp import broadcast_json
 from pipetransformer.data import Batch, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix

@@ -13,14 +13,7 @@ from torch import Tensor
 from autocache import CacheStats, PrefixCache, RowStore
 from autodp import gather_json
 from autopipe.profile import Profile
-from pipetransformer.data import (
-    Batch,
-    Collation,
-    ForeseenSamples,
-    Request,
-    Samples,
-    SizedDataset,
-)
+from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples, SizedDataset
 from pipetransformer.feed.fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store

@@ -30,9 +30,7 @@ from autopipe.profile import (
     profile_sublayers,
     uncertainty,
 )
-from autopipe.profile import (
-    merge as merge_profiles,
-)
+from autopipe.profile import merge as merge_profiles
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
 from pipetransformer.measure.kinds import few_of, kinds_of, spread

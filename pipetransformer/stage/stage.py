@@ -252,12 +252,7 @@ class Stage:
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
         arm = self._reducer.arm if self._reducer is not None else lambda: None
         report = run_program(
-            program,
-            work,
-            self._links,
-            sizes,
-            before_last_backward=arm,
-            recorder=recorder,
+            program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
         )
         work.finish_step()
         return report

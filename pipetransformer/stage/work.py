@@ -210,12 +210,7 @@ class TrainWork(LayerWork):
     """Scale each micro-batch's loss so that all gradients add up to the mean's."""
 
     def __init__(
-        self,
-        layers: StageLayers,
-        batches: MicroBatches,
-        *,
-        moment: TrainMoment,
-        probe: SplitProbe,
+        self, layers: StageLayers, batches: MicroBatches, *, moment: TrainMoment, probe: SplitProbe
     ) -> None:
         super().__init__(layers, batches)
         self._moment = moment
@@ -274,12 +269,7 @@ class EvaluationWork(LayerWork):
     """
 
     def __init__(
-        self,
-        layers: StageLayers,
-        batches: MicroBatches,
-        *,
-        results: Results,
-        probe: SplitProbe,
+        self, layers: StageLayers, batches: MicroBatches, *, results: Results, probe: SplitProbe
     ) -> None:
         super().__init__(layers, batches)
         self._results = results

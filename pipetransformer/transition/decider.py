@@ -48,12 +48,7 @@ class Decider:
     """Decide for a run, and hold what was decided."""
 
     def __init__(
-        self,
-        task: Task,
-        world: World,
-        *,
-        policy: FreezePolicy,
-        planner: RunPlanner,
+        self, task: Task, world: World, *, policy: FreezePolicy, planner: RunPlanner
     ) -> None:
         self._task = task
         self._world = world

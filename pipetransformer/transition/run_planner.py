@@ -121,11 +121,7 @@ class RunPlanner:
         self.calibration = Calibration(**{**taught, "slowness": tuple(taught["slowness"])})
 
     def _situation(
-        self,
-        clock: Clock,
-        num_frozen: int,
-        current: Decision | None,
-        resting: Collection[int],
+        self, clock: Clock, num_frozen: int, current: Decision | None, resting: Collection[int]
     ) -> PlanSituation:
         """Describe to a planner what holds."""
         before = current.plan if current else None

@@ -135,10 +135,7 @@ class Transitions:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
         limit, self._has_just_measured = self._memory_limit_bytes(), kept is None
         planner = RunPlanner(
-            self._task,
-            self._world,
-            measurements=kept or self._measure(),
-            memory_limit_bytes=limit,
+            self._task, self._world, measurements=kept or self._measure(), memory_limit_bytes=limit
         )
         self._decider = Decider(self._task, self._world, policy=self._policy, planner=planner)
 
@@ -161,10 +158,7 @@ class Transitions:
         if current is None or self.timeline.decision_due(current.step):
             if current is not None and (measured_s := self._pace.median_s) is not None:
                 self.decider.planner.calibrate(
-                    self.clock(),
-                    current,
-                    measured_s=measured_s,
-                    computed_s=self._pace.computed_s,
+                    self.clock(), current, measured_s=measured_s, computed_s=self._pace.computed_s
                 )
             return self._decide(metrics, evaluated_at)
         review = self._review
