@@ -5,8 +5,7 @@ frozen_prefix ─────►┘  ├─ row_maker, node_store: the rows that
                        └─ fetches: what follows the one that is made
 """
 
-from pipetransformer.feed.fetches import Coming
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.sample_feed import Rows, SampleFeed
 
-__all__ = ["Coming", "FrozenPrefix", "Rows", "SampleFeed"]
+__all__ = ["FrozenPrefix", "Rows", "SampleFeed"]

@@ -5,6 +5,6 @@ stages' outputs of a fixed batch ─► probe ─┘
 """
 
 from pipetransformer.layer_signals.observing import Observed, Observing
-from pipetransformer.layer_signals.probe import PROBE_FOLDER, Looked, Probe, read_looks
+from pipetransformer.layer_signals.probe import PROBE_FOLDER, read_looks
 
-__all__ = ["PROBE_FOLDER", "Looked", "Observed", "Observing", "Probe", "read_looks"]
+__all__ = ["PROBE_FOLDER", "Observed", "Observing", "read_looks"]

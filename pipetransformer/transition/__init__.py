@@ -5,7 +5,7 @@ transitions ─► decider ─► decision ─► journal
      └───────► deployment ─► ownership, held_shards
 """
 
-from pipetransformer.transition.decider import Decider, plan_shape
+from pipetransformer.transition.decider import plan_shape
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
 from pipetransformer.transition.journal import JOURNAL_FILE
@@ -13,6 +13,6 @@ from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, shard_name,
 from pipetransformer.transition.transitions import Change, Transitions
 
 __all__ = [
-    "Change", "Decider", "Decision", "Deployment", "JOURNAL_FILE", "OPTIMIZER", "Transitions",
+    "Change", "Decision", "Deployment", "JOURNAL_FILE", "OPTIMIZER", "Transitions",
     "WEIGHTS", "plan_shape", "shard_name", "split_shard_name",
 ]  # fmt: skip
