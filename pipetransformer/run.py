@@ -245,10 +245,7 @@ class Run:
             yield epoch, self.deployment.active_stage.share.read_of(batch)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the model's state on rank 0, {} elsewhere. Collective.
-
-        Until the run is over these are copies in host memory, as training goes on with its own.
-        """
+        """Return what `Trainer.state_dict` does. Collective."""
         if not self.timeline.is_over:
             return self.deployment.copy_weights()
         self.deployment.gather_weights(self.deployment.roomy_device())

@@ -105,7 +105,8 @@ class HeldShards(ShardStore):
             state = self.states.pop(name, {})
             signals.put_tensors(name, state)
             if optimizer is not None:
-                put_state(optimizer, self._parameters(index), _without_signals(state))
+                own = {key: t for key, t in state.items() if not is_signal_tensor(key)}
+                put_state(optimizer, self._parameters(index), own)
         self._optimizer, self._trained, self._signals = optimizer, indices, signals
 
     def take_back(self) -> None:
@@ -123,10 +124,6 @@ class HeldShards(ShardStore):
 
     def _parameters(self, index: int) -> dict[str, nn.Parameter]:
         return trained_parameters(self._task, (index,))
-
-
-def _without_signals(tensors: Shard) -> Shard:
-    return {key: tensor for key, tensor in tensors.items() if not is_signal_tensor(key)}
 
 
 def _in_host_memory(tensors: Shard) -> Shard:
