@@ -101,7 +101,8 @@ class Trainer:
         """
         run, events = self._run, self._events
         refuse_surroundings(trains=True)
-        first_change = run.begin(trains=True)
+        with own_random_numbers(self.world.device):
+            first_change = run.begin(trains=True)
         events.tell(Callback.on_train_begin)
         events.tell_of_change(first_change)
         while not self.is_over:

@@ -219,13 +219,16 @@ def test_counts_and_totals_of_small_dtypes_are_added_up_precisely() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=2**-8)
 
 
-def test_the_caller_s_random_numbers_go_on() -> None:
-    # Every read of a sample seeded them: after an evaluation they were always the same.
-    with make_trainer(TINY) as trainer:
+@pytest.mark.parametrize("begin", [Trainer.step, Trainer.fit])
+def test_the_caller_s_random_numbers_go_on(begin: Callable[[Trainer], object]) -> None:
+    # Every read of a sample seeded them: after an evaluation they were always the same; and so
+    # they were after a fit that began the run.
+    # A list is read sample by sample.
+    with make_trainer(replace(TINY, data=lambda: list(tiny_data()))) as trainer:
         torch.manual_seed(3), np.random.seed(3), random.seed(3)
         expected = [torch.rand(4), torch.tensor(np.random.rand(4)), torch.tensor(random.random())]
         torch.manual_seed(3), np.random.seed(3), random.seed(3)
-        trainer.step()
+        begin(trainer)
         trainer.evaluate(tiny_data())
         trainer.verify()
         found = [torch.rand(4), torch.tensor(np.random.rand(4)), torch.tensor(random.random())]
