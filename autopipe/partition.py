@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 PartCost = Callable[[int, int, int], float]
-"""Cost of part `part` with the units first .. last - 1; it must not shrink as the part grows."""
+"""Cost of part `part` with the units first .. last - 1."""
 
 Feasible = Callable[[int, int, int], bool]
 """Whether part `part` may hold the units first .. last - 1."""
@@ -26,13 +26,26 @@ _NONE: _Split = (math.inf, ())
 
 
 def best_split(
-    num_units: int, num_parts: int, part_cost: PartCost, *, feasible: Feasible | None = None
+    num_units: int,
+    num_parts: int,
+    part_cost: PartCost,
+    *,
+    feasible: Feasible | None = None,
+    grows: bool = True,
 ) -> tuple[int, ...] | None:
     """Find the contiguous split whose dearest part is cheapest, of those the most even one.
 
     No part is empty, so there must be as many units. A first pass finds the smallest largest cost,
     a second one the smallest sum of squares under it. Returns num_parts + 1 boundaries; None where
     no split is feasible.
+
+    Args:
+        num_units: of the chain.
+        num_parts: to split it into.
+        part_cost: to be balanced.
+        feasible: None allows every part.
+        grows: whether no part's cost shrinks as it takes in more units below, so that the search
+            may stop at the first that is too dear.
     """
 
     allowed = feasible or (lambda part, first, last: True)
@@ -52,9 +65,10 @@ def best_split(
         found, last = _NONE, len(best)
         for first in range(last - 1, part - 1, -1):
             cost = part_cost(part, first, last)
-            # A longer part costs more still, so no smaller `first` can help.
             if cost > limit or join(0.0, cost) >= found[0]:
-                break
+                if grows:  # A longer part costs more still, so no smaller `first` can help.
+                    break
+                continue
             joined = join(best[first][0], cost)
             if joined < found[0] and allowed(part, first, last):
                 found = joined, (*best[first][1], last)

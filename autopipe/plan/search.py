@@ -133,7 +133,8 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     for length, sizes in chain.from_iterable(_possible_shapes(model)):
         for schedule in request.schedules_of(length):
             num_bytes = model.stage_bytes(sizes, length, schedule)
-            split = best_split(model.num_units, length, num_bytes)
+            # What a part receives may be larger than what its lowest sublayer saves.
+            split = best_split(model.num_units, length, num_bytes, grows=False)
             assert split is not None, "without a limit every shape can be split"
             needs = max(per_part(num_bytes, split))
             if smallest is None or needs < smallest[0]:

@@ -99,6 +99,28 @@ def test_split_is_best_of_the_feasible_ones_where_cost_and_feasibility_depend_on
         )
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_split_is_best_where_a_part_may_get_cheaper_as_it_grows(seed: int) -> None:
+    generator = random.Random(seed)
+    num_units = generator.randint(1, 9)
+    num_parts = generator.randint(1, num_units)
+    costs = {
+        (part, first, last): generator.random()
+        for part in range(num_parts)
+        for first in range(num_units)
+        for last in range(first + 1, num_units + 1)
+    }
+
+    def part_cost(part: int, first: int, last: int) -> float:
+        return costs[part, first, last]
+
+    found = best_split(num_units, num_parts, part_cost, grows=False)
+    assert found is not None
+    # Only the largest cost: of splits that share it, the sum of squares tells.
+    best = min(max(per_part(part_cost, one)) for one in all_splits(num_units, num_parts))
+    assert max(per_part(part_cost, found)) == best
+
+
 def test_no_feasible_split_gives_none() -> None:
     assert exact_split([1.0, 1.0], 2, feasible=lambda part, first, last: False) is None
 

@@ -153,6 +153,14 @@ def test_nothing_fitting_names_the_stage_its_bytes_and_the_limit() -> None:
         plan_pipeline(heavy, request(memory_limit_bytes=3999, micro_batches=(16,)))
 
 
+def test_nothing_fitting_is_said_also_where_a_sublayer_returns_more_than_it_saves() -> None:
+    # It was "max() arg is an empty sequence": two layers need fewer bytes with it than without.
+    texts = profile(sublayer(0, output_bytes=500.0, saved_bytes=1.0), sublayer(1), sublayer(2))
+    wanted = request(1, memory_limit_bytes=100, micro_batches=(1,))
+    with pytest.raises(ValueError, match="no plan fits memory_limit_bytes = 100: the smallest"):
+        plan_pipeline(texts, wanted)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "slots", "length", "fitting"),
     [
