@@ -58,7 +58,7 @@ class Probe:
         self._feed = SampleFeed(feed.prefix, world, feed.dataset, once=True, needs_targets=False)
         folder = task.config.folder
         self._folder = None if folder is None else Path(folder) / PROBE_FOLDER
-        self._first: Grams | None = None
+        self._first: Grams = {}
         self._last: Grams = {}
 
     def take_up(self, step: int) -> None:
@@ -68,7 +68,9 @@ class Probe:
         looks = read_looks(self._folder)
         before = [grams for at, grams in looks.items() if at <= step]
         if 0 in looks:
-            self._first, self._last = looks[0], before[-1]
+            self._first, self._last = {}, before[-1]
+            for grams in reversed(before):  # A layer's first look is the earliest that has it.
+                self._first.update(grams)
         else:
             _LOGGER.warning(
                 "%s lacks the look of step 0: layers are compared with what they are now",
@@ -93,8 +95,6 @@ class Probe:
         }
         # Below them all is frozen, and gives what it gave.
         self._last = {**self._last, **now}
-        if self._first is None:
-            self._first = dict(self._last)
         self._keep(step)
         return Looked({layer: self._compare(layer, gram) for layer, gram in now.items()}, seconds)
 
@@ -103,8 +103,9 @@ class Probe:
         self._feed.close()
 
     def _compare(self, layer: int, now: Tensor) -> dict[str, float]:
-        assert self._first is not None
-        first = self._first[layer]
+        first = self._first.setdefault(layer, now)
+        if first is now:  # At the start, or thawed since: there is nothing to compare it with.
+            return {}
         values = {
             "probe_cka": linear_cka(now, first),
             "probe_change": similarity_change(now, first),

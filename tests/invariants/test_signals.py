@@ -16,6 +16,7 @@ from autodp.sampler import EpochSampler, shuffled
 from freeze import LayerStats
 from freeze.signals import gram, linear_cka, similarity_change
 from pipetransformer import Trainer
+from pipetransformer.layer_signals import read_looks
 from pipetransformer.report import read_decisions
 from tests.marks import slow
 from tests.measured import measuring, once
@@ -267,6 +268,19 @@ def test_frozen_layers_have_no_signals_and_the_others_go_on(
         assert ours[1][name][:2] != [None, None] and ours[2][name][:2] == [None, None]
         assert None not in ours[2][name][2:]
     assert_same_signals(ours, seen_in(alone))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_layer_that_thaws_is_compared_with_its_first_look(tmp_path: Path, resumes: bool) -> None:
+    # Frozen at the start, it was in no look then: KeyError.
+    scenario = Scenario({0: Shape(1, 2)}, frozen={0: 1, INTERVAL: 0})
+    (fit_in_two if resumes else fit)(scenario, str(tmp_path))
+    thaw, first, second = seen_in(str(tmp_path))
+    for name in ("probe_cka", "probe_change"):
+        assert thaw[name][0] is first[name][0] is None and second[name][0] is not None
+        assert all(None not in one[name][1:] for one in (thaw, first, second))
+    looks = read_looks(tmp_path / "probes")
+    assert second["probe_cka"][0] == pytest.approx(linear_cka(looks[12][0], looks[8][0]))
 
 
 def test_layers_without_a_signal_are_said_to_have_none() -> None:
