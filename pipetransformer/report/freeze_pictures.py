@@ -74,7 +74,7 @@ def draw_freezing(folder: Path) -> str:
         if name != "probe_cka":
             axes.set_yscale("log")
     if len(looks) > 1:
-        _draw_layers(panels[-1], _similarities(looks), "SVCCA with the end")
+        _draw_layers(panels[-1], similarities(looks), "SVCCA with the end")
     for axes in panels:
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
@@ -110,10 +110,12 @@ def _draw_layers(axes: Axes, values: dict[int, list[float | None]], title: str) 
     axes.legend(frameon=False, fontsize="small")
 
 
-def _similarities(looks: dict[int, dict[int, Tensor]]) -> dict[int, list[float | None]]:
+def similarities(looks: dict[int, dict[int, Tensor]]) -> dict[int, list[float | None]]:
     """Return each layer's SVCCA between every look and the last one."""
     *_, last = looks.values()
+    # The files have them in the order of their names' letters, and none that was always frozen.
+    layers = range(max(last) + 1)
     return {
-        step: [svcca(grams[layer], last[layer]) if layer in grams else None for layer in last]
+        step: [svcca(grams[i], last[i]) if i in grams and i in last else None for i in layers]
         for step, grams in looks.items()
     }

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+import torch
 
+from freeze.signals import gram, svcca
+from pipetransformer.durable_files import replace_tensors
+from pipetransformer.layer_signals import read_looks
+from pipetransformer.report.freeze_pictures import similarities
 from pipetransformer.report.pictures import (
     CATEGORY_COLORS,
     breakdown_table,
@@ -106,3 +111,17 @@ def test_breakdown_table_has_a_row_for_each_category_and_the_sum() -> None:
     assert cells["compute"] == (8.0, 6.0)
     assert cells["bubble"] == (2.5, 1.0)
     assert cells["sum"] == (10.5, 7.0)
+
+
+def test_each_layer_is_compared_with_itself_also_where_there_are_more_than_ten(
+    tmp_path: Path,
+) -> None:
+    # In the files layer 10 comes before layer 2, and layer 0, always frozen, is in none.
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(2, 12, 6, 3, generator=generator, dtype=torch.float64)
+    for step, own in enumerate(outputs):
+        grams = {str(layer): gram(own[layer]) for layer in range(1, 12)}
+        replace_tensors(tmp_path / f"step-{step:08d}.safetensors", grams)
+    found = similarities(read_looks(tmp_path))
+    expected = [svcca(gram(a), gram(b)) for a, b in zip(*outputs[:, 1:], strict=True)]
+    assert found[0] == [None, *map(pytest.approx, expected)]
