@@ -158,7 +158,10 @@ class Timeline:
     def epochs_done(self, replicas: int) -> float:
         """Return the epochs done, and the share of the coming one's steps, at their size now."""
         position, size = self.position, self.global_batch(replicas)
-        return position.epoch + -(-position.sample // size) / self._steps_per_epoch(size)
+        # Batches of other sizes may have come before: what is left says whether the epoch is done.
+        per_epoch = self._steps_per_epoch(size)
+        left = -(-(self.num_samples - position.sample) // size)
+        return position.epoch + (per_epoch - left) / per_epoch
 
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""

@@ -56,3 +56,13 @@ def test_epochs_done_count_steps_and_with_max_steps_rates_follow_steps() -> None
     steps = Timeline(config, 15, 0.1)
     steps.position = Position(step=3, epoch=0, sample=12)
     assert timeline.learning_rate_factor(1) == steps.learning_rate_factor(1)
+
+
+def test_an_epoch_is_not_done_before_its_last_sample_after_a_batch_of_another_size() -> None:
+    timeline = Timeline(TrainConfig(epochs=2, global_batch_size=5), 10, 0.1)
+    timeline.position = Position(step=1, epoch=0, sample=1)
+    found = []
+    for size in (5, 4, 5, 5):
+        timeline.advance(size)
+        found.append(timeline.epochs_done(1))
+    assert found == [0.5, 1.0, 1.5, 2.0]
