@@ -81,9 +81,12 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
-    write_tensors(
-        temporary, {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
-    )
+    whole = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+    try:
+        write_tensors(temporary, whole)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # On a full disk others need the room.
+        raise
     os.replace(temporary, path)
     fsync(path.parent)
 

@@ -292,9 +292,16 @@ class Run:
     def _select(self, metrics: Mapping[str, float]) -> None:
         """Keep the weights of the best evaluation; end without improvement. Collective."""
         best, step = self.best, self.timeline.position.step
+        former = best.value, best.step
         if best.note(metrics, step) and self.task.config.load_best_model_at_end:
             state = self.deployment.copy_weights()
-            on_rank_0(lambda: best.write(state), group=self.world.group)
+            try:
+                on_rank_0(lambda: best.write(state), group=self.world.group)
+            except OSError as error:
+                best.value, best.step = former
+                if self.world.is_main:
+                    text = "the weights of step %d, the best so far, cannot be kept: %s"
+                    _LOGGER.warning(text, step, error)
         self.log.report.best_metric, self.log.report.best_step = best.value, best.step
         if best.is_out_of_patience:
             self.timeline.stop()

@@ -36,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipetransformer.durable_files import LineFile
+from pipetransformer.durable_files import LineFile, replace_file
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +64,7 @@ class Records:
         folder: gets records.jsonl and tensorboard; created if missing. None writes nothing.
         listener: is handed each record as well.
     Raises:
-        ValueError: an earlier line of the file is not a record.
+        ValueError: no line of the file is a record; single damaged ones are left out.
     """
 
     def __init__(self, folder: Path | None, *, listener: RecordListener | None = None) -> None:
@@ -141,8 +141,15 @@ def read_records(path: Path) -> list[Record]:
     """
     if not path.exists():
         raise ValueError(f"{path.parent} holds no {path.name}; give the folder= of a run")
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        if (record := _parse(line)) is None:
+            raise ValueError(
+                f"{path}, line {number}: {line[:60]!r} is not a record, a JSON object with kind, "
+                "step and elapsed_s; remove the line or choose another folder"
+            )
+        records.append(record)
+    return records
 
 
 def latest_branch(records: Iterable[Record]) -> list[Record]:
@@ -162,26 +169,32 @@ def latest_branch(records: Iterable[Record]) -> list[Record]:
     return found
 
 
-def _parse(line: bytes, place: str) -> Record:
+def _parse(line: bytes) -> Record | None:
+    """Return a line's record, None where it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
-        record = None
-    if not isinstance(record, dict) or not {"kind", "step", "elapsed_s"} <= record.keys():
-        raise ValueError(
-            f"{place}: {line[:60]!r} is not a record, a JSON object with kind, step "
-            "and elapsed_s; remove the line or choose another folder"
-        )
-    return record
+        return None
+    is_record = isinstance(record, dict) and {"kind", "step", "elapsed_s"} <= record.keys()
+    return record if is_record else None
 
 
 def _recover(path: Path) -> float:
-    """Cut off a torn last line, so that nothing is appended to it; return the seconds recorded."""
+    """Leave out what is no record, such as a torn last line; return the seconds recorded."""
     if not path.exists():
         return 0.0
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    records = read_records(path)
-    return float(records[-1]["elapsed_s"]) if records else 0.0
+    lines = path.read_bytes().splitlines()
+    whole = [line for line in lines if _parse(line) is not None]
+    if lines and not whole:
+        read_records(path)  # Another program's file: it says so.
+    if len(whole) < len(lines):
+        _LOGGER.warning(
+            "%s: %d damaged lines are left out; the run goes on", path, len(lines) - len(whole)
+        )
+        replace_file(path, b"".join(line + b"\n" for line in whole))
+    last = _parse(whole[-1]) if whole else None
+    return float(last["elapsed_s"]) if last else 0.0
 
 
 def finite(value: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from freeze import FreezeSchedule
 from pipetransformer import CorruptCheckpointError, EvalPrediction, Trainer
 from pipetransformer.config import TrainConfig
+from pipetransformer.model_files import best_model
 from pipetransformer.model_files.best_model import BestModel
 from pipetransformer.refusals.run_checks import check_selection
 from tests.marks import slow
@@ -328,3 +332,20 @@ def test_the_last_checkpoint_s_best_weights_stay_until_the_next(tmp_path: Path) 
     assert note(1.0, 4) == ["2", "4"]
     best.state_dict()
     assert note(0.5, 5) == ["4", "5"]
+
+
+def test_best_weights_that_find_no_room_are_not_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = best_model.replace_tensors
+
+    def fails_once(path: Path, state: State) -> None:
+        if path.stem == "step-00000006":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, state)
+
+    with mock.patch.object(best_model, "replace_tensors", fails_once):
+        found = fitted(tmp_path / "run")
+    assert found["best"] == (0.3, 9) and found["end"] == 12
+    assert_equal(found["weights"], after(9, tmp_path / "again"))
+    assert "the weights of step 6, the best so far, cannot be kept: [Errno 28]" in caplog.text

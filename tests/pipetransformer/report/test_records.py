@@ -95,8 +95,22 @@ def test_a_broken_line_before_the_last_is_named(tmp_path: Path, line: str) -> No
     path.write_text(f"{whole}\n{line}\n{whole}\n")
     with pytest.raises(ValueError, match="records.jsonl, line 2: .* is not a record"):
         read_records(path)
-    with pytest.raises(ValueError, match="line 2"):
+    path.write_text(f"{line}\n")  # Another program's.
+    with pytest.raises(ValueError, match="line 1"):
         Records(tmp_path)
+    assert path.read_text() == f"{line}\n"
+
+
+def test_a_run_goes_on_beside_a_damaged_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Records are not written durably: after a power cut a block of zeros may be among them.
+    path = tmp_path / "records.jsonl"
+    whole = '{"kind": "step", "step": 7, "elapsed_s": 1.0}'
+    path.write_text(f"{whole}\n\0\0\0\n{whole}\n")
+    Records(tmp_path).close()
+    assert [record["step"] for record in read_records(path)] == [7, 7]
+    assert "1 damaged lines are left out" in caplog.text
 
 
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:
