@@ -345,7 +345,7 @@ def test_best_weights_that_find_no_room_are_not_the_best(
         write(path, state)
 
     with mock.patch.object(best_model, "replace_tensors", fails_once):
-        found = fitted(tmp_path / "run")
+        found = fit_with_marks(tmp_path / "run", 0, {})
     assert found["best"] == (0.3, 9) and found["end"] == 12
     assert_equal(found["weights"], after(9, tmp_path / "again"))
     assert "the weights of step 6, the best so far, cannot be kept: [Errno 28]" in caplog.text
