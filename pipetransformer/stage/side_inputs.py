@@ -43,9 +43,9 @@ class SideSender:
             self._announced[sender] = specs
         elif specs != self._announced[sender]:
             raise ValueError(
-                f"a micro-batch has the side inputs {specs}, the step's first one "
-                f"{self._announced[sender]}; samples of one step need the same entries of "
-                "one shape: pad them"
+                f"a micro-batch has the side inputs {specs}, the first one "
+                f"{self._announced[sender]}; samples of a step, with weight_versions= of all "
+                "steps between two pauses, need the same entries of one shape: pad them"
             )
         if entries:
             # From a GPU that waits until it has done all that it was given before.

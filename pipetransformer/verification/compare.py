@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autodp import broadcast_json
 from pipetransformer.adapters import LayeredModel
@@ -27,8 +30,8 @@ class Verification:
     """Report a model that trains as its own forward does in a plain loop.
 
     Args:
-        dtype: in which that was found: "float64", or "float32" where the model computes in no
-            other, and rounding hides what is smaller.
+        dtype: in which that was found: "float64", or "float32" where the model computes parts in
+            no other, and rounding hides what is smaller.
         num_samples: of the batch.
         num_tensors: parameters and buffers that were compared.
     """
@@ -99,12 +102,28 @@ def _verify_locally(
 
 
 def _dtype_of(model: LayeredModel, loss_fn: LossFunction | None, batch: Batch) -> torch.dtype:
-    """Return float64 where the model's forward takes it, else float32."""
+    """Return float64 where the model's forward takes it and goes through with it, else float32."""
     own = OwnForward(make_twin(model, torch.float64), loss_fn)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _Narrowing() as narrowing:
             own(converted(batch, torch.float64))
     except RuntimeError as error:
         _LOGGER.warning("the model does not compute in float64 (%s): float32 is compared", error)
         return torch.float32
-    return torch.float64
+    return torch.float32 if narrowing.is_found else torch.float64
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notice float64 that becomes another floating dtype, as where positions are rotated."""
+
+    is_found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                self.is_found = self.is_found or output.dtype != torch.float64
+        return output

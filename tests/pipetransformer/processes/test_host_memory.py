@@ -21,7 +21,8 @@ def faults_of_a_tensor():
 usual = faults_of_a_tensor()
 kept = keep_freed_memory()
 faults_of_a_tensor()
-again = faults_of_a_tensor()
+# One may find what was allocated meanwhile in its way.
+again = min(faults_of_a_tensor() for _ in range(4))
 give_back_freed_memory()
 print(kept, again < usual // 100, faults_of_a_tensor() > usual // 2)
 """

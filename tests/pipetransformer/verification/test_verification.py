@@ -41,8 +41,10 @@ def test_every_adapter_s_model_passes(name: str) -> None:
     model = MODELS[name]()
     with Trainer(model, Entries(batch_with_targets(model)), progress=False) as trainer:
         passed = trainer.verify()
-    num_tensors = len([*model.parameters(), *model.buffers()])
-    assert passed == Verification("float64", 4, num_tensors)
+    rotates = name.startswith("modernbert")  # In float32, by frequencies that are no sublayer's.
+    buffers = [] if rotates else model.buffers()
+    dtype = "float32" if rotates else "float64"
+    assert passed == Verification(dtype, 4, len([*model.parameters(), *buffers]))
 
 
 @pytest.mark.parametrize("build", [classifier, timm_vit])
