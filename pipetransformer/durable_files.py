@@ -6,8 +6,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,9 @@ class LineFile:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file that appears under its name in one piece, and wait until it is on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
+    with _replacing(path) as temporary:
+        temporary.write_bytes(data)
+        fsync(temporary)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -79,11 +77,19 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         tensors: anywhere, and in any layout; some may share memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        write_tensors(
+            temporary, {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+        )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a file to be written; it then takes the path's place, or is gone where that failed."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    whole = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
     try:
-        write_tensors(temporary, whole)
+        yield temporary
     except OSError:
         temporary.unlink(missing_ok=True)  # On a full disk others need the room.
         raise

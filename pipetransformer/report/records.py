@@ -183,18 +183,17 @@ def _recover(path: Path) -> float:
     """Leave out what is no record, such as a torn last line; return the seconds recorded."""
     if not path.exists():
         return 0.0
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    lines = path.read_bytes().splitlines()
-    whole = [line for line in lines if _parse(line) is not None]
+    *lines, torn = path.read_bytes().split(b"\n")
+    os.truncate(path, path.stat().st_size - len(torn))
+    whole = [(line, record) for line in lines if (record := _parse(line)) is not None]
     if lines and not whole:
         read_records(path)  # Another program's file: it says so.
     if len(whole) < len(lines):
         _LOGGER.warning(
             "%s: %d damaged lines are left out; the run goes on", path, len(lines) - len(whole)
         )
-        replace_file(path, b"".join(line + b"\n" for line in whole))
-    last = _parse(whole[-1]) if whole else None
-    return float(last["elapsed_s"]) if last else 0.0
+        replace_file(path, b"".join(line + b"\n" for line, _ in whole))
+    return float(whole[-1][1]["elapsed_s"]) if whole else 0.0
 
 
 def finite(value: Any) -> Any:
