@@ -42,7 +42,16 @@ import torch
 from torch import Tensor
 
 from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
-from autocache.prefix_chunks import NO_ROW, NOTHING, SampleRows, filling, of_ids, one_each, place
+from autocache.prefix_chunks import (
+    NO_ROW,
+    NOTHING,
+    SampleRows,
+    filling,
+    of_ids,
+    one_each,
+    place,
+    room_in_chunks,
+)
 from autocache.reader import RowReader
 from autocache.store import RowStore
 from autocache.unequal_lengths import own_lengths
@@ -242,13 +251,14 @@ class PrefixCache:
             return *own, torch.zeros_like(own[1])
         stamps = self._up_to(depth)
         found = self._store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
-        if self._has_warned or not len(later[1]) or bool((found == depth).all()):
+        room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
+        if self._has_warned or not len(later[1]) or not room:
             return *own, found
         there = torch.isin(later[1], torch.cat((own[1], done))) | (
             later[1] >= self._store.num_rows
         )
         later_found = self._store.find(later[1], stamps).masked_fill(there, depth)
-        more = filling(found, later_found, chunk_size=self._chunk_size, depth=depth)
+        more = filling(room, later_found)
         pairs = zip((*own, found), (*later, later_found), strict=True)
         ids, rows, depths = (torch.cat((one, other[more])) for one, other in pairs)
         return ids, rows, depths

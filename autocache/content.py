@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,17 +85,17 @@ class RowContent:
         Padding does not enter it where that depends on the batch.
         """
         positions = self.positions
-        lengths = None if positions is None else own_lengths(batch[positions.mask])
-        found = []
-        for index in range(len(next(iter(batch.values())))):
-            digest = hashlib.blake2b(digest_size=8)
-            for name in sorted(batch):
-                values = batch[name][index].cpu()
-                if positions is not None and lengths is not None and name in positions.names:
-                    values = values[: lengths[index]]
+        digests = [hashlib.blake2b(digest_size=8) for _ in next(iter(batch.values()))]
+        for name in sorted(batch):
+            rows = _bytes_of(batch[name])
+            ends = [rows.shape[1]] * len(rows)
+            if positions is not None and name in positions.names:
+                bytes_each = rows.shape[1] // max(1, batch[name].shape[1])
+                ends = (own_lengths(batch[positions.mask]) * bytes_each).tolist()
+            for digest, row, end in zip(digests, rows, ends, strict=True):
                 digest.update(name.encode())
-                digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            found.append(int.from_bytes(digest.digest(), "little", signed=True))
+                digest.update(row[:end])
+        found = [int.from_bytes(digest.digest(), "little", signed=True) for digest in digests]
         return torch.tensor(found)
 
     def brought_together(
@@ -128,3 +130,10 @@ def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
             f"the dataset gives {sorted(batch)}, without {missing} of keep = {keep}; "
             "keep only names the dataset gives"
         )
+
+
+def _bytes_of(entry: Tensor) -> np.ndarray:
+    """Return the (N, bytes) uint8 of (N, ...) samples."""
+    flat = entry.detach().cpu().reshape(len(entry), math.prod(entry.shape[1:])).contiguous()
+    bytes_of_all: np.ndarray = flat.view(torch.uint8).numpy()
+    return bytes_of_all

@@ -10,6 +10,7 @@ samples of later fetches, which then find their rows::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -22,23 +23,34 @@ NOTHING: SampleRows = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=t
 NO_ROW = torch.iinfo(torch.int64).max
 
 
-def filling(found: Tensor, later: Tensor, *, chunk_size: int, depth: int) -> Tensor:
-    """Return the positions of those later samples that fill up chunks which are run anyway.
+def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, int]:
+    """Return how many samples more, found at a depth or below it, run in the chunks of a fetch.
 
     No layer runs on more chunks than without them, so that no step takes longer: others may be
     waiting for it.
 
     Args:
         found: (B,) the depths at which the rows of a fetch were found.
-        later: (N,) likewise, of samples of later fetches, the sooner first.
         chunk_size: samples that run together.
         depth: what is wanted; rows found there are not run.
+    Returns:
+        by depth, ascending; {} if there is no room.
     """
     depths, numbers = found[found < depth].unique(return_counts=True)
     # Of a depth, and of those above it, which what comes from below passes through, too.
     room = (-numbers.cumsum(0) % chunk_size).flip(0).cummin(0).values.flip(0)
+    return dict(zip(depths.tolist(), room.tolist(), strict=True)) if bool(room.any()) else {}
+
+
+def filling(room: Mapping[int, int], later: Tensor) -> Tensor:
+    """Return the positions of those later samples that fill up chunks which are run anyway.
+
+    Args:
+        room: from `room_in_chunks`.
+        later: (N,) the depths at which samples of later fetches are found, the sooner first.
+    """
     taken, chosen = 0, [torch.empty(0, dtype=torch.int64)]
-    for first, most in zip(depths.tolist(), room.tolist(), strict=True):
+    for first, most in room.items():
         chosen.append((later == first).nonzero().flatten()[: max(0, most - taken)])
         taken += len(chosen[-1])
     return torch.cat(chosen)

@@ -228,13 +228,7 @@ class RowStore:
         depth = self._depths(before, fits, depth_stamps)
         found = depth > 0
         buffers = self.buffers(len(ids)) if into is None else into
-        # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        rows, sums = self._gather(
-            np.where(found, ids, ids.max(initial=0, where=found)),
-            lengths,
-            buffers,
-            in_background=in_background,
-        )
+        rows, sums = self._gather(ids, found, lengths, buffers, in_background=in_background)
         after, checks, _ = self._tags[ids].T
         intact = _check_values(sums, ids, before, lengths) == checks
         depth *= intact & (after == before)
@@ -340,22 +334,26 @@ class RowStore:
 
     def _gather(
         self,
-        source: np.ndarray,
+        ids: np.ndarray,
+        found: np.ndarray,
         lengths: np.ndarray,
         buffers: Mapping[str, Tensor],
         *,
         in_background: bool,
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
-        sums, rows = np.zeros(len(source), np.uint64), {}
+        # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
+        source = np.where(found, ids, ids.max(initial=0, where=found))
+        sums, rows, any_found = np.zeros(len(ids), np.uint64), {}, bool(found.any())
         for field, words, factors in self._parts:
-            copied = buffers[field.name][: len(source)]
-            own = own_words(field, lengths)
-            sums += copy_out(source, words, copied, own, factors, in_background=in_background)
+            copied = buffers[field.name][: len(ids)]
+            if any_found:
+                own = own_words(field, lengths)
+                sums += copy_out(source, words, copied, own, factors, in_background=in_background)
             values = copied.view(field.dtype)
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
-            rows[field.name] = values.view(len(source), *field.shape)
+            rows[field.name] = values.view(len(ids), *field.shape)
         return rows, sums
 
 

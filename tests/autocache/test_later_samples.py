@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autocache.cached_prefix import PrefixCache
 from autocache.content import RowContent
-from autocache.prefix_chunks import SampleRows, filling
+from autocache.prefix_chunks import SampleRows, filling, room_in_chunks
 from autocache.store import RowStore
 from autocache.unequal_lengths import Positions
 from tests.autocache.test_cached_prefix import (
@@ -92,7 +92,7 @@ def test_the_soonest_samples_found_as_deep_fill_up_chunks_and_begin_none(
 ) -> None:
     later = torch.tensor([1, 4, 0, 0, 2, 0, 0, 1, 1, 1])
     own = torch.tensor(found)
-    more = filling(own, later, chunk_size=4, depth=4)
+    more = filling(room_in_chunks(own, chunk_size=4, depth=4), later)
     assert more.tolist() == taken
     for depth in own[own < 4].tolist():
         before, after = (int((one <= depth).sum()) for one in (own, torch.cat((own, later[more]))))
@@ -100,9 +100,9 @@ def test_the_soonest_samples_found_as_deep_fill_up_chunks_and_begin_none(
 
 
 def test_full_chunks_and_hits_take_no_later_sample() -> None:
-    later = torch.zeros(9, dtype=torch.int64)
     for found in ([0, 0, 0, 0], [4, 4], [4]):
-        assert not len(filling(torch.tensor(found), later, chunk_size=4, depth=4))
+        assert not room_in_chunks(torch.tensor(found), chunk_size=4, depth=4)
+    assert not len(filling({}, torch.zeros(9, dtype=torch.int64)))
 
 
 def test_later_samples_are_computed_once_and_found_by_their_fetch(tmp_path: Path) -> None:
