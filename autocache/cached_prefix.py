@@ -127,8 +127,7 @@ class PrefixCache:
         self._content = content
         self._stats = CacheStats()
         self._reads, self._has_warned = 0, False
-        on_cuda = device.type == "cuda"
-        self._reader = None if store is None else RowReader(store, pinned=on_cuda)
+        self._reader = None if store is None else RowReader(store, pinned=device.type == "cuda")
 
     def fetch(
         self,
@@ -170,7 +169,7 @@ class PrefixCache:
         wanted, due, reads = self._to_load(sample_ids, found, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
         self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
-        if len(due) and not self._is_current(sample_ids[due], rows, due, wanted, loaded):
+        if len(due) and not self._is_current(sample_ids[due], rows[DIGEST][due], wanted, loaded):
             found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
             loaded = self._load(wanted, load)
         rows, loaded = self._content.brought_together(found, rows, loaded)
@@ -247,17 +246,16 @@ class PrefixCache:
         Args:
             done: rows that will be there by then.
         """
-        if self._store is None or self._store.is_condemned:
+        store = self._store
+        if store is None or store.is_condemned:
             return *own, torch.zeros_like(own[1])
         stamps = self._up_to(depth)
-        found = self._store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
+        found = store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
         room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
         if self._has_warned or not len(later[1]) or not room:
             return *own, found
-        there = torch.isin(later[1], torch.cat((own[1], done))) | (
-            later[1] >= self._store.num_rows
-        )
-        later_found = self._store.find(later[1], stamps).masked_fill(there, depth)
+        there = torch.isin(later[1], torch.cat((own[1], done))) | (later[1] >= store.num_rows)
+        later_found = store.find(later[1], stamps).masked_fill(there, depth)
         more = filling(room, later_found)
         pairs = zip((*own, found), (*later, later_found), strict=True)
         ids, rows, depths = (torch.cat((one, other[more])) for one, other in pairs)
@@ -292,16 +290,11 @@ class PrefixCache:
         return torch.cat((sample_ids[misses], sample_ids[due])).unique(), due, reads
 
     def _is_current(
-        self,
-        sample_ids: Tensor,
-        rows: dict[str, Tensor],
-        due: Tensor,
-        wanted: Tensor,
-        loaded: dict[str, Tensor],
+        self, sample_ids: Tensor, digests: Tensor, wanted: Tensor, loaded: dict[str, Tensor]
     ) -> bool:
         """Compare samples read with the dataset's; condemn the store if one differs."""
         given = self._content.digests(of_ids(loaded, wanted, sample_ids))
-        differing = (given != rows[DIGEST][due]).nonzero().flatten().tolist()
+        differing = (given != digests).nonzero().flatten().tolist()
         if not differing:
             return True
         assert self._store is not None
@@ -358,8 +351,8 @@ class PrefixCache:
             return
         with self._timed("write_s"):
             lengths, positions = self._content.lengths(fresh), self._content.positions
-            stored = fresh[HIDDEN].to(self._content.dtype or fresh[HIDDEN].dtype)
-            rows = {**fresh, HIDDEN: stored}
+            hidden = fresh[HIDDEN]
+            rows = {**fresh, HIDDEN: hidden.to(self._content.dtype or hidden.dtype)}
             if positions is not None:
                 # What is longer than a row has none.
                 fits = own_lengths(fresh[positions.mask]) <= positions.most

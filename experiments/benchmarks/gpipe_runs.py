@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from autopipe.balance import balance_by_time
 from autopipe.gpipe import GPipe
+from experiments.benchmarks.rounds import num_cores
 
 NUM_CLASSES = 1000
 
@@ -273,7 +273,7 @@ def run_speed(
 def print_header(options: Options) -> None:
     """Say on what and how the runs are made."""
     if options.device == "cpu":
-        where = f"{os.cpu_count()} cores, one intra-op thread a partition"
+        where = f"{num_cores()} cores, one intra-op thread a partition"
     else:
         where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     print(

@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 import torch
 
+from experiments.benchmarks.rounds import num_cores
+
 SECONDS = 0.5
 REPEATS = 7
 
@@ -65,7 +67,7 @@ def count_alone(seconds: float) -> int:
 def main() -> None:
     """Print the medians of interleaved repeats and, last, one JSON line."""
     torch.set_num_threads(1)
-    num = max(2, min(multiprocessing.cpu_count(), 4))
+    num = max(2, min(num_cores(), 4))
     with multiprocessing.get_context("spawn").Pool(num) as pool:
         processes = in_processes(pool)
         processes(num)  # The first call imports torch.
@@ -85,7 +87,7 @@ def main() -> None:
         json.dumps(
             {
                 "operations_per_s": medians,
-                "cores": multiprocessing.cpu_count(),
+                "cores": num_cores(),
                 "torch": torch.__version__,
             }
         )

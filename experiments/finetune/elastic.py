@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autopipe.plan import PlanRequest
+from autopipe.profile import Profile
 from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
@@ -47,6 +50,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "signals": options.signals,
         "evaluate_every_epochs": options.evaluate_every_epochs or options.num_train_epochs,
         "label": workload.name,
+        "progress": not options.plan_only,
     }
 
 
@@ -63,18 +67,37 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
     )
     layers = max(cost.layer for cost in measured.profile.sublayers)
     requests = [
-        make_request(
-            place,
-            global_batch=options.global_batch_size,
-            num_frozen=num_frozen,
-            memory_limit_bytes=options.memory_limit_bytes,
-            cached=options.cache,
+        _as_set(
+            trainer,
+            measured.profile,
+            make_request(
+                place,
+                global_batch=options.global_batch_size,
+                num_frozen=num_frozen,
+                memory_limit_bytes=options.memory_limit_bytes,
+                cached=options.cache,
+            ),
         )
         for num_frozen in range(layers)
     ]
     if trainer.is_main_process:
         num_samples = len(workload.train_dataset)
         print(plans_text(workload.name, place, requests, num_samples=num_samples))
+
+
+def _as_set(trainer: Trainer, profile: Profile, request: PlanRequest) -> PlanRequest:
+    """Consider only pipelines that the settings allow."""
+    config, lengths = trainer.config, request.lengths
+    if config.pipeline_length is not None:
+        num_active = len(profile.sublayers) - profile.first_active(request.num_frozen)
+        most = min(config.pipeline_length, num_active)
+        lengths = (max(one for one in trainer.world.lengths if one <= most),)
+    return replace(
+        request,
+        lengths=lengths,
+        max_replicas=config.most_replicas(),
+        micro_batches=None if config.micro_batches is None else (config.micro_batches,),
+    )
 
 
 def train(options: RunOptions, workload: Workload) -> None:

@@ -149,6 +149,8 @@ def _check_values(options: RunOptions, specific: Any) -> None:
             raise ValueError(f"--{name} is {value}; give at least 1")
     if options.max_grad_norm < 0:
         raise ValueError(f"--max_grad_norm is {options.max_grad_norm}; give 0 or more")
+    if options.plan_only and options.scale_batch:
+        raise ValueError("--plan_only plans for one global batch; leave --scale_batch out")
     named_schedule(options.lr_scheduler_type, warmup=options.warmup, learning_rate=1.0)
     policy_of(options.freeze, options.replay)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import pipetransformer
+from experiments.benchmarks.rounds import num_cores
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
@@ -66,7 +67,7 @@ def write_outcome(
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__},
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
+        "hardware": {"machine": platform.machine(), "cores": num_cores()},
     }
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
     main = outcome.metrics.get(workload.metric)

@@ -21,17 +21,22 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     Raises:
         CorruptCheckpointError, ValueError, OSError: on every rank, that of the first rank on which
             the action raised it; the message names the rank.
+        Exception: any other is raised as it is where it came up, and as a RuntimeError elsewhere.
     """
     value, failure, own = None, None, None
     try:
         value = action()
-    except _KINDS as error:
+    except Exception as error:
         own = error
-        failure = [next(i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), str(error)]
+        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
+        failure = [number, str(error) if number is not None else repr(error)]
     for rank, found in enumerate(gather_json(failure, group=group)):
         if found is not None:
-            kind, text = found
-            raise _KINDS[kind](text if group is None else f"rank {rank}: {text}") from own
+            number, text = found
+            if number is None and own is not None:
+                raise own
+            kind = RuntimeError if number is None else _KINDS[number]
+            raise kind(text if group is None else f"rank {rank}: {text}") from own
     return value  # type: ignore[return-value]
 
 

@@ -47,8 +47,14 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
     Raises:
         ValueError: on every rank: the message names the first sublayer, and what it does.
     """
-    probe = _Probe(task, world.device, read(torch.arange(2)))
-    agree(probe.run, group=world.group)
+
+
+    def run() -> _Probe:
+        probe = _Probe(task, world.device, read(torch.arange(2)))
+        probe.run()
+        return probe
+
+    probe = agree(run, group=world.group)
     config = task.config
     fixed = config.pipeline_length is not None and config.micro_batches is not None
     chosen = isinstance(config.plan, str) and not fixed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,9 +164,11 @@ def test_plans_are_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--task", "sst2", "--smoke", "--output_dir", str(tmp_path / "run"), "--plan_only"]
-    bert.main([*given, "--checkpoint_every_epochs", "1"])  # As the published recipes have it.
+    # As the published recipes have it; and a pipeline that the planner would not choose.
+    bert.main([*given, "--checkpoint_every_epochs", "1", "--micro_batches", "4"])
     said = capsys.readouterr().out
     assert "1 processes here" in said and "cache behind 3 frozen layers" in said
+    assert re.findall(r"^ +\d  1  1 +(\d+) ", said, re.MULTILINE) == ["4"] * 4
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["smoke"]
 
 
@@ -200,6 +203,7 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "static"), "needs --static_layers"),
         (("--baseline", "ddp", "--freeze", "schedule:0,2"), "ddp freezes nothing"),
         (("--baseline", "ddp", "--plan_only"), "--plan_only is for ours"),
+        (("--scale_batch", "--plan_only"), "--plan_only plans for one global batch"),
         (
             ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--processes", "2"),
             "in one process alone",
