@@ -48,7 +48,6 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
         ValueError: on every rank: the message names the first sublayer, and what it does.
     """
 
-
     def run() -> _Probe:
         probe = _Probe(task, world.device, read(torch.arange(2)))
         probe.run()
