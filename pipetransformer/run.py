@@ -322,7 +322,7 @@ class Run:
 
     def _refuse_what_runs_wrongly(self, trains: bool) -> None:
         if self._caches:
-            self.feed.check_repeatable()
+            self.feed.look_for_randomness()
         self.feed.warn_of_padding()
         self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
@@ -334,7 +334,8 @@ class Run:
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile
-        cache_bytes = self.feed.most_bytes(profile) if self._caches else 0
+        caches = self._caches and self.feed.may_cache
+        cache_bytes = self.feed.most_bytes(profile) if caches else 0
         self.log.start(
             self.transitions.clock(),
             profile,

@@ -94,7 +94,7 @@ class TrainConfig:
             has rounded ones in every epoch; None stores them as they are computed.
         cache_views: how many fixed views to take of each sample of a training set that is
             augmented at random: epoch e reads view e modulo so many; None takes a new one each
-            epoch, which cannot be cached.
+            epoch, which is not cached.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
             share of the batch, rounded up to a multiple of 8 and at most 32.
         num_workers: processes of each rank that reads data, ahead of the steps; 0 reads within the

@@ -99,18 +99,34 @@ class SampleFeed:
                 "samples to one length"
             )
 
-    def check_repeatable(self) -> None:
-        """Refuse to cache samples that change from one read to the next."""
+    @property
+    def may_cache(self) -> bool:
+        """Tell whether rows are to be kept, and nothing has turned up against it."""
+        return self._task.config.cache and not self._gave_up
+
+    def look_for_randomness(self) -> None:
+        """Keep no rows of samples that change from one read to the next, and say so. Collective.
+
+        Raises:
+            ValueError: on every rank: fixed views were asked for, and samples change whatever the
+                seed.
+        """
         views = self._task.config.cache_views is not None
-        if self._samples.vary_between_reads(same_seed=views):
+        varies = self._samples.vary_between_reads(same_seed=views)
+        if not any(gather_json(varies, group=self._world.group)):
+            return
+        if views:
             raise ValueError(
                 "the training set gives other values each time a sample is read, whatever the "
-                "seed, so its activations cannot be cached; draw random numbers from torch, numpy "
-                "or random, or use cache=False"
-                if views
-                else "the training set gives other values each time a sample is read (random "
-                "augmentation), so its activations cannot be cached; make it deterministic, cache "
-                "a few fixed views of each sample with cache_views=, or use cache=False"
+                "seed, so that there are no fixed views of it; draw random numbers from torch, "
+                "numpy or random, or leave cache_views= out"
+            )
+        self._gave_up = True
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no cache: the training set gives other values each time a sample is read (random "
+                "augmentation); the frozen prefix is computed at every step. cache_views= keeps a "
+                "few fixed views of each sample, cache=False says that none are to be kept"
             )
 
     def most_bytes(self, profile: Profile) -> int:

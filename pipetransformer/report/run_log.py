@@ -77,10 +77,12 @@ class RunLog:
                 mininterval=interval_s,
                 maxinterval=interval_s,
             )
+        if self._world.is_main:
+            say = _LOGGER.info if self._bar is None else self._bar.write
             if unused:
-                self._bar.write(f"columns that the model does not take: {', '.join(unused)}")
+                say(f"columns that the model does not take: {', '.join(unused)}")
             if cache_bytes:
-                self._bar.write(_cache_text(cache_bytes, Path(self._config.cache_folder)))
+                say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
 
     def finish(self) -> None:
         """Show that the run is over, maybe before its last epoch."""

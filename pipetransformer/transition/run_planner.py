@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ class RunPlanner:
 
     Args:
         memory_limit_bytes: what a device slot may use; None for no limit.
+        may_cache: tells whether activations may come from the cache.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class RunPlanner:
         *,
         measurements: Measurements,
         memory_limit_bytes: int | None,
+        may_cache: Callable[[], bool],
     ) -> None:
         self._task, self._world = task, world
+        self._may_cache = may_cache
         self.measurements = measurements
         self._memory_limit_bytes = memory_limit_bytes
         self.calibration = Calibration()
@@ -171,7 +174,7 @@ class RunPlanner:
             micro_batch_size=config.micro_batch_size,
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
-        rate = measured.copy_bytes_per_s if config.cache else None
+        rate = measured.copy_bytes_per_s if self._may_cache() else None
         return complete_request(
             request,
             measured.profile,

@@ -135,7 +135,11 @@ class Transitions:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
         limit, self._has_just_measured = self._memory_limit_bytes(), kept is None
         planner = RunPlanner(
-            self._task, self._world, measurements=kept or self._measure(), memory_limit_bytes=limit
+            self._task,
+            self._world,
+            measurements=kept or self._measure(),
+            memory_limit_bytes=limit,
+            may_cache=lambda: self.deployment.feed.may_cache,
         )
         self._decider = Decider(self._task, self._world, policy=self._policy, planner=planner)
 

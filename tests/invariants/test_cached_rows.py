@@ -112,9 +112,24 @@ def test_a_short_sentence_touches_only_its_own_bytes() -> None:
             assert row[length:].abs().sum() == 0
 
 
-def test_random_augmentation_is_refused_unless_its_views_are_counted() -> None:
-    with pytest.raises(ValueError, match=r"random augmentation.*cache_views="):
-        train(tiny_model(), Augmented(), loss_fn=nn.CrossEntropyLoss())
+def test_random_augmentation_trains_uncached_unless_its_views_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, found = train(tiny_model(), Augmented(), loss_fn=nn.CrossEntropyLoss())
+    assert [r.message for r in caplog.records if "(random augmentation)" in r.message]
+    assert trainer.report.cache_hits == 0 and trainer.report.cache_bytes == 0
+    assert trainer.decision is not None and not trainer.decision.use_cache
+    _, wanted = train(tiny_model(), Augmented(), loss_fn=nn.CrossEntropyLoss(), cache=False)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_cache_s_bytes_are_said_without_a_progress_bar_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    train(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss())
+    assert [r.message for r in caplog.records if "the cache takes up to about" in r.message]
 
 
 def test_rounded_activations_are_the_same_in_every_epoch_and_near_the_exact_ones() -> None:

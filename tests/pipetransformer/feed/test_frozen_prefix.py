@@ -280,10 +280,16 @@ def test_without_the_cache_the_prefix_is_computed_at_every_step(feed: Feed) -> N
     assert_fetch(feed, 2, (0, 0, 5))
 
 
-def test_a_dataset_with_random_augmentation_is_refused(tmp_path: Path) -> None:
-    Feed(tmp_path).samples.check_repeatable()
-    with pytest.raises(ValueError, match=r"random augmentation\).*deterministic.*cache=False"):
-        Feed(tmp_path, noise=0.1).samples.check_repeatable()
+def test_a_dataset_with_random_augmentation_is_not_cached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for noise, may_cache in ((0.0, True), (0.1, False)):
+        samples = Feed(tmp_path, noise=noise).samples
+        samples.look_for_randomness()
+        assert samples.may_cache is may_cache
+    assert [r.message[:44] for r in caplog.records] == [
+        "no cache: the training set gives other value"
+    ]
 
 
 def fetch_in_turn(folder: str) -> tuple[list[Any], list[str]]:

@@ -37,7 +37,13 @@ def planner(**settings: Any) -> RunPlanner:
     task = Task(layered, Loss(nn.CrossEntropyLoss()), adamw(), config, names)
     world = World(0, 2, 2, torch.device("cpu"), None, owned=False)
     measured = Measurements(uniform(len(layered.sublayers)), 1e9)
-    return RunPlanner(task, world, measurements=measured, memory_limit_bytes=None)
+    return RunPlanner(
+        task,
+        world,
+        measurements=measured,
+        memory_limit_bytes=None,
+        may_cache=lambda: config.cache,
+    )
 
 
 def calibrate(
