@@ -111,7 +111,7 @@ def measure(
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     # Workers read while stages compute.
     fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
-    cached_fetch_s, cached_byte_s = measure_rows()
+    cached_fetch_s, cached_byte_s = measure_rows(task.config.cache_folder)
     own = Profile(
         batch_sizes=tuple(batches),
         sublayers=costs,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from autopipe.profile.profile import MeasuredChain, SublayerCost
 from pipetransformer.data.samples import Batch
+from pipetransformer.measure import reading_times
 from pipetransformer.measure import sublayer_times as compute_module
 from pipetransformer.measure.measurements import first_sublayers
-from pipetransformer.measure.reading_times import measure_rows, measure_samples
+from pipetransformer.measure.reading_times import disk_byte_s, measure_rows, measure_samples
 from pipetransformer.measure.sublayer_times import measure_company, time_alone
 from pipetransformer.measure.timing import typical_s
 from pipetransformer.processes.world import World
@@ -67,9 +70,24 @@ def test_reading_is_divided_into_the_call_and_the_samples(monkeypatch: pytest.Mo
 
 
 def test_a_cached_row_costs_a_call_and_its_bytes() -> None:
-    call_s, byte_s = measure_rows()
+    call_s, byte_s = measure_rows("/dev/shm")
     assert 0.0 <= call_s < 0.1
     assert 1e-12 <= byte_s < 1e-6
+
+
+def test_a_row_on_a_disk_costs_what_the_disk_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(file: int, num_bytes: int, start: int) -> bytes:
+        time.sleep(1e-3)
+        return b""
+
+    monkeypatch.setattr(os, "pread", slow)
+    monkeypatch.setattr(reading_times, "_MEMORY", Path("/proc"))  # Even where /tmp is in memory.
+    assert measure_rows(tmp_path)[1] > 1e-3 / (1 << 16)
+    assert disk_byte_s(tmp_path / "missing") == 0.0
+    monkeypatch.setattr(reading_times, "_MEMORY", tmp_path)
+    assert disk_byte_s(tmp_path) == 0.0
 
 
 def chain(*rounds_s: float) -> MeasuredChain:
