@@ -10,10 +10,10 @@ from autodp import ROUND_BYTES
 from autopipe.plan import (
     PipelinePlan,
     PlanRequest,
-    paper_length,
-    paper_plan,
+    plan_as_published,
     plan_pipeline,
     predict,
+    published_length,
 )
 from autopipe.profile import Profile
 
@@ -192,25 +192,27 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
     """Plan by the published rules; the pipeline never grows again, not even for a thaw.
 
     Raises:
-        ValueError: the rules' plan does not fit the memory limit; see `paper_plan`.
+        ValueError: the rules' plan does not fit the memory limit; see `plan_as_published`.
     """
-    plan = _paper_plan(situation)
+    plan = _planned_as_published(situation)
     current = situation.current
     if current is None or plan.length <= current.length:
         return plan
     request = situation.request
     if current.length not in request.length_choices()[0]:
         return plan  # Another world; there is no such pipeline to stay with.
-    return _paper_plan(replace(situation, request=replace(request, lengths=(current.length,))))
+    return _planned_as_published(
+        replace(situation, request=replace(request, lengths=(current.length,)))
+    )
 
 
-def _paper_plan(situation: PlanSituation) -> PipelinePlan:
+def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
     if situation.scale_batch:
         # A batch of which every replica has a sample: on more than that, K does not depend.
         ample = replace(request, global_batch=request.global_batch * request.num_ranks)
-        request = of_length(situation, paper_length(profile, ample))
-    return paper_plan(profile, request)
+        request = of_length(situation, published_length(profile, ample))
+    return plan_as_published(profile, request)
 
 
 PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "published": published_plan}

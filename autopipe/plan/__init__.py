@@ -1,12 +1,17 @@
 """Predict a step by running its very schedule against costs, and choose a pipeline by it.
 
 request ─► search ─► estimate ─► simulation
-             └─ explanation       paper: the published rules, to compare with
+             └─ explanation       published: the rules of the paper, to compare with
 """
 
 from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
-from autopipe.plan.paper import paper_length, paper_plan, paper_split, throughput_tables
 from autopipe.plan.pipeline_lengths import fitting_lengths
+from autopipe.plan.published import (
+    plan_as_published,
+    published_length,
+    published_split,
+    throughput_tables,
+)
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import (
     candidates,
@@ -21,7 +26,7 @@ from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 __all__ = [
     "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes", "Tables",
     "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
-    "least_memory_plan", "paper_length", "paper_plan", "paper_split", "plan_pipeline",
-    "predict", "runners_up", "simulate", "stage_compute_s", "table_text",
+    "least_memory_plan", "plan_as_published", "plan_pipeline", "predict", "published_length",
+    "published_split", "runners_up", "simulate", "stage_compute_s", "table_text",
     "throughput_tables",
 ]  # fmt: skip

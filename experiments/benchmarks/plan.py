@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.plan import PipelinePlan, PlanRequest, paper_plan, plan_pipeline
+from autopipe.plan import PipelinePlan, PlanRequest, plan_as_published, plan_pipeline
 from autopipe.profile import Profile
 from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.processes import found_by
@@ -130,11 +130,11 @@ def _compare(
         (p for p in seen if p.frozen == frozen),
         key=lambda p: statistics.median(measured for _, measured in seen[p]),
     )
-    paper, _ = tour.visit(frozen, None, paper_plan)
+    paper, _ = tour.visit(frozen, None, plan_as_published)
     visits: dict[str, tuple[Point | None, Planner]] = {
         "choice": (None, plan_pipeline),
         "best": (best, plan_pipeline),
-        "paper": (None, paper_plan),
+        "paper": (None, plan_as_published),
     }
     ratios, paper_ratios = [], []
     for number in range(num_pairs):

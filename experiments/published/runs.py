@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from autopipe.plan import (
     PlanRequest,
     best_count,
-    paper_plan,
-    paper_split,
+    plan_as_published,
     predict,
+    published_split,
     throughput_tables,
 )
 from autopipe.profile import Profile, RingCost
@@ -75,7 +75,7 @@ class PublishedSystem:
     Args:
         profile: a device's costs.
         tables: samples/s by K and M.
-        frozen_cost: Algorithm 1's lambda; 0 gives the published K.
+        frozen_cost: Algorithm 1's lambda; 0 gives the paper's K.
         micro_batches_per_stage: M / K; None takes the tables' best.
         cache_read_s: of a sample; None takes the frozen forward of CACHE_FROM layers.
     """
@@ -99,7 +99,7 @@ class PublishedSystem:
     def _epoch(self, parts: Parts, before: int, num_frozen: int) -> Epoch:
         devices, request = CLUSTER.slots_per_node, replace(START, num_frozen=num_frozen)
         if parts.auto_pipe:
-            devices = paper_plan(self.profile, request, frozen_cost=self.frozen_cost).length
+            devices = plan_as_published(self.profile, request, frozen_cost=self.frozen_cost).length
         replicas = CLUSTER.num_slots // devices if parts.auto_dp else CLUSTER.nodes
         # Frozen layers leave the pipeline; where nothing packs it, devices without a layer idle.
         length = min(devices, sum(cost.layer >= num_frozen for cost in self.profile.sublayers))
@@ -122,7 +122,7 @@ class PublishedSystem:
         request = PlanRequest(
             length * replicas, slots, BATCH * replicas, num_frozen, prefix_cached_s=0.0
         )
-        cuts = paper_split(self.profile, num_frozen, length, frozen_cost=self.frozen_cost)
+        cuts = published_split(self.profile, num_frozen, length, frozen_cost=self.frozen_cost)
         return predict(
             replace(self.profile, all_reduce=RingCost(CLUSTER.link, CLUSTER.node_link)),
             request,

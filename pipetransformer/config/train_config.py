@@ -87,8 +87,8 @@ class TrainConfig:
         scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
             published system did; the learning rate is scaled with it.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
-        cache_folder: where the cache's file lives; RAM by default. One on a disk is used where that
-            reads rows faster than they are computed, without memory's help.
+        cache_folder: where the cache's file lives; RAM by default. One on a disk is used where the
+            disk alone, without memory's help, reads rows faster than they are computed.
         cache_limit_bytes: most bytes of rows of the training set on a node, and of the evaluation
             set's; None holds all samples. Those that do not fit are computed at every step.
         cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then

@@ -12,7 +12,7 @@ from autopipe.plan import (
     candidates,
     explain,
     least_memory_plan,
-    paper_plan,
+    plan_as_published,
     plan_pipeline,
     runners_up,
 )
@@ -46,7 +46,7 @@ class Answer:
         chosen: the plan of the planner that was asked for.
         others: runners-up, fastest first.
         refusals: why there is no plan of some lengths.
-        paper: the plan by the published rules.
+        published: the plan by the published rules.
         pipedream: the choice of PipeDream's optimizer, whose stages have their own replicas.
     """
 
@@ -55,7 +55,7 @@ class Answer:
     chosen: ExplainedPlan | Refusal
     others: tuple[ExplainedPlan, ...]
     refusals: tuple[Refusal, ...]
-    paper: ExplainedPlan | Refusal
+    published: ExplainedPlan | Refusal
     pipedream: Replicated | Refusal
 
 
@@ -66,13 +66,13 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     where the request has one.
     """
     profile = place.profile
-    paper = _or_refusal(lambda: explain(profile, request, paper_plan(profile, request)))
+    published = _or_refusal(lambda: explain(profile, request, plan_as_published(profile, request)))
     asked = request
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))
     fastest = _or_refusal(lambda: explain(profile, asked, plan_pipeline(profile, asked)))
     fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
-    chosen = paper if plan == "published" else fastest
+    chosen = published if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
     return Answer(
         place,
@@ -80,7 +80,7 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
         chosen,
         tuple(explain(profile, request, other) for other in others),
         tuple(_refusals(profile, request, {one.length for one in fitting})),
-        paper,
+        published,
         _or_refusal(lambda: replicate(place, request)),
     )
 

@@ -47,8 +47,8 @@ def answer_text(answer: Answer) -> str:
         stages = indent(text_table(_stage_rows(chosen, answer)), "  ")
         head = f"choice: {title(chosen, answer)}\n  {parts_text(chosen)}\n\n{stages}"
     text = f"{head}\n\nothers\n{indent(text_table(_other_rows(answer)), '  ')}"
-    if isinstance(answer.paper, Refusal):
-        text += f"\n\npublished rules: {answer.paper.reason}"
+    if isinstance(answer.published, Refusal):
+        text += f"\n\npublished rules: {answer.published.reason}"
     return text
 
 
@@ -82,20 +82,20 @@ def frozen_text(answers: Sequence[Answer]) -> str:
     """Write the choice at each number of frozen layers, beside that of the published rules."""
     rows = [
         ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
-        + ["paper's K", *_PLAN_COLUMNS[1:], "takes", "PipeDream's", "samples/s"]
+        + ["published K", *_PLAN_COLUMNS[1:], "takes", "PipeDream's", "samples/s"]
     ]
     for answer in answers:
-        chosen, paper = answer.chosen, answer.paper
+        chosen, published = answer.chosen, answer.published
         largest = ["", "", ""]
         if not isinstance(chosen, Refusal):
             shares = (chosen.parts.bubble_s, chosen.parts.all_reduce_s)
             largest = [_share(chosen, part) for part in shares]
             largest.append(as_bytes(max(chosen.plan.peak_bytes)))
         takes = ""
-        if not isinstance(chosen, Refusal) and not isinstance(paper, Refusal):
-            takes = f"{paper.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"
+        if not isinstance(chosen, Refusal) and not isinstance(published, Refusal):
+            takes = f"{published.plan.predicted_step_s / chosen.plan.predicted_step_s:.2f} x"
         frozen = str(answer.request.num_frozen)
-        plans = _plan_cells(chosen, answer), _plan_cells(paper, answer)
+        plans = _plan_cells(chosen, answer), _plan_cells(published, answer)
         rows.append([frozen, *plans[0], *largest, *plans[1], takes, *_pipedream_cells(answer)])
     return text_table(rows)
 
@@ -124,7 +124,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, answer),
         "others": [other.to_json() for other in answer.others],
         "refusals": [refusal.to_json() for refusal in answer.refusals],
-        "published": answer.paper.to_json(),
+        "published": answer.published.to_json(),
         "pipedream": answer.pipedream.to_json(),
     }
 
@@ -167,8 +167,8 @@ def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
 
 def _other_rows(answer: Answer) -> list[list[str]]:
     rows = [["", *_PLAN_COLUMNS, "why not"]]
-    for found in (*answer.others, *answer.refusals, answer.paper):
-        name = "published rules" if found is answer.paper else ""
+    for found in (*answer.others, *answer.refusals, answer.published):
+        name = "published rules" if found is answer.published else ""
         rows.append([name, *_plan_cells(found, answer), _why_not(found, answer)])
     if not isinstance(answer.pipedream, Refusal):
         name, rate = _pipedream_cells(answer)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autopipe.plan.paper import throughput_table
+from autopipe.plan.published import throughput_table
 from experiments.ablation.parts import Parts
 from experiments.ablation.simulated import forward_s
 from experiments.ablation.simulated import total_s as simulated_s

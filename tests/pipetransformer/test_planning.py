@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.paper import paper_plan
+from autopipe.plan.published import plan_as_published
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile
@@ -200,7 +200,7 @@ def test_the_published_plan_follows_its_rules_whatever_a_transition_costs(
     num_frozen: int, length: int
 ) -> None:
     asked = situation(pipeline(2), num_frozen=num_frozen, transition_s=1e9)
-    assert published_plan(asked) == paper_plan(asked.profile, asked.request)
+    assert published_plan(asked) == plan_as_published(asked.profile, asked.request)
     assert published_plan(asked).length == length
 
 
@@ -213,7 +213,7 @@ def test_the_published_plan_never_grows_not_even_for_a_thaw() -> None:
 def test_the_published_plan_starts_anew_in_a_world_that_lacks_the_current_length() -> None:
     three = pipeline(3, num_ranks=3, slots_per_node=3)
     four = situation(three, num_ranks=4, slots_per_node=4, num_frozen=2)
-    assert published_plan(four) == paper_plan(four.profile, four.request)
+    assert published_plan(four) == plan_as_published(four.profile, four.request)
 
 
 def test_the_published_batch_grows_with_the_replicas() -> None:

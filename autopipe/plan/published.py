@@ -27,19 +27,19 @@ _BYTES_PER_MILLION = 4e6
 """The rules depend on the unit: they count parameters in millions, of the published float32."""
 
 
-def paper_plan(
+def plan_as_published(
     profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
 ) -> PipelinePlan:
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 
     Args:
         profile, request: as for `plan_pipeline`.
-        frozen_cost: lambda. The printed algorithm amounts to 0, and so do the published K.
+        frozen_cost: lambda. The printed algorithm amounts to 0, and so do the paper's K.
     Raises:
         ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.
     """
-    length = paper_length(profile, request, frozen_cost=frozen_cost)
-    boundaries = paper_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
+    length = published_length(profile, request, frozen_cost=frozen_cost)
+    boundaries = published_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
     table = throughput_table(profile, request, length)
     limit, needed = request.memory_limit_bytes, []
     for count in best_first(table):
@@ -76,7 +76,7 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
     counts = [count for count in wanted if count <= num_samples]
     if not counts and request.micro_batches is None:
         counts = [num_samples]
-    boundaries = paper_split(profile, 0, length)
+    boundaries = published_split(profile, 0, length)
     at_first = replace(request, num_frozen=0, prefix_cached_s=None)
     return {
         count: request.global_batch / _gpipe(profile, at_first, boundaries, count).predicted_step_s
@@ -95,7 +95,7 @@ def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table
     }
 
 
-def paper_length(
+def published_length(
     profile: Profile, request: PlanRequest, *, frozen_cost: float = FROZEN_COST
 ) -> int:
     """Halve K from its start while the largest partition stays within the largest at T = 0.
@@ -120,7 +120,7 @@ def paper_length(
     return found[-1]
 
 
-def paper_split(
+def published_split(
     profile: Profile, num_frozen: int, length: int, *, frozen_cost: float = FROZEN_COST
 ) -> tuple[int, ...]:
     """Balance the active sublayers greedily by their parameters; return K + 1 boundaries.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.paper import (
-    paper_plan,
-    paper_split,
+from autopipe.plan.published import (
+    plan_as_published,
+    published_split,
     throughput_table,
     throughput_tables,
 )
@@ -70,7 +70,9 @@ def request(num_frozen: int = 0, **changes: Any) -> PlanRequest:
 def test_vit_base_is_compressed_as_published(
     frozen: tuple[int, ...], frozen_cost: float, lengths: list[int]
 ) -> None:
-    plans = [paper_plan(vit_base(), request(now), frozen_cost=frozen_cost) for now in frozen]
+    plans = [
+        plan_as_published(vit_base(), request(now), frozen_cost=frozen_cost) for now in frozen
+    ]
     assert [plan.length for plan in plans] == lengths
     assert {plan.schedule for plan in plans} == {"gpipe"}
 
@@ -78,43 +80,43 @@ def test_vit_base_is_compressed_as_published(
 def test_a_largest_partition_equal_to_the_first_one_compresses() -> None:
     # Two layers of 14.18 M parameters are the largest part at T = 0, and with 7 frozen layers on
     # 4 devices again: `<=` takes K = 4, the printed `<` would keep 8.
-    assert paper_split(vit_base(), 7, 4)[1:] == (16, 18, 22, 27)
-    assert paper_plan(vit_base(), request(7)).length == 4
+    assert published_split(vit_base(), 7, 4)[1:] == (16, 18, 22, 27)
+    assert plan_as_published(vit_base(), request(7)).length == 4
 
 
 def test_frozen_parameters_count_a_sixth_on_the_first_partition() -> None:
     # Of 12 layers of a million 6 are frozen: they weigh a million, so the first of three parts
     # with a mean of 7 / 3 takes one layer, where without them it takes two.
     layers = profile(*((layer, 1_000_000) for layer in range(12)))
-    assert paper_split(layers, 6, 3, frozen_cost=0.0) == (6, 7, 9, 12)
-    assert paper_split(layers, 6, 3, frozen_cost=1 / 6)[1] - 6 == 1
+    assert published_split(layers, 6, 3, frozen_cost=0.0) == (6, 7, 9, 12)
+    assert published_split(layers, 6, 3, frozen_cost=1 / 6)[1] - 6 == 1
     assert (
-        paper_split(layers, 6, 2, frozen_cost=0.0)[1]
-        > paper_split(layers, 6, 2, frozen_cost=1 / 6)[1]
+        published_split(layers, 6, 2, frozen_cost=0.0)[1]
+        > published_split(layers, 6, 2, frozen_cost=1 / 6)[1]
     )
 
 
 def test_the_balance_of_vit_base_is_the_published_one() -> None:
-    assert paper_split(vit_base(), 0, 8) == (0, 4, 6, 9, 12, 15, 18, 22, 27)
+    assert published_split(vit_base(), 0, 8) == (0, 4, 6, 9, 12, 15, 18, 22, 27)
 
 
 @pytest.mark.parametrize("sizes", [(9, 1, 1, 1), (1, 1, 1, 9), (1, 9, 1, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_every_stage_has_a_sublayer(sizes: tuple[int, ...], length: int) -> None:
-    cuts = paper_split(profile(*enumerate(size * 1_000_000 for size in sizes)), 0, length)
+    cuts = published_split(profile(*enumerate(size * 1_000_000 for size in sizes)), 0, length)
     assert (cuts[0], cuts[-1], len(cuts)) == (0, 4, length + 1)
     assert all(low < high for low, high in zip(cuts, cuts[1:], strict=False))
 
 
 def test_more_stages_than_active_sublayers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 active sublayers cannot fill 4 stages; choose from "):
-        paper_split(profile(*((layer, 1) for layer in range(4))), 1, 4)
+        published_split(profile(*((layer, 1) for layer in range(4))), 1, 4)
 
 
 def test_the_table_has_the_multiples_of_k_and_the_plan_its_best() -> None:
     table = throughput_table(vit_base(), request(), 8)
     assert list(table) == [8, 16, 24, 32, 40, 48]
-    assert best_count(table) == 48 == paper_plan(vit_base(), request()).num_micro_batches
+    assert best_count(table) == 48 == plan_as_published(vit_base(), request()).num_micro_batches
     assert list(throughput_tables(vit_base(), request())) == [8, 4, 2, 1]
 
 
@@ -143,7 +145,7 @@ def test_a_costly_micro_batch_makes_the_table_peak_and_the_plan_follows() -> Non
     )
     asked = request(num_ranks=4, slots_per_node=4, global_batch=48)
     table = throughput_table(fixed, asked, 4)
-    assert paper_plan(fixed, asked).num_micro_batches == best_count(table) == 4
+    assert plan_as_published(fixed, asked).num_micro_batches == best_count(table) == 4
     assert sorted(table.values(), reverse=True) == list(table.values())
 
 
@@ -151,7 +153,7 @@ def test_equal_throughputs_take_the_fewest_micro_batches() -> None:
     # One stage takes the same time for every M, but for how the sums round.
     asked = request(num_ranks=1, slots_per_node=1, global_batch=400)
     assert len(set(throughput_table(vit_base(), asked, 1).values())) > 1
-    assert paper_plan(vit_base(), asked).num_micro_batches == 1
+    assert plan_as_published(vit_base(), asked).num_micro_batches == 1
 
 
 def test_fewer_samples_than_stages_are_one_micro_batch_each() -> None:
@@ -161,7 +163,7 @@ def test_fewer_samples_than_stages_are_one_micro_batch_each() -> None:
 
 def test_the_best_count_that_fits_the_memory_is_taken() -> None:
     # GPipe keeps a pipeline's samples whatever M is; uneven micro-batches round them up.
-    free = paper_plan(vit_base(), request())
+    free = plan_as_published(vit_base(), request())
     limit = max(free.peak_bytes) - 1
     with pytest.raises(
         ValueError,
@@ -170,8 +172,8 @@ def test_the_best_count_that_fits_the_memory_is_taken() -> None:
             r'plan="fastest" or raise the limit'
         ),
     ):
-        paper_plan(vit_base(), request(memory_limit_bytes=limit // 2))
-    assert paper_plan(vit_base(), request(memory_limit_bytes=limit + 1)) == free
+        plan_as_published(vit_base(), request(memory_limit_bytes=limit // 2))
+    assert plan_as_published(vit_base(), request(memory_limit_bytes=limit + 1)) == free
 
 
 @pytest.mark.parametrize(
@@ -184,11 +186,13 @@ def test_the_best_count_that_fits_the_memory_is_taken() -> None:
 )
 def test_what_the_rules_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        paper_plan(vit_base(), request(**changes))
+        plan_as_published(vit_base(), request(**changes))
 
 
 def test_a_length_that_was_set_is_kept() -> None:
-    assert [paper_plan(vit_base(), request(now, lengths=(4,))).length for now in (0, 9)] == [4, 4]
+    assert [
+        plan_as_published(vit_base(), request(now, lengths=(4,))).length for now in (0, 9)
+    ] == [4, 4]
 
 
 def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Path) -> None:
