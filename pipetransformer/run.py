@@ -30,7 +30,7 @@ from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed
 from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
-from pipetransformer.model_files import BestModel
+from pipetransformer.model_files import BestModel, DescribedModel
 from pipetransformer.optimizer import (
     OptimizerFactory,
     OptimizerTraits,
@@ -236,6 +236,7 @@ class Run:
             "log": self.log,
             "best": self.best,
             "coming": self._coming,
+            "model": DescribedModel(self.task.model.model),
         }
         return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 

@@ -5,8 +5,8 @@ model_folder: what from_pretrained loads ◄─ checkpoint_export      best_mode
 
 from pipetransformer.model_files.best_model import BestModel
 from pipetransformer.model_files.checkpoint_export import add_export_parser, run_export
-from pipetransformer.model_files.model_folder import write_model_folder
+from pipetransformer.model_files.model_folder import DescribedModel, write_model_folder
 
 __all__ = [
-    "BestModel", "add_export_parser", "run_export", "write_model_folder",
+    "BestModel", "DescribedModel", "add_export_parser", "run_export", "write_model_folder",
 ]  # fmt: skip

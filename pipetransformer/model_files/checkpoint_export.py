@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from pipetransformer.checkpoint import CHECKPOINTS, Checkpoint, open_checkpoint, open_latest
-from pipetransformer.durable_files import replace_tensors
-from pipetransformer.model_files.model_folder import WEIGHTS_FILE
+from pipetransformer.durable_files import replace_file, replace_tensors
+from pipetransformer.model_files.model_folder import CONFIG_FILE, WEIGHTS_FILE
 from pipetransformer.transition import WEIGHTS, split_shard_name
 
 
@@ -19,12 +20,17 @@ def add_export_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, help="a checkpoint, or the folder= of a run: then its newest one"
     )
-    parser.add_argument("out", type=Path, help=f"gets {WEIGHTS_FILE}; new, or empty")
     parser.add_argument(
-        "--config",
+        "out",
+        type=Path,
+        help=f"gets {WEIGHTS_FILE}, and {CONFIG_FILE} for a model of transformers or timm's "
+        "factory; new, or empty",
+    )
+    parser.add_argument(
+        "--processing",
         metavar="NAME",
-        help="a folder or the name of a transformers model whose config.json is to stand beside "
-        "the weights, so that from_pretrained loads them",
+        help="a folder or the name of a transformers model whose tokenizer or image processor is "
+        "to stand beside the weights",
     )
 
 
@@ -32,7 +38,7 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
     """Carry out the command.
 
     Raises:
-        ValueError: there is no checkpoint, OUT has content, or the configuration cannot be had.
+        ValueError: there is no checkpoint, OUT has content, or the processing class cannot be had.
         CorruptCheckpointError: the checkpoint is damaged.
     """
     out: Path = options.out
@@ -40,9 +46,12 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
         raise ValueError(f"{out} exists and is no empty folder; give a new one")
     checkpoint = find_checkpoint(options.source)
     tensors = read_weights(checkpoint)
+    processing = None if options.processing is None else _processing_class(options.processing)
     replace_tensors(out / WEIGHTS_FILE, tensors)
-    if options.config is not None:
-        _write_config(options.config, out)
+    if config := checkpoint.scalars["parts"].get("model", {}).get("config"):
+        replace_file(out / CONFIG_FILE, config.encode())
+    if processing is not None:
+        processing.save_pretrained(out)
     show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")
 
 
@@ -73,16 +82,16 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: held[name] for name in checkpoint.scalars["state_names"] if name in held}
 
 
-def _write_config(name: str, out: Path) -> None:
-    """Write the configuration of a transformers model."""
+def _processing_class(name: str) -> Any:
+    """Load a transformers model's tokenizer, image processor or both in one."""
     try:
         # Optional, and slow to import.
-        from transformers import AutoConfig
+        from transformers import AutoProcessor
     except ImportError as error:
         raise ValueError(
-            "--config needs transformers; install pipetransformer[text], or leave it out"
+            "--processing needs transformers; install pipetransformer[text], or leave it out"
         ) from error
     try:
-        AutoConfig.from_pretrained(name).save_pretrained(out)
-    except OSError as error:
-        raise ValueError(f"there is no configuration {name!r}: {error}") from error
+        return AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} has no tokenizer or image processor: {error}") from error

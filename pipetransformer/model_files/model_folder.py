@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from pipetransformer.adapters import qualified_name
 from pipetransformer.durable_files import replace_file, replace_tensors
 
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 _PRETRAINED_MODEL = "transformers.modeling_utils.PreTrainedModel"
 
@@ -37,31 +38,57 @@ def write_model_folder(
         OSError: the disk is full, or nothing may be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if any(qualified_name(kind) == _PRETRAINED_MODEL for kind in type(model).__mro__):
+    if _is_transformers(model):
         _write_transformers(model, state, folder)
     else:
         replace_tensors(folder / WEIGHTS_FILE, state)
-        _describe_timm(model, folder)
+        if description := _describe_timm(model):
+            replace_file(folder / CONFIG_FILE, description.encode())
     if processing_class is not None:
         processing_class.save_pretrained(folder)
 
 
+@final
+class DescribedModel:
+    """Have checkpoints say what a model's config.json is, for `pipetransformer export`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the file's text; "" for a model that neither library describes."""
+        model: Any = self._model
+        if not _is_transformers(model):
+            return {"config": _describe_timm(model)}
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]  # As its `save_pretrained` has it.
+        return {"config": config.to_json_string()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Leave the model as it is: a run that continues is given it anew."""
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(qualified_name(kind) == _PRETRAINED_MODEL for kind in type(model).__mro__)
+
+
 def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     model.save_pretrained(folder, state_dict=dict(state))
-    mode = (folder / "config.json").stat().st_mode
+    mode = (folder / CONFIG_FILE).stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)  # safetensors lets nobody but its owner read a file.
 
 
-def _describe_timm(model: Any, folder: Path) -> None:
-    """Write what timm's factory built the model from; nothing for a model of another kind."""
+def _describe_timm(model: Any) -> str:
+    """Say what timm's factory built the model from; "" for a model of another kind."""
     description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    if "architecture" not in description:
+        return ""
     pixels = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if "architecture" in description:
-        config = {
-            "architecture": description["architecture"],
-            "num_classes": model.num_classes,
-            "model_args": {} if pixels is None else {"img_size": pixels},
-            "pretrained_cfg": {**description, "num_classes": model.num_classes},
-        }
-        replace_file(folder / "config.json", json.dumps(config, indent=2, default=str).encode())
+    config = {
+        "architecture": description["architecture"],
+        "num_classes": model.num_classes,
+        "model_args": {} if pixels is None else {"img_size": pixels},
+        "pretrained_cfg": {**description, "num_classes": model.num_classes},
+    }
+    return json.dumps(config, indent=2, default=str)

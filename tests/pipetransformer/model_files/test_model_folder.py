@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from transformers import BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification, BertTokenizerFast
 
 from pipetransformer import Trainer
 from pipetransformer.cli import main
@@ -65,6 +65,13 @@ def logits_of(folder: Path) -> Any:
         return model(texts().tensors[0]).logits.numpy()
 
 
+def tiny_vocabulary(folder: Path) -> str:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two"]
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(words))
+    return str(path)
+
+
 def run_export(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
     status = main(["export", *map(str, arguments)])
     captured = capsys.readouterr()
@@ -77,8 +84,13 @@ def test_transformers_loads_what_a_run_saves_and_what_is_exported(
     (middle, end, state), _ = two_ranks.run(save_twice, tmp_path)
     assert not np.array_equal(middle, end)
     exported = tmp_path / "exported"
-    status, text = run_export(capsys, tmp_path / "run", exported, "--config", tmp_path / "end")
+    BertTokenizerFast(tiny_vocabulary(tmp_path)).save_pretrained(tmp_path / "texts")
+    status, text = run_export(
+        capsys, tmp_path / "run", exported, "--processing", tmp_path / "texts"
+    )
     assert status == 0, text
+    assert AutoTokenizer.from_pretrained(exported).get_vocab()["one"] == 5
+    assert (exported / "config.json").read_text() == (tmp_path / "end/config.json").read_text()
     for name, logits in (("middle", middle), ("end", end), ("exported", end)):
         # One batch of 12 against micro-batches: other kernels, other last bits.
         np.testing.assert_allclose(logits_of(tmp_path / name), logits, rtol=1e-5, atol=1e-6)
@@ -106,6 +118,34 @@ def test_timm_creates_the_model_from_the_folder(tmp_path: Path) -> None:
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     with torch.no_grad():
         np.testing.assert_allclose(loaded(images).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_timm_creates_the_model_of_an_exported_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 160, 160)
+    data = TensorDataset(images, torch.arange(4) % 3)
+    with Trainer(
+        timm.create_model("test_vit", num_classes=3),
+        data,
+        loss_fn=nn.CrossEntropyLoss(),
+        folder=tmp_path / "run",
+        checkpoint_every_steps=1,
+        epochs=1,
+        progress=False,
+    ) as trainer:
+        trainer.fit()
+        expected = trainer.predict(data).predictions
+    assert run_export(capsys, tmp_path / "run", tmp_path / "out")[0] == 0
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(loaded(images).numpy(), expected, rtol=1e-4, atol=1e-5)
+    status, text = run_export(
+        capsys, tmp_path / "run", tmp_path / "more", "--processing", tmp_path / "nowhere"
+    )
+    assert (status, "has no tokenizer or image processor" in text) == (1, True)
+    assert not (tmp_path / "more").exists()
 
 
 def tiny_run(folder: Path) -> State:
