@@ -29,7 +29,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@
 
-demo: setup ## Train on real digits: elastically, as published, and without; results in runs/demo/
+demo: setup ## Train on real digits, elastically and in a fixed pipeline; results in runs/demo/
 	$(BIN)/python -m experiments.demo
 
 donor: setup ## Reproduce the pretrained weights that the demo starts from

@@ -9,13 +9,14 @@ stamp ─► cached_prefix ─► store ─► layout of rows in a file
 from __future__ import annotations
 
 from autocache.cached_prefix import CacheStats, PrefixCache
-from autocache.content import HIDDEN, RowContent
+from autocache.content import DIGEST, HIDDEN, RowContent
 from autocache.layout import RowField, RowLayout
 from autocache.stamp import chain_hash
 from autocache.store import NamelessFilesError, RowRead, RowStore
 from autocache.unequal_lengths import Positions, by_position, own_lengths
 
 __all__ = [
-    "HIDDEN", "CacheStats", "NamelessFilesError", "Positions", "PrefixCache", "RowContent",
-    "RowField", "RowLayout", "RowRead", "RowStore", "by_position", "chain_hash", "own_lengths",
+    "DIGEST", "HIDDEN", "CacheStats", "NamelessFilesError", "Positions", "PrefixCache",
+    "RowContent", "RowField", "RowLayout", "RowRead", "RowStore", "by_position", "chain_hash",
+    "own_lengths",
 ]  # fmt: skip
