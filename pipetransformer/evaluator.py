@@ -47,7 +47,7 @@ class Evaluator:
         self.dataset = dataset
         self._task, self._world, self._prefix = task, world, prefix
         self._deployment, self._timeline = deployment, timeline
-        self.feed = None if dataset is None else self._feed_of(dataset, once=False)
+        self.feed = None if dataset is None else self._feed_of(dataset, keeps=1)
 
     def choose(self, dataset: SizedDataset | None) -> SizedDataset:
         """Return what to evaluate, that of the evaluations by default, if it can be.
@@ -111,7 +111,7 @@ class Evaluator:
         return {name: total / count if count else math.nan for name, (total, count) in means}
 
     def _feed_of(
-        self, dataset: SizedDataset, *, once: bool = True, needs_targets: bool = True
+        self, dataset: SizedDataset, *, keeps: int = 0, needs_targets: bool = True
     ) -> SampleFeed:
         """Return what serves a data set's samples, by default once."""
 
@@ -124,6 +124,6 @@ class Evaluator:
             self._world,
             dataset,
             to_come=to_come,
-            once=once,
+            keeps=keeps,
             needs_targets=needs_targets,
         )

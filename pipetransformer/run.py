@@ -110,7 +110,13 @@ class Run:
         world.max_replicas = config.most_replicas()
         world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
-        self.feed = SampleFeed(prefix, world, train_dataset, to_come=self._own_to_come)
+        self.feed = SampleFeed(
+            prefix,
+            world,
+            train_dataset,
+            to_come=self._own_to_come,
+            keeps=config.cache_views or 1,
+        )
         self.deployment = Deployment(task, world, self.feed)
         self.evaluator = Evaluator(
             task,
@@ -335,8 +341,9 @@ class Run:
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile
-        caches = self._caches and self.feed.may_cache
-        cache_bytes = self.feed.most_bytes(profile) if caches else 0
+        feeds = [one for one in (self.feed, self.evaluator.feed) if one is not None]
+        cached = [one for one in feeds if self._caches and one.may_cache]
+        cache_bytes = sum(one.most_bytes(profile) for one in cached)
         self.log.start(
             self.transitions.clock(),
             profile,

@@ -35,7 +35,7 @@ class SampleFeed:
         world: where.
         dataset: whose samples.
         to_come: what fetches will ask for; workers read it ahead.
-        once: whether each sample is asked for once, so that none needs to be kept.
+        keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
         needs_targets: whether samples without targets are refused.
     """
 
@@ -46,7 +46,7 @@ class SampleFeed:
         dataset: SizedDataset,
         *,
         to_come: Coming = tuple,
-        once: bool = False,
+        keeps: int = 1,
         needs_targets: bool = True,
     ) -> None:
         self.prefix = prefix
@@ -74,12 +74,12 @@ class SampleFeed:
             timeout_s=config.setup_timeout_s,
         )
         self._chunk_size = config.prefix_chunk_of(world.size)
-        self._num_views = config.cache_views or 1
+        self._num_views = keeps
         self._generation = -1
         self._rows = RowMaker(prefix, world, self._samples, chunk_size=self._chunk_size)
         self._store: RowStore | None = None
         self._cache: PrefixCache | None = None
-        self._gave_up = once
+        self._gave_up = keeps == 0
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""

@@ -55,7 +55,7 @@ class Probe:
         self._task, self._world = task, world
         num = min(task.config.probe_samples, len(feed.dataset))
         self._ids = torch.arange(num) * len(feed.dataset) // num
-        self._feed = SampleFeed(feed.prefix, world, feed.dataset, once=True, needs_targets=False)
+        self._feed = SampleFeed(feed.prefix, world, feed.dataset, keeps=0, needs_targets=False)
         folder = task.config.folder
         self._folder = None if folder is None else Path(folder) / PROBE_FOLDER
         self._first: Grams = {}

@@ -124,6 +124,27 @@ def test_random_augmentation_trains_uncached_unless_its_views_are_counted(
         assert torch.equal(found[name], tensor), name
 
 
+def test_views_are_the_training_set_s_alone() -> None:
+    with (
+        measuring(freely),
+        Trainer(
+            tiny_model(),
+            Augmented(),
+            eval_dataset=tiny_data(),
+            loss_fn=nn.CrossEntropyLoss(),
+            freeze=FreezeSchedule([1]),
+            epochs=6,
+            cache_views=2,
+            progress=False,
+        ) as trainer,
+    ):
+        trainer.fit()
+        feeds = trainer._run.feed, trainer._run.evaluator.feed
+        stores = [feed._store for feed in feeds if feed is not None]
+        sizes = [store.num_rows for store in stores if store is not None]
+    assert sizes == [2 * len(tiny_data()), len(tiny_data())]
+
+
 def test_the_cache_s_bytes_are_said_without_a_progress_bar_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

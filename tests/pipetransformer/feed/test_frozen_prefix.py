@@ -83,7 +83,8 @@ class Feed:
         loss_fn = Loss(nn.CrossEntropyLoss())
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
         self.prefix = FrozenPrefix(task, ALONE.device)
-        self.samples = SampleFeed(self.prefix, world, self.data)
+        keeps = config.cache_views or 1
+        self.samples = SampleFeed(self.prefix, world, self.data, keeps=keeps)
 
     def set_depth(self, depth: int, *, use_cache: bool = True, on_stage_0: bool = True) -> None:
         self.prefix.set_depth(depth, on_stage_0=on_stage_0, use_cache=use_cache)
