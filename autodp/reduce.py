@@ -7,8 +7,7 @@ calls which micro-batch is the last. Here buckets are fixed, and armed for one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from autodp.sums import MessageSums, Sums, reserved_bytes, sums_of
 
 
-@dataclass
 class _Bucket:
     """Hold parameters whose gradients travel as one message, and what is told beside them.
 
@@ -27,12 +25,98 @@ class _Bucket:
     its flag, summed with the gradients, tells it from one that only this replica did not use.
     """
 
-    parameters: list[nn.Parameter]
-    flat: Tensor
-    views: list[Tensor]
-    in_use: Tensor
-    missing: set[nn.Parameter] = field(default_factory=set)
-    was_sent: bool = False
+    def __init__(self, parameters: list[nn.Parameter], sums: Sums) -> None:
+        self.parameters = parameters
+        self.missing: set[nn.Parameter] = set()
+        self.was_sent = False
+        sizes, parts = [p.numel() for p in parameters], _parts(parameters)
+        self._flat = sums.empty(sum(parts), parameters[0].dtype)
+        gradients, self._in_use = self._flat.split(parts)
+        # A gradient has its parameter's strides, as autograd's own: fused optimizers work on
+        # memory.
+        self._views = [
+            part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+            for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
+        ]
+
+    def send(self, sums: Sums) -> None:
+        """Begin to add up what the backward has found."""
+        # Flags are filled in place: a copy from the host would stall a GPU's backward.
+        self._in_use.fill_(1)
+        for i, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+                self._in_use[i] = 0
+            else:
+                view.copy_(parameter.grad)
+        sums.begin(self._flat)
+
+    def send_rest(self, sums: Sums) -> None:
+        """Begin to add up what depends on the first sums: nothing."""
+
+    def put_back(self) -> dict[nn.Parameter, Tensor | None]:
+        """Give the parameters their sums; return what this replica brought."""
+        own = {parameter: parameter.grad for parameter in self.parameters}
+        all_here = all(gradient is not None for gradient in own.values())
+        used = [True] * len(own) if all_here else (self._in_use > 0).tolist()
+        for parameter, view, in_use in zip(self.parameters, self._views, used, strict=True):
+            parameter.grad = view if in_use else None
+        return own
+
+
+class _Table:
+    """Add up an embedding's gradient by the rows that any replica has touched.
+
+        | rows touched, a count each | in use |        then        | a touched row | ... |
+
+    A batch touches few of a vocabulary's rows; those of the others are zeros everywhere.
+    """
+
+    def __init__(self, parameter: nn.Parameter, sums: Sums) -> None:
+        self.parameters = [parameter]
+        self.missing: set[nn.Parameter] = set()
+        self.was_sent = False
+        self._parameter = parameter
+        self._counts = sums.empty(len(parameter) + 1, torch.int32)
+        self._memory = sums.empty(parameter.numel(), parameter.dtype)
+        self._touched = torch.empty(0, dtype=torch.int64)
+        self._own = self._rows = parameter.new_empty(0)
+
+    def send(self, sums: Sums) -> None:
+        """Begin to add up which rows the backward has touched."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            self._counts.zero_()
+        else:
+            # Squares of small values would be zeros, sums could be; NaN is no zero.
+            found = (gradient.amax(dim=1) != 0) | (gradient.amin(dim=1) != 0)
+            self._counts[:-1].copy_(found)
+            self._counts[-1] = 1
+        sums.begin(self._counts)
+
+    def send_rest(self, sums: Sums) -> None:
+        """Begin to add up the rows that any replica has touched."""
+        gradient = self._parameter.grad
+        self._touched = self._counts[:-1].nonzero().flatten()
+        width = self._parameter.shape[1]
+        self._rows = self._memory[: len(self._touched) * width].view(-1, width)
+        if gradient is None:
+            self._rows.zero_()
+        else:
+            torch.index_select(gradient, 0, self._touched, out=self._rows)
+        self._own = self._rows.clone()
+        if self._rows.numel():
+            sums.begin(self._memory, self._rows.numel())
+
+    def put_back(self) -> dict[nn.Parameter, Tensor | None]:
+        """Give the parameter its sum; return the rows that this replica brought."""
+        parameter = self._parameter
+        if not self._counts[-1]:
+            return {parameter: None}
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.index_copy_(0, self._touched, self._rows)
+        return {parameter: self._own}
 
 
 class GradientReducer:
@@ -42,10 +126,14 @@ class GradientReducer:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
         group: the replicas of the stage.
         bucket_bytes: gradients are summed in vectors of about this size.
+        tables: those of the parameters of whose rows a batch touches few, (rows, width) on the
+            CPU; the same on every replica. A gradient of theirs is read once more, and only the
+            rows that any replica has touched are summed.
         on_one_node: whether the replicas may share memory; the same on all of them.
     Attributes:
-        own_gradients: what this replica brought to the last sums, a second copy of all gradients:
-            clear it where no one asks where a NaN came from.
+        own_gradients: what this replica brought to the last sums, a second copy of all gradients
+            (of a table's, the rows that were summed): clear it where no one asks where a NaN came
+            from.
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
@@ -55,15 +143,21 @@ class GradientReducer:
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int = 25 << 20,
+        tables: Collection[nn.Parameter] = (),
         on_one_node: bool = True,
     ) -> None:
-        filled = _fill_buckets(parameters, bucket_bytes)
+        filled = _fill_buckets(parameters, bucket_bytes, frozenset(tables))
         num_bytes = sum(reserved_bytes(sum(_parts(own)), own[0].dtype) for own in filled)
+        num_bytes += sum(reserved_bytes(len(one) + 1, torch.int32) for one in tables)
         device = parameters[0].device
         self._sums = (
             sums_of(group, device, num_bytes) if on_one_node else MessageSums(group, device)
         )
-        self._buckets = [_make_bucket(own, self._sums) for own in filled]
+        self._buckets = [
+            _Table(own[0], self._sums) if own[0] in frozenset(tables) else _Bucket(own, self._sums)
+            for own in filled
+        ]
+        self._has_tables = bool(tables)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
@@ -110,9 +204,13 @@ class GradientReducer:
             for bucket in self._buckets:
                 self._send(bucket)
         self._sums.complete()
-        self.own_gradients = {parameter: parameter.grad for parameter in self._bucket_of}
+        if self._has_tables:
+            for bucket in self._buckets:
+                bucket.send_rest(self._sums)
+            self._sums.complete()
+        self.own_gradients = {}
         for bucket in self._buckets:
-            self._put_back(bucket)
+            self.own_gradients.update(bucket.put_back())
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -133,53 +231,30 @@ class GradientReducer:
             self._send(self._buckets[self._next])
             self._next += 1
 
-    def _send(self, bucket: _Bucket) -> None:
-        # Flags are filled in place: a copy from the host would stall a GPU's backward.
-        bucket.in_use.fill_(1)
-        for i, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            if parameter.grad is None:
-                view.zero_()
-                bucket.in_use[i] = 0
-            else:
-                view.copy_(parameter.grad)
+    def _send(self, bucket: _Bucket | _Table) -> None:
+        bucket.send(self._sums)
         bucket.was_sent = True
-        self._sums.begin(bucket.flat)
-
-    def _put_back(self, bucket: _Bucket) -> None:
-        all_here = all(parameter.grad is not None for parameter in bucket.parameters)
-        used = [True] * len(bucket.parameters) if all_here else (bucket.in_use > 0).tolist()
-        for parameter, view, in_use in zip(bucket.parameters, bucket.views, used, strict=True):
-            parameter.grad = view if in_use else None
 
 
 def _fill_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, tables: Collection[nn.Parameter]
 ) -> list[list[nn.Parameter]]:
-    """Pack parameters from the last to the first, the order in which a backward finishes them."""
+    """Pack parameters from the last to the first, the order in which a backward finishes them.
+
+    Tables stand alone.
+    """
     groups: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
         same = bool(groups) and groups[-1][0].dtype == parameter.dtype
-        if not same or parameter.nbytes > room:
+        if not same or parameter.nbytes > room or parameter in tables:
             groups.append([])
             room = bucket_bytes
         groups[-1].append(parameter)
-        room -= parameter.nbytes
+        room = 0 if parameter in tables else room - parameter.nbytes
     return groups
 
 
 def _parts(parameters: list[nn.Parameter]) -> tuple[int, int]:
     """Return the values of a bucket's gradients and of its flags."""
     return sum(p.numel() for p in parameters), len(parameters)
-
-
-def _make_bucket(parameters: list[nn.Parameter], sums: Sums) -> _Bucket:
-    sizes, parts = [p.numel() for p in parameters], _parts(parameters)
-    flat = sums.empty(sum(parts), parameters[0].dtype)
-    gradients, in_use = flat.split(parts)
-    # A gradient has its parameter's strides, as autograd's own: fused optimizers work on memory.
-    views = [
-        part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
-        for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
-    ]
-    return _Bucket(parameters, flat, views, in_use)

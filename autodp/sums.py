@@ -48,8 +48,13 @@ class MessageSums:
         # Every value is written before it is sent; zeros would touch all of the memory already.
         return torch.empty(num_values, dtype=dtype, device=self._device)
 
-    def begin(self, vector: Tensor) -> None:
-        """Say that a vector from `empty` is written; every rank does so in the same order."""
+    def begin(self, vector: Tensor, num_values: int | None = None) -> None:
+        """Say that a vector from `empty` is written; every rank does so in the same order.
+
+        Args:
+            num_values: so many of its first values are to be added up; None for all.
+        """
+        vector = vector[:num_values]
         message = _on_link(vector, self._group)
         self._begun.append((vector, message, _begin_sum(message, self._group)))
 
@@ -75,7 +80,7 @@ class SharedSums:
         self._pieces = pieces
         self._used_bytes = 0
         self._ranks_vectors: dict[int, list[Tensor]] = {}
-        self._begun: list[tuple[Tensor, dist.Work]] = []
+        self._begun: list[tuple[list[Tensor], dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
         first, last = self._used_bytes, self._used_bytes + num_values * dtype.itemsize
@@ -84,15 +89,15 @@ class SharedSums:
         self._ranks_vectors[id(vectors[self._rank])] = vectors
         return vectors[self._rank]
 
-    def begin(self, vector: Tensor) -> None:
-        self._begun.append((vector, self._tell_all()))
+    def begin(self, vector: Tensor, num_values: int | None = None) -> None:
+        vectors = [one[:num_values] for one in self._ranks_vectors[id(vector)]]
+        self._begun.append((vectors, self._tell_all()))
 
     def complete(self) -> None:
         begun, self._begun = self._begun, []
         vectors = []
-        for vector, work in begun:
+        for of_ranks, work in begun:
             _await(work, self._group)
-            of_ranks = self._ranks_vectors[id(vector)]
             vectors.append([one.chunk(len(self._pieces)) for one in of_ranks])
         # A short vector has fewer parts than there are ranks.
         for parts in vectors:

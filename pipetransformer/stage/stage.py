@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
 from autopipe.engine import StageReport, run_program
@@ -47,6 +47,9 @@ from pipetransformer.stage.work import (
 from pipetransformer.timeline import ComingStep
 
 _LOGGER = logging.getLogger(__name__)
+
+_LEAST_TABLE_BYTES = 1 << 20
+"""Of an embedding's weights, for its touched rows to be looked for."""
 
 
 class Stage:
@@ -101,8 +104,22 @@ class Stage:
             self._reducer = GradientReducer(
                 [p for p in self.parameters.values() if p.requires_grad],
                 self._groups.stage,
+                tables=self._tables(),
                 on_one_node=topology.is_on_one_node(topology.stage_ranks(self.index)),
             )
+
+    def _tables(self) -> list[nn.Parameter]:
+        """Return the large embeddings' weights, of which a batch touches few rows."""
+        if self._world.device.type != "cpu":  # Finding the rows was never timed on another.
+            return []
+        modules = (self._task.model.sublayers[i].module for i in self._trained)
+        weights = {
+            part.weight
+            for module in modules
+            for part in module.modules()
+            if isinstance(part, nn.Embedding) and part.weight.nbytes >= _LEAST_TABLE_BYTES
+        }
+        return [p for p in self.parameters.values() if p.requires_grad and p in weights]
 
     def close(self) -> None:
         """Let go of all memory that is the stage's own, even if the stage itself is kept."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autodp.reduce import GradientReducer
 from tests.gradients import (
@@ -265,3 +265,85 @@ def sum_copies() -> list[float]:
 
 def test_sums_of_copies_in_host_memory_come_back_into_the_gradients(two_ranks: Pool) -> None:
     assert two_ranks.run(sum_copies) == [[3.0] * 3] * 2
+
+
+TABLE = (50, 3)
+
+
+def table_gradient(rank: int) -> Tensor:
+    """Return a gradient of few rows, one of them with nothing but what has no square."""
+    gradient = torch.zeros(TABLE)
+    gradient[[2 * rank, 7]] = torch.randn(2, 3, generator=torch.Generator().manual_seed(rank))
+    gradient[20 + rank, 1] = 1e-30
+    gradient[30, :2] = torch.tensor([1.0, -1.0])
+    return gradient
+
+
+def sum_tables(bringing: list[int], on_one_node: bool) -> tuple[Any, Any, int]:
+    """Sum a table's gradient beside another's; return the sums and the values that travelled."""
+    table, other = nn.Parameter(torch.zeros(TABLE)), nn.Parameter(torch.zeros(2))
+    reducer = GradientReducer(
+        [table, other], world(), tables=[table], on_one_node=on_one_node, bucket_bytes=64
+    )
+    num_values = []
+    original = dist.all_reduce
+
+    def noted(values: Tensor, **options: Any) -> Any:
+        num_values.append(values.numel())
+        return original(values, **options)
+
+    with patch.object(dist, "all_reduce", noted):
+        for _ in range(2):  # The memory is used again.
+            num_values.clear()
+            if (rank := dist.get_rank()) in bringing:
+                reducer.arm()
+                (other.sum() + (table * table_gradient(rank)).sum()).backward()
+            reducer.finish()
+            found = [None if p.grad is None else p.grad.clone() for p in (table, other)]
+            table.grad = other.grad = None
+    reducer.close()
+    return (*(None if one is None else one.numpy() for one in found), sum(num_values))
+
+
+@pytest.mark.parametrize("on_one_node", [False, True])
+@pytest.mark.parametrize("bringing", [[0, 1], [1], []])
+def test_a_table_s_touched_rows_are_summed_as_the_whole_would_be(
+    two_ranks: Pool, bringing: list[int], on_one_node: bool
+) -> None:
+    wanted = sum((table_gradient(rank) for rank in bringing), torch.zeros(TABLE)).numpy()
+    for table, other, num_values in two_ranks.run(sum_tables, bringing, on_one_node):
+        if not bringing:
+            assert table is None and other is None
+            continue
+        assert table.tobytes() == wanted.tobytes()
+        assert other.tolist() == [len(bringing)] * 2
+        touched = int((wanted != 0).any(1).sum())
+        # The counts of rows, the rows, and the other's bucket; in shared memory, only words.
+        most = 8 if on_one_node else (TABLE[0] + 1) + 3 * touched + 3
+        assert num_values <= most < TABLE[0] * TABLE[1]
+
+
+def test_more_replicas_end_with_the_same_bits(four_ranks: Pool) -> None:
+    found = four_ranks.run(sum_tables, [0, 1, 3], True)
+    wanted = sum((table_gradient(rank) for rank in (0, 1, 3)), torch.zeros(TABLE))
+    assert {table.tobytes() for table, _, _ in found} == {found[0][0].tobytes()}
+    torch.testing.assert_close(torch.from_numpy(found[0][0]), wanted)
+
+
+def bring_nan() -> tuple[bool, bool]:
+    """Tell whether a NaN of rank 1's table is in the sum, and in what this replica brought."""
+    table = nn.Parameter(torch.zeros(TABLE))
+    table.grad = table_gradient(dist.get_rank())
+    if dist.get_rank() == 1:
+        table.grad[40, 2] = torch.nan
+    reducer = GradientReducer([table], world(), tables=[table])
+    reducer.finish()
+    own = reducer.own_gradients[table]
+    assert own is not None
+    found = bool(table.grad[40].isnan().any()), bool(own.isnan().any())
+    reducer.close()
+    return found
+
+
+def test_a_nan_in_a_table_reaches_all_and_is_known_to_be_its_replica_s(two_ranks: Pool) -> None:
+    assert two_ranks.run(bring_nan) == [(True, False), (True, True)]
