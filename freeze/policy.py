@@ -99,7 +99,7 @@ class FreezeContext:
         """Return what would be seen with as many layers frozen, since these steps, and resting."""
         layers = tuple(
             LayerStats(layer.name, layer.index, layer.num_parameters)
-            if layer.index < len(since)
+            if layer.index < len(since) or layer.index in resting
             else layer
             for layer in self.layers
         )

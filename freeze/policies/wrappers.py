@@ -147,19 +147,23 @@ class Guarded(_Around):
 class Shadow(_Around):
     """Ask a policy and do nothing: the records say what it would have frozen, and why.
 
-    The policy sees its own layers as frozen, although they go on training.
+    The policy sees its own layers as frozen, and as resting, although they go on training.
     """
 
-    _remembered = ("since",)
+    _remembered = ("since", "resting")
 
     def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
         super().__init__(policy)
         self._since: list[int] = []
+        self._resting: list[int] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        """Keep what is frozen, with what the policy wants as reason."""
-        wanted = checked_decision(self._policy, context.as_frozen(tuple(self._since)))
+        """Keep what is frozen and rests, with what the policy wants as reason."""
+        seen = context.as_frozen(tuple(self._since), tuple(self._resting))
+        wanted = checked_decision(self._policy, seen)
         kept = self._since[: wanted.num_frozen]
         self._since = kept + [context.step] * (wanted.num_frozen - len(kept))
-        text = f"would have {wanted.num_frozen} frozen: {wanted.reason}"
-        return FreezeDecision(context.num_frozen, text)
+        self._resting = list(wanted.resting)
+        rests = f" and {self._resting} resting" if self._resting else ""
+        text = f"would have {wanted.num_frozen} frozen{rests}: {wanted.reason}"
+        return FreezeDecision(context.num_frozen, text, context.resting)

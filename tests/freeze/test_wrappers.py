@@ -177,6 +177,36 @@ def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
         other.load_state_dict({})
 
 
+def test_a_shadow_s_policy_sees_its_own_layers_at_rest() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def policy(context: FreezeContext) -> FreezeDecision:
+        measured = [layer.index for layer in context.layers if layer.gradient_norm is not None]
+        seen.append((context.resting, measured))
+        return FreezeDecision(1, "two train", (2, 4 + context.epoch % 2))
+
+    shadow, said = Shadow(policy), []
+    for epoch in (0, 1, 3):
+        if epoch == 1:
+            state = json.loads(json.dumps(shadow.state_dict()))
+            shadow = Shadow(policy)
+            shadow.load_state_dict(state)
+        decision = checked_decision(shadow, context_of(epoch, 0))
+        assert (decision.num_frozen, decision.resting) == (0, ())
+        said.append(decision.reason)
+    rest = [i for i in range(1, 12) if i != 2]
+    assert seen == [
+        ((), list(range(12))),
+        ((2, 4), [i for i in rest if i != 4]),
+        ((2, 5), [i for i in rest if i != 5]),
+    ]
+    assert said == [
+        "keep: would have 1 frozen and [2, 4] resting: two train",
+        "keep: would have 1 frozen and [2, 5] resting: two train",
+        "keep: would have 1 frozen and [2, 5] resting: keep: two train",
+    ]
+
+
 def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
