@@ -308,7 +308,9 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
             "one that is not frozen can rest"
         )
     keeps = (decision.num_frozen, resting) == (context.num_frozen, context.resting)
-    reason = f"keep: {decision.reason}" if keeps else decision.reason
+    # What wraps a policy may pass a reason on that says so already.
+    says_so = not keeps or decision.reason.startswith("keep")
+    reason = decision.reason if says_so else f"keep: {decision.reason}"
     return FreezeDecision(decision.num_frozen, reason, resting)
 
 

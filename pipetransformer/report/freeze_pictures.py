@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +29,36 @@ _TITLES = {
 }
 
 
-def decision_table(decisions: Sequence[RecordedDecision]) -> str:
-    """Write one line for every decision that changed what is frozen, and for the last.
+_SHADOWED = re.compile(r"would have \d+ frozen( and \[.*?\] resting)?")
+_NUMBERS = re.compile(r"\d[\d.e+-]*")
 
+
+def decision_table(decisions: Sequence[RecordedDecision]) -> str:
+    """Write a line for every decision, and one for those in a row that say the same.
+
+    Such leave frozen and resting layers alone, as would what a `Shadow` wraps, and their reasons
+    differ in numbers alone; the line has the first one's. "rested" is what rested until then.
     Below them stands what looks at the probe batch took, if there were any.
     """
-    rows = [["step", "epoch", "frozen", "loss", "reason"]]
-    for one in decisions:
-        seen = one.context
-        if one.num_frozen != seen.num_frozen or one is decisions[-1]:
-            loss = "" if seen.loss is None else f"{seen.loss:.4g}"
-            frozen = f"{seen.num_frozen} -> {one.num_frozen}"
-            rows.append([str(seen.step), str(seen.epoch), frozen, loss, one.reason])
+    rows = [["steps", "epoch", "frozen", "rested", "loss", "reason"]]
+    for _, equal in groupby(decisions, _said):
+        first, *others = equal
+        seen = first.context
+        steps = str(seen.step) + (f" to {others[-1].context.step}" if others else "")
+        loss = "" if seen.loss is None else f"{seen.loss:.4g}"
+        frozen = f"{seen.num_frozen} -> {first.num_frozen}"
+        rested = ", ".join(map(str, seen.resting))
+        rows.append([steps, str(seen.epoch), frozen, rested, loss, first.reason])
     looks_s = [one.look_s for one in decisions if one.look_s]
     looks = f"{len(looks_s)} looks at the probe batch took {sum(looks_s):.3g} s"
     return "\n".join([text_table(rows), *([looks] if looks_s else [])])
+
+
+def _said(one: RecordedDecision) -> tuple[object, ...]:
+    """Return what a decision shares with those that stand in one line with it."""
+    seen, shadowed = one.context, _SHADOWED.search(one.reason)
+    words = _NUMBERS.sub("", one.reason)
+    return seen.num_frozen, one.num_frozen, seen.resting, shadowed and shadowed[0], words
 
 
 def draw_freezing(folder: Path) -> str:
