@@ -80,7 +80,7 @@ class HFTrainer:
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: None = None,
         *,
-        freeze: Any = None,
+        freeze: FreezePolicy | PolicyFunction | None = None,
         **settings: Any,
     ) -> None:
         unhonoured = {

@@ -23,19 +23,19 @@ _KNOWN = """
     eval_strategy eval_steps per_device_eval_batch_size save_strategy save_steps save_total_limit
     load_best_model_at_end metric_for_best_model greater_is_better seed data_seed use_cpu
     dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor remove_unused_columns
-    train_sampling_strategy length_column_name ddp_timeout
+    train_sampling_strategy ddp_timeout log_level log_level_replica log_on_each_node
 
-    average_tokens_across_devices log_on_each_node logging_nan_inf_filter log_level
-    log_level_replica project trackio_space_id trackio_bucket_id trackio_static_space_id
-    do_train do_eval do_predict resume_from_checkpoint local_rank skip_memory_metrics
+    average_tokens_across_devices logging_nan_inf_filter
+    project trackio_space_id trackio_bucket_id trackio_static_space_id
+    do_train do_eval do_predict resume_from_checkpoint local_rank
     eval_accumulation_steps dataloader_persistent_workers dataloader_in_order
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
     ddp_backend hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
     use_cache torch_empty_cache_steps label_names
 """.split()  # noqa: SIM905
-"""Fields that `settings_of` reads, or the Trainer itself; then those that a script reads, that
-choose among ways to the same numbers, or that matter only with one that is refused. `label_names`
-may say what the model has as its targets."""
+"""Fields that `settings_of` reads, or the Trainer itself; then those that a script or a callback
+reads, that choose among ways to the same numbers, or that matter only with one that is refused:
+docs/from-transformers.md lists them. `label_names` may say what the model has as its targets."""
 
 LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
 

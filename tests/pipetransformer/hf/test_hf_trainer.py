@@ -50,8 +50,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def made(folder: Path, *, options: Any = None, kind: Any = Trainer, **given: Any) -> Iterator[Any]:
     trainer = kind(
         model=tiny_bert().float(),
-        args=arguments(folder, **(options or {})),
         **{
+            "args": arguments(folder, **(options or {})),
             "data_collator": pad_to_longest,
             "train_dataset": rows(30),
             "eval_dataset": rows(13),
