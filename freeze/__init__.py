@@ -34,6 +34,7 @@ from freeze.policy import (
     LayerStats,
     NeverFreeze,
     PolicyError,
+    PolicyFunction,
     as_policy,
     checked_decision,
     checked_scale,
@@ -44,6 +45,6 @@ __all__ = [
     "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
     "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
-    "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision", "checked_scale",
-    "find_layers", "named_policy",
+    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy",
+    "checked_decision", "checked_scale", "find_layers", "named_policy",
 ]  # fmt: skip

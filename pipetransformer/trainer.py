@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopipe.trace import Trace
+from freeze import FreezePolicy, PolicyFunction
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint import Saved
 from pipetransformer.data import Batch, SizedDataset, own_random_numbers
@@ -61,7 +62,7 @@ class Trainer:
         eval_dataset: SizedDataset | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
-        freeze: Any = None,
+        freeze: FreezePolicy | PolicyFunction | None = None,
         **settings: Any,
     ) -> None:
         check_callbacks(settings.get("callbacks"))

@@ -21,6 +21,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
+from freeze import FreezePolicy, PolicyFunction
 from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
@@ -96,6 +97,7 @@ class HFTrainer:
         refuse_unknown(args)
         refuse_more_outputs(model)
         refuse_shares(args, settings)
+        transformers.logging.set_verbosity(args.get_process_log_level())
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
