@@ -8,14 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from pipetransformer import Trainer, cli
+from tests.models import tiny_data, tiny_model
 from tests.tiny_hub import tiny_hub
 
 ROOT = Path(__file__).parents[1]
 
 
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
 def programs(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", read(page), re.DOTALL)
 
 
 @pytest.mark.parametrize("program", programs("README.md"), ids=["bert", "sequential"])
@@ -42,6 +49,33 @@ def test_a_program_of_the_page_on_pipedream_runs(program: str) -> None:
 )
 def test_a_program_of_the_page_on_policies_runs(program: str) -> None:
     exec(compile(program, "freeze-policies.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_page_s_own_policy_is_scored_by_the_page_s_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/freeze-policies.md"
+    (commands,) = re.findall(r"```\n(pipetransformer score .*?)```", read(page), re.DOTALL)
+    score, report = (line.split()[1:] for line in commands.splitlines())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    Path("my_module.py").write_text(programs(page)[0])
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        eval_dataset=tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        signals=["accumulated_gradient", "relative_update"],
+        folder=score[1],
+        epochs=6,
+        progress=False,
+    ) as trainer:
+        trainer.fit()
+    capsys.readouterr()
+    assert cli.main(score) == 0 and Path("score.png").exists()
+    named = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert set(score[3:7]) < set(named) and named["my_module:NoBetter"][1] == "@"
+    assert cli.main(report) == 0
 
 
 @pytest.mark.parametrize(
