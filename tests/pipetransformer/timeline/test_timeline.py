@@ -1,6 +1,8 @@
-"""Prove at which steps a run is saved."""
+"""Prove at which steps a run is saved, and its policy asked."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,37 @@ def test_saves_are_due_by_steps_by_epochs_and_at_the_end(
         if timeline.save_due():
             found.append(timeline.position.step)
     assert found == due
+
+
+# 5 steps an epoch, 4 epochs.
+@pytest.mark.parametrize(
+    ("interval", "due"),
+    [
+        ({}, [0, 5, 10, 15]),
+        ({"freeze_interval_epochs": 2}, [0, 10]),
+        ({"freeze_interval_epochs": 3}, [0, 15]),
+        ({"freeze_interval_steps": 7}, [0, 7, 14]),
+        ({"freeze_interval_share": 0.2}, [0, 4, 8, 12, 16]),
+        # A share of what max_steps leaves of the run.
+        ({"freeze_interval_share": 0.2, "max_steps": 15}, [0, 3, 6, 9, 12]),
+        # Rounded to whole steps, one at least.
+        ({"freeze_interval_share": 0.13}, [0, 3, 6, 9, 12, 15, 18]),
+        ({"freeze_interval_share": 0.001}, list(range(20))),
+        ({"freeze_interval_share": 1.0}, [0]),
+    ],
+    ids=str,
+)
+def test_decisions_are_due_by_epochs_by_steps_and_by_shares_of_the_run(
+    interval: dict[str, Any], due: list[int]
+) -> None:
+    settings = TrainConfig(epochs=4, global_batch_size=6, **interval)
+    timeline, found = Timeline(settings, 26, 1.0), [-1]
+    while not timeline.is_over:
+        if timeline.decision_due(found[-1]):
+            found.append(timeline.position.step)
+        assert not timeline.decision_due(found[-1])
+        timeline.advance(min(6, 26 - timeline.position.sample))
+    assert found[1:] == due
 
 
 def test_samples_are_seen_last_in_the_epoch_in_which_max_steps_ends() -> None:
