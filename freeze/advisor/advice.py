@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from freeze.advisor.step_times import StepCosts
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,14 @@ class Advice:
         return f"{text}: {does} {plain:.0%} of each step, {cached:.0%} with a cache"
 
     def write(self, folder: Path) -> None:
-        """Write freeze_advice.json, and freeze_advice.png where matplotlib is installed."""
+        """Write freeze_advice.json, and freeze_advice.png; warn where matplotlib is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         values = {**asdict(self), "text": str(self)}
         (folder / "freeze_advice.json").write_text(json.dumps(values, indent=1))
         try:
             self.draw(folder / "freeze_advice.png")
-        except ImportError:
-            return
+        except ImportError as error:
+            _LOGGER.warning("freeze_advice.png is not drawn, as matplotlib is missing: %s", error)
 
     def draw(self, path: Path) -> None:
         """Draw every layer's relative updates, dark for the bottom ones, and what is quiet."""

@@ -30,6 +30,7 @@ class FreezeSchedule(FreezePolicy):
     Raises:
         TypeError: an epoch or a number is not an int.
         ValueError: the schedule is empty, or an epoch or a number is negative.
+    Source: PipeTransformer's published program, which freezes by a fixed schedule.
     """
 
     def __init__(self, frozen_at: Mapping[int, int] | Sequence[int]) -> None:
@@ -103,6 +104,7 @@ class Linear(FreezePolicy):
     Raises:
         TypeError: `max_frozen` is not an int.
         ValueError: an argument is out of its range.
+    Source: FreezeOut's times (2017), not cubed; `end` is ours, and learning rates stay the run's.
     """
 
     def __init__(

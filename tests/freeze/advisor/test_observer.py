@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,15 @@ def test_the_advice_is_written_down_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "freeze_advice.png").read_bytes().startswith(b"\x89PNG")
     assert "no layer is quiet by step 100" in str(Advice(3, False, (Look(100, 0, (), "r"),), None))
     assert str(Advice(0, False, (), None)) == "no advice yet: no interval is over"
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    Advice(1, False, (Look(100, 1, (1e-6,), "r"),), None).write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["freeze_advice.json"]
+    assert "freeze_advice.png is not drawn, as matplotlib is missing" in caplog.text
 
 
 def resting(context: FreezeContext) -> FreezeDecision:
