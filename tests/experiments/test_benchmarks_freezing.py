@@ -63,5 +63,7 @@ def test_signals_that_change_the_loss_are_found() -> None:
 
 @pytest.mark.slow
 def test_the_advisor_s_prediction_stands_beside_what_was_saved(tmp_path: Path) -> None:
-    outcome = advisor.run(tiny_task(), 1, str(tmp_path))
-    assert 0 < outcome.predicted < 1 and outcome.saved < 1
+    outcomes = advisor.run(tiny_task(), 1, str(tmp_path))
+    for outcome in outcomes.values():
+        assert 0 < outcome.predicted < 1 and outcome.saved < 1
+    assert outcomes[False].predicted < outcomes[True].predicted
