@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autodp import broadcast_json, gather_json
 from autopipe.trace import Span, Trace
-from freeze import FreezePolicy, NeverFreeze, as_policy, checked_scale
+from freeze import FreezePolicy, NeverFreeze, PolicyFunction, as_policy, checked_scale
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
@@ -82,7 +82,7 @@ class Run:
         eval_dataset: SizedDataset | None,
         loss_fn: LossFunction | None,
         optimizer: OptimizerFactory | None,
-        freeze: Any,
+        freeze: FreezePolicy | PolicyFunction | None,
         **settings: Any,
     ) -> None:
         config, layered, policy = make_config(settings), adapt(model), as_policy(freeze)
