@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from autodp.sums import MessageSums, Sums, reserved_bytes, sums_of
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as the values of a gradient, by bytes."""
+
 
 class _Bucket:
     """Hold parameters whose gradients travel as one message, and what is told beside them.
@@ -88,9 +91,10 @@ class _Table:
         if gradient is None:
             self._counts.zero_()
         else:
-            # Squares of small values would be zeros, sums could be; NaN is no zero.
-            found = (gradient.amax(dim=1) != 0) | (gradient.amin(dim=1) != 0)
-            self._counts[:-1].copy_(found)
+            # By their bits: squares of small values would be zeros, and -0.0 is to become 0.0 on
+            # all replicas.
+            bits = gradient.view(_BITS[gradient.itemsize])
+            self._counts[:-1].copy_((bits.amax(dim=1) != 0) | (bits.amin(dim=1) != 0))
             self._counts[-1] = 1
         sums.begin(self._counts)
 
