@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.finetune.finished_run import FinishedRun, records_file
+from experiments.finetune.finished_run import FinishedRun
 from freeze import FreezePolicy, Replay, named_policy
 
 
@@ -14,21 +14,23 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
     Raises:
         ValueError: they name none.
     """
-    if replay is not None:
-        return Replay(read_frozen(Path(replay)))
+    if replay is None:
+        try:
+            return named_policy(freeze)
+        except ValueError as error:
+            raise ValueError(f"--freeze: {error}") from error
     try:
-        return named_policy(freeze)
+        return Replay(Path(replay, "run"))
     except ValueError as error:
-        raise ValueError(f"--freeze: {error}") from error
+        raise ValueError(f"--replay repeats a run of ours: {error}") from error
 
 
-def read_frozen(folder: Path) -> dict[int, int]:
-    """Return the frozen layers from each step on at which a run decided."""
-    if not records_file(folder).exists():
-        raise ValueError(f"{folder} holds no records.jsonl of a run to repeat")
-    frozen: dict[int, int] = {}
-    last = -1
-    for record in FinishedRun(folder).records:
-        if record["kind"] == "step" and record["frozen"] != last:
-            last = frozen[record["step"]] = record["frozen"]
-    return frozen
+def refuse_rest(replay: str) -> None:
+    """Refuse to repeat in a plain loop a run that let layers above the frozen ones rest."""
+    for record in FinishedRun(Path(replay)).records:
+        if record["kind"] == "transition" and record["resting"]:
+            raise ValueError(
+                f"--replay {replay}: the layers {record['resting']} rest from step "
+                f"{record['step']} on, and a plain loop freezes bottom layers alone; leave "
+                "--baseline out"
+            )

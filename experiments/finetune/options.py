@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
-from experiments.finetune.freezing import policy_of
+from experiments.finetune.baselines import BASELINES, OF_ONE, PLAIN, split_taken, takes
+from experiments.finetune.freezing import policy_of, refuse_rest
 from freeze import POLICY_HELP
 from pipetransformer import named_schedule
 from pipetransformer.processes import world_size
@@ -21,18 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-BASELINES = (
-    "ddp",
-    "ddp+freeze",
-    "ddp+freeze+cache",
-    "short",
-    "early-stop",
-    "static",
-    "lora",
-    "small",
-)
-PLAIN = tuple(name for name in BASELINES if name != "early-stop")
-"""Those that a plain loop trains; our Trainer stops early."""
 T = TypeVar("T")
 
 
@@ -97,18 +86,24 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
     given = list(sys.argv[1:] if arguments is None else arguments)
     first = ArgumentParser(add_help=False)
     first.add_argument("--recipe")
-    name = first.parse_known_args(given)[0].recipe
-    if name is not None:
-        recipe = read_recipe(name)
+    first.add_argument("--baseline")
+    named = first.parse_known_args(given)[0]
+    if named.recipe is not None:
         known = {one.name for kind in kinds for one in fields(kind)}
-        if unknown := sorted(recipe.keys() - known):
-            raise ValueError(f"the recipe {name} names {unknown}; known are {sorted(known)}")
-        given = [*_as_arguments(recipe), *given]  # The last one counts.
+        if unknown := sorted(read_recipe(named.recipe).keys() - known):
+            raise ValueError(
+                f"the recipe {named.recipe} names {unknown}; known are {sorted(known)}"
+            )
+        taken, left = split_taken(recipe_arguments(named.recipe), named.baseline)
+        if left:
+            print(f"{named.baseline or 'ours'}: without the recipe's {' '.join(left)}")
+        given = [*taken, *given]  # The last one counts.
     return tuple(parser.parse_args_into_dataclasses(args=given))
 
 
-def _as_arguments(recipe: dict[str, Any]) -> list[str]:
+def recipe_arguments(name: str) -> list[str]:
     """Return a recipe as a command line, whose values argparse checks."""
+    recipe = read_recipe(name)
     several = {name: value for name, value in recipe.items() if isinstance(value, list)}
     one = [f"--{name}={value}" for name, value in recipe.items() if name not in several]
     return one + [str(part) for name, value in several.items() for part in (f"--{name}", *value)]
@@ -130,10 +125,10 @@ def check(options: RunOptions, specific: Any) -> None:
         options: of any script.
         specific: of the one that runs.
     """
-    _check_baseline(options)
     if options.replay is not None and options.freeze != "none":
         raise ValueError("--freeze and --replay both say what freezes; give one")
     _check_values(options, specific)
+    _check_baseline(options)
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
@@ -163,13 +158,26 @@ def _check_baseline(options: RunOptions) -> None:
         raise ValueError("--baseline short needs --budget_s, the seconds that it may train")
     if options.baseline == "static" and not options.static_layers:
         raise ValueError("--baseline static needs --static_layers, of which none trains")
-    for name, baseline in (("budget_s", "short"), ("static_layers", "static")):
-        if getattr(options, name) and options.baseline != baseline:
-            raise ValueError(f"--{name} is for --baseline {baseline}; leave it out, or give both")
+    _check_taken(options)
     if options.baseline is not None:
         _check_freezing(options, options.baseline)
     if options.baseline in PLAIN:
         _check_plain(options, options.baseline)
+
+
+def _check_taken(options: RunOptions) -> None:
+    """Refuse what a rival would ignore."""
+    for one in fields(options):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if getattr(options, one.name) != default and not takes(options.baseline, one.name):
+            if one.name in OF_ONE:
+                baseline = OF_ONE[one.name]
+                raise ValueError(
+                    f"--{one.name} is for --baseline {baseline}; leave it out, or give both"
+                )
+            raise ValueError(
+                f"--{one.name} means nothing to --baseline {options.baseline}; leave it out"
+            )
 
 
 def _check_freezing(options: RunOptions, baseline: str) -> None:
@@ -183,11 +191,9 @@ def _check_freezing(options: RunOptions, baseline: str) -> None:
 
 def _check_plain(options: RunOptions, baseline: str) -> None:
     """Refuse what a plain loop cannot do."""
-    if options.plan_only:
-        raise ValueError("--plan_only is for ours; leave --baseline out")
     if options.label_smoothing:
         raise ValueError("baselines train without label smoothing; leave it out")
-    if options.scale_batch:
-        raise ValueError("--scale_batch is for ours; leave --baseline out")
+    if options.replay is not None:
+        refuse_rest(options.replay)
     if baseline == "ddp+freeze+cache" and max(options.processes, world_size()) > 1:
         raise ValueError("--baseline ddp+freeze+cache keeps activations in one process alone")

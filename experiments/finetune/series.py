@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.finetune.baselines import split_taken
 from experiments.finetune.finished_run import FinishedRun
-from experiments.finetune.options import read_recipe
+from experiments.finetune.options import read_recipe, recipe_arguments
 from experiments.rivals.saved_loop import SAVED_LOOP
 
 Extra = Callable[[str, int], Sequence[str]]
@@ -33,7 +34,7 @@ class Series:
         script: of `experiments`: bert or vit.
         recipe: as the script takes it.
         seeds: of the runs.
-        further: options for all of them.
+        further: options for all of them that take them.
     """
 
     script: str
@@ -43,19 +44,24 @@ class Series:
     further: tuple[str, ...]
 
     def run_all(self, variants: Sequence[str], extra: Extra) -> None:
-        """Run what is not yet complete.
+        """Run what is not yet complete; then say which of the options some do without.
 
         Raises:
             RuntimeError: a run failed; the message names its log.
             ValueError: a complete run had other options, or another recipe.
         """
+        without: dict[tuple[str, ...], dict[str, None]] = {}
         for seed in self.seeds:
             for name in variants:
-                arguments = self._arguments(seed, extra(name, seed))
+                arguments, left = self._arguments(seed, extra(name, seed))
+                if left:
+                    without.setdefault(left, {})[name] = None
                 if self._is_complete(name, seed):
                     self._refuse_other(self.run_of(name, seed), arguments)
                 else:
                     self._run(name, seed, arguments)
+        for left, names in without.items():
+            print(f"{', '.join(names)}: without {' '.join(left)}")
 
     def runs_of(self, variant: str) -> list[FinishedRun]:
         """Return a variant's runs, one for each seed; none where some are not complete."""
@@ -73,8 +79,13 @@ class Series:
     def _folder_of(self, variant: str, seed: int) -> Path:
         return self.folder / f"{re.sub('[^A-Za-z0-9.+_]+', '-', variant)}-seed{seed}"
 
-    def _arguments(self, seed: int, extra: Sequence[str]) -> list[str]:
-        return ["--recipe", self.recipe, "--seed", str(seed), *self.further, *extra]
+    def _arguments(self, seed: int, extra: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+        """Return a run's command line, and what of the options for all it does not take."""
+        baseline = extra[extra.index("--baseline") + 1] if "--baseline" in extra else None
+        of_recipe = split_taken(recipe_arguments(self.recipe), baseline)[1]
+        taken, left = split_taken(self.further, baseline)
+        arguments = ["--recipe", self.recipe, "--seed", str(seed), *taken, *extra]
+        return arguments, (*of_recipe, *left)
 
     def _refuse_other(self, run: FinishedRun, arguments: Sequence[str]) -> None:
         command = run.summary["command"]
@@ -113,7 +124,7 @@ def add_series_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("further", nargs="*", help="options of the script, behind --")
 
 
-_OWN = ("--recipe", "--seed", "--output_dir", "--baseline", "--replay")
+_OWN = ("--recipe", "--seed", "--output_dir", "--baseline", "--replay", "--static_layers")
 
 
 def series_of(options: argparse.Namespace) -> Series:

@@ -33,7 +33,7 @@ def frozen_at(options: RunOptions) -> FrozenAt:
     if options.baseline not in FREEZING:
         return lambda step, epoch: 0
     policy = policy_of(options.freeze, options.replay)
-    if isinstance(policy, Replay):
+    if isinstance(policy, Replay) and options.replay is not None:
         return lambda step, epoch: policy.at(step)
     if isinstance(policy, FreezeSchedule):
         return lambda step, epoch: policy.at(epoch)

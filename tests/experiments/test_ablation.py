@@ -18,9 +18,9 @@ from experiments.ablation.simulated import (
     sweep,
 )
 from experiments.ablation.trained import options_of
-from experiments.finetune.freezing import read_frozen
 from pipetransformer.forecast import Place
 from tests.costs import sums
+from tests.experiments.test_finetune import frozen_from
 from tests.pipetransformer.test_planning import profile
 
 MACHINES = Place("made up", profile(8, all_reduce=sums()), 8, 4, None, 1e12)
@@ -144,7 +144,7 @@ def test_trained_rows_freeze_the_same_at_the_same_steps(
     given = ["train", "--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path)]
     main([*given, "--seeds", "0", "--scale_batch", "--", "--smoke"])
     assert "| all four | " in capsys.readouterr().out
-    expected = read_frozen(tmp_path / "freeze-only-seed0")
+    expected = frozen_from(tmp_path / "freeze-only-seed0")
     assert expected[0] == 0 and 2 in expected.values()
     for name in ("+-AutoPipe", "+-AutoPipe-+-AutoDP", "all-four"):
-        assert read_frozen(tmp_path / f"{name}-seed0") == expected
+        assert frozen_from(tmp_path / f"{name}-seed0") == expected

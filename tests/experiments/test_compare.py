@@ -92,11 +92,15 @@ def test_rows_are_trained_once_each_by_their_script(
     recipe.write_text('task = "sst2"\nfreeze = "schedule:0,2"\nnum_train_epochs = 2\n')
     given = ["--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path / "runs")]
     rows = ["--seeds", "0", "--rows", "ddp", "ours", "short", "--", "--smoke"]
+    rows += ["--memory_limit_bytes", "900000000", "--lora_learning_rate", "1"]
     compare.main([*given, *rows])
     first = capsys.readouterr().out
     assert first.count("seed 0, ") == 3 and "| short |" in first
+    assert "ddp, short: without --memory_limit_bytes 900000000 --lora_learning_rate 1\n" in first
+    assert "ours: without --lora_learning_rate 1\n" in first
     compare.main([*given, *rows])
-    assert "seed 0, " not in capsys.readouterr().out
+    again = capsys.readouterr().out
+    assert "seed 0, " not in again and "ddp, short: without --memory_limit_bytes" in again
     with pytest.raises(ValueError, match="holds a run of other options"):
         compare.main([*given, *rows, "--global_batch_size", "8"])
     recipe.write_text('task = "sst2"\nfreeze = "schedule:0,3"\nnum_train_epochs = 2\n')
@@ -122,7 +126,7 @@ def test_a_loop_that_keeps_activations_is_refused_before_augmented_images_train(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("given", ["--seed=3", "--baseline"])
+@pytest.mark.parametrize("given", ["--seed=3", "--baseline", "--static_layers"])
 def test_what_differs_between_runs_is_refused_as_an_option_of_all(
     tmp_path: Path, given: str
 ) -> None:

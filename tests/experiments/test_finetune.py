@@ -24,14 +24,22 @@ from transformers import (
 )
 
 from experiments import bert, vit
-from experiments.finetune.freezing import policy_of, read_frozen
+from experiments.finetune.finished_run import FinishedRun
+from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
 from experiments.tasks.questions import cut
 from experiments.tasks.smoke import make_squad, make_text_model
 from experiments.tasks.squad import read_questions
-from freeze import FreezeSchedule, NeverFreeze, PaperRule
+from freeze import (
+    FreezeContext,
+    FreezeDecision,
+    FreezePolicy,
+    FreezeSchedule,
+    NeverFreeze,
+    PaperRule,
+)
 
 BF16 = ("--precision", "bf16")
 
@@ -49,6 +57,25 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
+def frozen_from(folder: Path) -> dict[int, int]:
+    """Return how many layers a run froze, by the steps from which that held."""
+    steps = [record for record in FinishedRun(folder).records if record["kind"] == "step"]
+    last, found = -1, {}
+    for step in steps:
+        if step["frozen"] != last:
+            last = found[step["step"]] = step["frozen"]
+    return found
+
+
+class Resting(FreezePolicy):
+    """Let the third of four layers rest in the first epoch, and freeze one in the second."""
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        if context.epoch:
+            return FreezeDecision(1, "one")
+        return FreezeDecision(0, "rest", resting=(2,))
+
+
 def smoke(folder: Path, *further: str, script: Any = bert, task: str = "sst2") -> dict[str, Any]:
     named = ("--task", task) if script is bert else ("--dataset", task)
     script.main([*named, "--smoke", "--output_dir", str(folder), *further])
@@ -63,7 +90,7 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
     assert model.config.num_hidden_layers == 4
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 33
-    assert read_frozen(tmp_path / "run") == {0: 0, 6: 2}
+    assert frozen_from(tmp_path / "run") == {0: 0, 6: 2}
     assert (tmp_path / "run" / "report.png").exists()
     with pytest.raises(ValueError, match="holds the results of another run"):
         smoke(tmp_path / "run")
@@ -202,7 +229,18 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "short"), "needs --budget_s"),
         (("--baseline", "static"), "needs --static_layers"),
         (("--baseline", "ddp", "--freeze", "schedule:0,2"), "ddp freezes nothing"),
-        (("--baseline", "ddp", "--plan_only"), "--plan_only is for ours"),
+        (("--baseline", "ddp", "--plan_only"), "--plan_only means nothing to --baseline ddp"),
+        (("--baseline", "ddp", "--memory_limit_bytes", "9"), "--memory_limit_bytes means nothing"),
+        (("--baseline", "small", "--pipeline_length", "1"), "--pipeline_length means nothing"),
+        (("--baseline", "lora", "--max_replicas", "1"), "--max_replicas means nothing"),
+        (("--baseline", "lora", "--layer_decay", "0.9"), "--layer_decay means nothing to"),
+        (("--baseline", "ddp", "--micro_batches", "2"), "--micro_batches means nothing"),
+        (("--baseline", "ddp", "--cache", "false"), "--cache means nothing"),
+        (("--baseline", "ddp", "--signals", "loss"), "--signals means nothing"),
+        (("--baseline", "ddp", "--freeze_interval_steps", "2"), "--freeze_interval_steps means"),
+        (("--baseline", "ddp", "--freeze_interval_share", ".5"), "--freeze_interval_share means"),
+        (("--patience", "2"), "--patience is for --baseline early-stop"),
+        (("--lora_learning_rate", "1"), "--lora_learning_rate is for --baseline lora"),
         (("--scale_batch", "--plan_only"), "--plan_only plans for one global batch"),
         (
             ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--processes", "2"),
@@ -214,7 +252,7 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
         (("--baseline", "early-stop", "--freeze", "schedule:0,2"), "early-stop freezes nothing"),
         (("--baseline", "ddp+freeze"), r"ddp\+freeze needs --freeze, or --replay RUN"),
-        (("--baseline", "ddp", "--scale_batch"), "--scale_batch is for ours"),
+        (("--baseline", "ddp", "--scale_batch"), "--scale_batch means nothing to --baseline ddp"),
         (("--budget_s", "9"), "--budget_s is for --baseline short"),
         (("--baseline", "ddp", "--static_layers", "2"), "is for --baseline static"),
         (("--task", "squad", "--held_out_samples", "2"), "is for tasks of GLUE"),
@@ -232,7 +270,7 @@ def test_options_that_do_not_go_together_are_refused(
     ("options", "message"),
     [
         (("--freeze", "schedul:1"), "--freeze: 'schedul:1' names no freeze policy"),
-        (("--replay", "nowhere"), "nowhere holds no records.jsonl"),
+        (("--replay", "nowhere"), "--replay repeats a run of ours: nowhere/run is no journal"),
         (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
         (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
         (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
@@ -246,6 +284,31 @@ def test_what_names_nothing_is_refused_before_any_data_are_read(
     with pytest.raises(ValueError, match=message):
         smoke(tmp_path / "run", *options)
     assert not (tmp_path / "run").exists()
+
+
+def test_layers_that_rest_do_so_in_a_replay_and_no_plain_loop_repeats_them(
+    tmp_path: Path,
+) -> None:
+    smoke(tmp_path / "ours", "--freeze", f"{__name__}:Resting")
+    replay = ("--replay", str(tmp_path / "ours"))
+    smoke(tmp_path / "again", *replay)
+    assert losses(tmp_path / "again") == losses(tmp_path / "ours")
+    records = FinishedRun(tmp_path / "again").records
+    rested = [one["resting"] for one in records if one["kind"] == "transition"]
+    assert [2] in rested and rested[-1] == []
+    with pytest.raises(ValueError, match=r"the layers \[2\] rest from step 0 on"):
+        smoke(tmp_path / "plain", "--baseline", "ddp+freeze", *replay)
+    assert not (tmp_path / "plain").exists()
+
+
+def test_a_rival_takes_of_a_recipe_what_it_can_and_says_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ours.toml").write_text('cache = false\nsignals = ["loss"]\nseed = 3')
+    given = ["--recipe", str(tmp_path / "ours.toml"), "--output_dir", "", "--baseline", "ddp"]
+    (options,) = parse((RunOptions,), given)
+    assert (options.cache, options.signals, options.seed) == (True, [], 3)
+    assert "ddp: without the recipe's --cache=False --signals loss" in capsys.readouterr().out
 
 
 def test_a_rival_is_refused_beside_the_records_of_a_killed_run_of_ours(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Name the rivals, and say which options each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+BASELINES = (
+    "ddp",
+    "ddp+freeze",
+    "ddp+freeze+cache",
+    "short",
+    "early-stop",
+    "static",
+    "lora",
+    "small",
+)
+PLAIN = tuple(name for name in BASELINES if name != "early-stop")
+"""Those that a plain loop trains; our Trainer stops early."""
+
+OF_OURS = (
+    "memory_limit_bytes",
+    "pipeline_length",
+    "max_replicas",
+    "micro_batches",
+    "scale_batch",
+    "cache",
+    "signals",
+    "freeze_interval_steps",
+    "freeze_interval_share",
+    "plan_only",
+)
+"""Options that plain loops do not take."""
+OF_ONE: Mapping[str, str] = {
+    "budget_s": "short",
+    "patience": "early-stop",
+    "static_layers": "static",
+    "lora_learning_rate": "lora",
+}
+"""Options that one rival alone takes."""
+
+
+def takes(baseline: str | None, option: str) -> bool:
+    """Tell whether an option means anything to a rival, or to ours, which is None."""
+    if option in OF_ONE:
+        return OF_ONE[option] == baseline
+    if option == "layer_decay":
+        return baseline != "lora"
+    return baseline not in PLAIN or option not in OF_OURS
+
+
+def split_taken(
+    arguments: Sequence[str], baseline: str | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a command line's arguments that a rival takes, and those that it does not."""
+    taken: list[str] = []
+    left: list[str] = []
+    into = taken
+    for one in arguments:
+        if one.startswith("--"):
+            name = one[2:].split("=")[0].replace("-", "_").removeprefix("no_")
+            into = taken if takes(baseline, name) else left
+        into.append(one)
+    return tuple(taken), tuple(left)
