@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from experiments.finetune.baselines import KEEPS
 from experiments.finetune.finished_run import draw_learning
 from experiments.finetune.options import RunOptions
 from experiments.finetune.options import parse as parse_options
@@ -29,7 +30,6 @@ from experiments.finetune.series import (
 from experiments.vit import ImageOptions
 
 DDP, OURS, TWO = "ddp", "ours", "ours, two processes"
-KEEPS = "ddp+freeze+cache"
 FREEZING = ("ddp+freeze", KEEPS)
 """Plain loops that freeze what ours froze."""
 ROWS: Mapping[str, tuple[str, ...]] = {
@@ -159,18 +159,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _augments(series: Series) -> bool:
-    """Tell whether a series' images are augmented."""
+def _changes_images(series: Series) -> bool:
+    """Tell whether a series' images are augmented anew in every epoch."""
+    if series.script != "vit":
+        return False
     given = ["--recipe", series.recipe, *series.further, "--output_dir", ""]
-    return series.script == "vit" and parse_options((ImageOptions, RunOptions), given)[0].augment
+    images: ImageOptions = parse_options((ImageOptions, RunOptions), given)[0]
+    return images.augment and not images.cache_views
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and print the table."""
     options = parse(arguments)
     series = series_of(options)
-    if KEEPS in options.rows and _augments(series):
-        raise ValueError(f"{KEEPS} would keep one crop of each image for good; leave it out")
+    if KEEPS in options.rows and _changes_images(series):
+        raise ValueError(f"{KEEPS} would keep crops that never come again; leave it out")
 
     def extra(name: str, seed: int) -> list[str]:
         added = list(ROWS[name])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from experiments.finetune.baselines import KEEPS
 from experiments.finetune.options import RunOptions, option
 from experiments.finetune.script import run
 from experiments.tasks.images import CIFARS, ImageSource, image_workload
@@ -30,9 +31,11 @@ class ImageOptions:
     data: str | None = option(None, "the file or the folder")
     model: str = option("vit_base_patch16_224", "timm's name")
     weights: str | None = option(None, "a safetensors file of such a model; timm's by default")
-    image_size: int = option(224, "pixels of an image's edge")
+    image_size: int | None = option(None, "pixels of an image's edge; the model's own by default")
     augment: bool = option(False, "crop and flip training images at random")
-    cache_views: int = option(4, "fixed views of each augmented image that are cached")
+    cache_views: int = option(
+        4, "with --augment: fixed views of each image; 0 takes new ones each epoch, uncached"
+    )
     max_train_samples: int | None = option(None, "images, chosen at random; all by default")
     max_eval_samples: int | None = option(None, "of the evaluation set")
 
@@ -41,12 +44,13 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: there are no data.
+        ValueError: there are no data, or they come in views that cannot be.
     """
-    if options.augment and run_options.baseline == "ddp+freeze+cache":
+    if options.cache_views < 0 or (options.cache_views != 4 and not options.augment):
+        raise ValueError(f"--cache_views is {options.cache_views}; give 0 or more, and --augment")
+    if options.augment and not options.cache_views and run_options.baseline == KEEPS:
         raise ValueError(
-            "--baseline ddp+freeze+cache would keep one crop of each image for good; leave "
-            "--augment out, or take ddp+freeze"
+            f"--baseline {KEEPS} would keep crops that never come again; leave it out"
         )
     data, model, size = options.data, options.model, options.image_size
     if run_options.smoke:

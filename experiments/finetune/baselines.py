@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+KEEPS = "ddp+freeze+cache"
 BASELINES = (
     "ddp",
     "ddp+freeze",
-    "ddp+freeze+cache",
+    KEEPS,
     "short",
     "early-stop",
     "static",

@@ -32,7 +32,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "group_by_length": options.group_by_length,
         "precision": None if options.precision == "float32" else options.precision,
         "cache": options.cache,
-        "cache_views": workload.num_views if options.cache else None,
+        "cache_views": workload.num_views or None,
         "memory_limit_bytes": options.memory_limit_bytes,
         "pipeline_length": options.pipeline_length,
         "max_replicas": options.max_replicas,

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
-from experiments.finetune.baselines import BASELINES, OF_ONE, PLAIN, split_taken, takes
+from experiments.finetune.baselines import BASELINES, KEEPS, OF_ONE, PLAIN, split_taken, takes
 from experiments.finetune.freezing import policy_of, refuse_rest
 from freeze import POLICY_HELP
 from pipetransformer import named_schedule
@@ -195,5 +195,5 @@ def _check_plain(options: RunOptions, baseline: str) -> None:
         raise ValueError("baselines train without label smoothing; leave it out")
     if options.replay is not None:
         refuse_rest(options.replay)
-    if baseline == "ddp+freeze+cache" and max(options.processes, world_size()) > 1:
-        raise ValueError("--baseline ddp+freeze+cache keeps activations in one process alone")
+    if baseline == KEEPS and max(options.processes, world_size()) > 1:
+        raise ValueError(f"--baseline {KEEPS} keeps activations in one process alone")

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from experiments.finetune.baselines import KEEPS
 from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
 from freeze import FreezeSchedule, NeverFreeze, Replay
 
-FREEZING = ("ddp+freeze", "ddp+freeze+cache")
+FREEZING = ("ddp+freeze", KEEPS)
 FrozenAt = Callable[[int, int], int]
 """(step, epoch) -> frozen layers."""
 

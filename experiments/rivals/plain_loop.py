@@ -9,8 +9,8 @@
     lora                low-rank updates of the attention's weights, at a rate of their own
     small               a model with half the layers
 
-The order of samples, the schedule of the learning rate, the optimizer and the clipping are the
-Trainer's.
+The order of samples and their views, the schedule of the learning rate, the optimizer and the
+clipping are the Trainer's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
+from experiments.finetune.baselines import KEEPS
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, frozen_at, without_lora
 from experiments.rivals.saved_loop import SAVED_LOOP, read_plain, restore_loop, save_loop
+from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
 from pipetransformer.data import read_lengths
@@ -85,7 +87,7 @@ class PlainLoop:
 
     def __init__(self, options: RunOptions, workload: Workload, world: World) -> None:
         self.options, self.workload, self.world = options, workload, world
-        keeps = options.baseline == "ddp+freeze+cache"
+        keeps = options.baseline == KEEPS
         self.dtype = _DTYPES[options.precision]
         enabled = options.precision == "fp16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=enabled)
@@ -111,7 +113,8 @@ class PlainLoop:
         for epoch in range(first_epoch, num_epochs):
             # So that masks of dropout do not depend on whether a run was killed.
             torch.manual_seed(mix_seed(options.seed, epoch, self.world.rank))
-            self._train_epoch(order(epoch), epoch, is_last=epoch == num_epochs - 1)
+            ids = self._in_view(order(epoch), epoch)
+            self._train_epoch(ids, epoch, is_last=epoch == num_epochs - 1)
             if self.step < self.max_steps:
                 if _is_due(options.evaluate_every_epochs, epoch):
                     metrics = self.evaluate(workload.eval_dataset).metrics
@@ -218,6 +221,13 @@ class PlainLoop:
             return shuffled_by_length(lengths, seed=options.seed, batch_size=batch_size)
         return shuffled(len(dataset), seed=options.seed)
 
+    def _in_view(self, ids: Tensor, epoch: int) -> Tensor:
+        """Return the numbers of samples as an epoch sees them; see `Views`."""
+        views = self.workload.num_views
+        if views is None:
+            return ids
+        return ids + (epoch % views if views else epoch) * len(self.workload.train_dataset)
+
     def _freeze(self, step: int, epoch: int) -> None:
         """Freeze what is to be frozen at a step; DDP is then to be made anew."""
         before = self.frozen.depth
@@ -272,8 +282,11 @@ class PlainLoop:
             yield self._named(batch), part
 
     def _loader(self, parts: Sequence[list[int]]) -> DataLoader[Any]:
+        dataset: Any = self.workload.train_dataset
+        if self.workload.num_views is not None:
+            dataset = Views(dataset, self.options.seed)
         return DataLoader(
-            self.workload.train_dataset,  # type: ignore[arg-type]
+            dataset,
             batch_sampler=parts,
             num_workers=self.options.dataloader_num_workers if parts else 0,
             collate_fn=self.workload.collate_fn,

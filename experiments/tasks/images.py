@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import safetensors.torch
 import timm
 import torch
 from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
 from timm.layers import resample_abs_pos_embed
-from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
@@ -37,9 +37,9 @@ class ImageSource:
         pretrained: whether to ask timm for weights.
         data: an npz file of CIFAR, JPEGs or decoded, or the folder that holds its Python version
             (cifar-10-batches-py or cifar-100-python); or a folder with train/ and val/.
-        pixels: of an image's edge.
+        pixels: of an image's edge; None takes the model's own.
         augment: crop and flip training images at random.
-        views: fixed views of each augmented image; None takes a new one in every epoch.
+        views: fixed views of each augmented image; 0 takes a new one in every epoch.
         most_train, most_eval: samples; None takes all. Chosen at random, the same for any seed.
         seed: of the new head.
     """
@@ -48,9 +48,9 @@ class ImageSource:
     weights: str | None
     pretrained: bool
     data: str
-    pixels: int
+    pixels: int | None
     augment: bool
-    views: int | None
+    views: int
     most_train: int | None
     most_eval: int | None
     seed: int
@@ -100,18 +100,7 @@ def image_workload(name: str, source: ImageSource) -> Workload:
             "in one alone"
         )
     num_classes, labels = len(train.classes), evaluation.labels
-    config = asdict(timm.get_pretrained_cfg(source.model) or PretrainedCfg())
-    common = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    normalise = v2.Normalize(config["mean"], config["std"])
-    how = v2.InterpolationMode(config["interpolation"])
-    side: Any = source.pixels
-    resize = [v2.Resize((side, side), interpolation=how)]
-    if name not in CIFARS:  # Photographs keep their proportions.
-        shortest = int(side / config["crop_pct"])  # Rounded down, as timm does.
-        resize = [v2.Resize(shortest, interpolation=how), v2.CenterCrop(side)]
-    fixed = v2.Compose([*resize, *common, normalise])
-    crop = v2.RandomResizedCrop(source.pixels, scale=(0.5, 1.0), interpolation=how)
-    varied = v2.Compose([crop, v2.RandomHorizontalFlip(), *common, normalise])
+    fixed, varied = transforms(source, whole=name in CIFARS)
 
     def judge(prediction: EvalPrediction) -> dict[str, float]:
         given: Any = prediction.predictions
@@ -140,6 +129,29 @@ def image_workload(name: str, source: ImageSource) -> Workload:
     )
 
 
+def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
+    """Return what makes a model's input of an image: as timm does, and augmented.
+
+    Args:
+        source: its model, of whatever source, says how.
+        whole: whether an image is squeezed into a square, and nothing of it cut off.
+    """
+    with torch.device("meta"):
+        config = resolve_model_data_config(timm.create_model(source.model, pretrained=False))
+    if source.pixels is not None:
+        config["input_size"] = (3, source.pixels, source.pixels)
+    if whole:
+        config |= {"crop_pct": 1.0, "crop_mode": "squash"}
+    crop = v2.RandomResizedCrop(
+        config["input_size"][1:],
+        scale=(0.5, 1.0),
+        interpolation=v2.InterpolationMode(config["interpolation"]),
+    )
+    varied = [crop, v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    normalise = v2.Normalize(config["mean"], config["std"])
+    return create_transform(**config, is_training=False), v2.Compose([*varied, normalise])
+
+
 def image_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the loss and the logits."""
     logits = model(batch["x"])
@@ -149,7 +161,9 @@ def image_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor
 def build_vit(source: ImageSource, num_classes: int, *, small: bool) -> nn.Module:
     """Build the model, or one with the lower half of its blocks."""
     torch.manual_seed(source.seed)
-    options: dict[str, Any] = {"num_classes": num_classes, "img_size": source.pixels}
+    options: dict[str, Any] = {"num_classes": num_classes}
+    if source.pixels is not None:
+        options["img_size"] = source.pixels
     if small:
         blocks: Any = timm.create_model(source.model, **options).blocks
         options["depth"] = (len(blocks) + 1) // 2

@@ -31,7 +31,8 @@ class Workload:
         further: other evaluation sets by name, judged alike.
         collate_fn: makes batches; None stacks.
         processing_class: a tokenizer, saved beside the model.
-        num_views: of each training sample where it is augmented; None where it is not.
+        num_views: of each training sample where it is augmented, 0 for new ones in every epoch;
+            None where it is not.
         names: entries of a batch, where samples are tuples.
         length_entry: of a sample, as long as that is; None where all are equally long.
         options: the script's own, as plain values, for the summary.

@@ -40,6 +40,7 @@ from freeze import (
     NeverFreeze,
     PaperRule,
 )
+from pipetransformer.model_files import write_model_folder
 
 BF16 = ("--precision", "bf16")
 
@@ -269,6 +270,26 @@ def test_options_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--cache_views", "2"), "--cache_views is 2; give 0 or more, and --augment"),
+        (("--cache_views", "-1", "--augment"), "--cache_views is -1; give 0 or more"),
+        (
+            ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--augment")
+            + ("--cache_views", "0"),
+            "would keep crops that never come again",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_views_that_cannot_be_are_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        smoke(tmp_path / "run", *options, script=vit, task="cifar10")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (("--freeze", "schedul:1"), "--freeze: 'schedul:1' names no freeze policy"),
         (("--replay", "nowhere"), "--replay repeats a run of ours: nowhere/run is no journal"),
         (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
@@ -388,7 +409,7 @@ def test_cifar_s_python_version_is_read_if_it_is_the_published_one(
 ) -> None:
     folder = write_cifar(tmp_path, name)
     source = ImageSource(
-        "vit_tiny_patch16_224", None, False, str(folder), 32, False, 1, None, 1, 0
+        "vit_tiny_patch16_224", None, False, str(folder), 32, False, 0, None, 1, 0
     )
     with pytest.raises(ValueError, match="as they are published; give the folder in which cifar"):
         image_workload(name, source)
@@ -414,6 +435,38 @@ def test_photographs_are_evaluated_with_timm_s_own_preprocessing(
     config = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(model).to_dict())
     wanted = create_transform(**config, is_training=False)(image)
     assert (given - wanted).abs().max() < 1e-5
+
+
+def test_a_model_in_a_folder_says_how_its_images_are_prepared(tmp_path: Path) -> None:
+    model = timm.create_model("deit_tiny_patch16_224", img_size=48, num_classes=2)
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    write_model_folder(model, model.state_dict(), tmp_path / "model", None)
+    for split in ("train", "val"):
+        (tmp_path / split / "one").mkdir(parents=True)
+        Image.new("RGB", (64, 64), (51, 102, 255)).save(tmp_path / split / "one" / "0.png")
+    name = f"local-dir:{tmp_path / 'model'}"
+    source = ImageSource(name, None, False, str(tmp_path), None, True, 1, None, None, 0)
+    workload = image_workload("imagenet", source)
+    colours = torch.tensor([(0.2 - 0.5) / 0.25, (0.4 - 0.5) / 0.25, (1.0 - 0.5) / 0.25])
+    for dataset in (workload.train_dataset, workload.eval_dataset):
+        image, _ = dataset[0]
+        torch.testing.assert_close(image, colours[:, None, None].expand(3, 48, 48))
+    assert workload.build(False)(image[None]).shape == (1, 1)
+
+
+@pytest.mark.parametrize("views", ["1", "0"])
+def test_augmented_images_are_the_same_in_every_row(tmp_path: Path, views: str) -> None:
+    given = ("--augment", "--cache_views", views)
+    rows = {"ours": ("--cache", "false"), "ddp+freeze": ("--baseline", "ddp+freeze")}
+    if views == "1":
+        rows |= {"cached": (), "kept": ("--baseline", "ddp+freeze+cache")}
+    for name, own in rows.items():
+        freeze = ("--freeze", "schedule:10,10")
+        smoke(tmp_path / name, *given, *freeze, *own, script=vit, task="cifar10")
+    expected = losses(tmp_path / "ours")
+    assert len(set(expected)) == len(expected) == 12
+    for name in rows:
+        assert losses(tmp_path / name) == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.slow
