@@ -8,8 +8,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +68,31 @@ def write_outcome(
         "command": _command(),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__},
-        "hardware": {"machine": platform.machine(), "cores": num_cores()},
+        "versions": versions(),
+        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cores": num_cores()},
     }
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
     main = outcome.metrics.get(workload.metric)
     print(f"{workload.name}: {workload.metric} {main:.2f}, {outcome.train_s:.0f} s of training")
+
+
+def versions() -> dict[str, str]:
+    """Return those of what may have made a difference, as far as it is installed."""
+    found = {"torch": torch.__version__, "pipetransformer": pipetransformer.__version__}
+    for name in ("transformers", "timm", "datasets", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def cpu_name() -> str:
+    """Return the processor's name, where Linux knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def _command() -> list[str]:

@@ -87,6 +87,8 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
     found = smoke(tmp_path / "run", "--freeze", "schedule:0,2")
     assert found["metric"] == "accuracy" and 0 <= found["metrics"]["accuracy"] <= 100
     assert found["options"]["freeze"] == "schedule:0,2" and found["steps"] == 12
+    assert {"transformers", "timm", "datasets", "numpy", "torch"} <= found["versions"].keys()
+    assert found["versions"]["timm"] == timm.__version__ and "cpu" in found["hardware"]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     assert model.config.num_hidden_layers == 4
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
