@@ -35,6 +35,8 @@ class TextOptions:
     )
     max_seq_length: int = option(128, "tokens; SQuAD's windows usually have 384")
     doc_stride: int = option(64, "for squad: tokens that two windows of a text share")
+    n_best_size: int = option(20, "for squad: candidates of a question that are written")
+    max_answer_length: int = option(30, "for squad: tokens of the longest answer")
     max_train_samples: int | None = option(None, "sentences, or questions; all by default")
     max_eval_samples: int | None = option(None, "of each evaluation set")
     held_out_samples: int = option(
@@ -48,10 +50,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
     Raises:
         ValueError: the task is not known, there is no model, or it is too short.
     """
-    if options.task not in (*TASKS, "squad"):
-        raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
-    if options.task == "squad" and options.held_out_samples:
-        raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
+    _check_task(options)
     model, data = options.model_name_or_path, options.data_dir
     if run_options.smoke:
         folder = smoke_folder(run_options.output_dir)
@@ -84,8 +83,25 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
                 f"--doc_stride is {stride}: windows of {source.max_length} tokens would hardly "
                 "advance; give at most half of --max_seq_length"
             )
-        return questions_workload(source, stride=stride)
+        return questions_workload(
+            source,
+            stride=stride,
+            num_best=options.n_best_size,
+            max_answer_tokens=options.max_answer_length,
+        )
     return glue_workload(options.task, source)
+
+
+def _check_task(options: TextOptions) -> None:
+    """Refuse what is no task, and options that it would ignore."""
+    if options.task not in (*TASKS, "squad"):
+        raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
+    if options.task == "squad" and options.held_out_samples:
+        raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
+    if options.task != "squad":
+        for name in ("doc_stride", "n_best_size", "max_answer_length"):
+            if getattr(options, name) != getattr(TextOptions, name):
+                raise ValueError(f"--{name} is for --task squad; leave it out")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

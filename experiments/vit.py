@@ -1,8 +1,8 @@
 """Fine-tune a ViT on CIFAR or on a tree of images: elastically, or as one of its rivals.
 
     python -m experiments.vit --dataset cifar10 --data cifar10_jpeg.npz \\
-        --model vit_small_patch14_dinov2 --weights model.safetensors --image_size 56 \\
-        --freeze schedule:0,4,8,8 --output_dir runs/cifar10
+        --model_name_or_path vit_small_patch14_dinov2 --weights model.safetensors \\
+        --image_size 56 --freeze schedule:0,4,8,8 --output_dir runs/cifar10
     torchrun --nproc-per-node=8 -m experiments.vit --dataset imagenet --data ILSVRC ...
     python -m experiments.vit --dataset cifar10 --smoke --output_dir runs/smoke
 """
@@ -29,7 +29,7 @@ class ImageOptions:
         "cifar10", "CIFAR is a file or a folder; imagenet any tree of train/CLASS and val/CLASS"
     )
     data: str | None = option(None, "the file or the folder")
-    model: str = option("vit_base_patch16_224", "timm's name")
+    model_name_or_path: str = option("vit_base_patch16_224", "timm's name, also local-dir:FOLDER")
     weights: str | None = option(None, "a safetensors file of such a model; timm's by default")
     image_size: int | None = option(None, "pixels of an image's edge; the model's own by default")
     augment: bool = option(False, "crop and flip training images at random")
@@ -52,7 +52,7 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
         raise ValueError(
             f"--baseline {KEEPS} would keep crops that never come again; leave it out"
         )
-    data, model, size = options.data, options.model, options.image_size
+    data, model, size = options.data, options.model_name_or_path, options.image_size
     if run_options.smoke:
         folder = smoke_folder(run_options.output_dir)
         model, size = "vit_tiny_patch16_224", 32

@@ -27,7 +27,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "warmup": options.warmup,
         "layer_decay": options.layer_decay,
         "max_grad_norm": options.max_grad_norm or None,
-        "label_smoothing": options.label_smoothing,
+        "label_smoothing": options.label_smoothing_factor,
         "seed": options.seed,
         "group_by_length": options.group_by_length,
         "precision": None if options.precision == "float32" else options.precision,

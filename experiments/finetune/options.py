@@ -41,11 +41,11 @@ class RunOptions:
     learning_rate: float = option(5e-5, "of AdamW, at its highest")
     lora_learning_rate: float | None = option(None, "of the rival lora; else 10 times it")
     lr_scheduler_type: str = option("linear", "as transformers names them")
-    warmup: float = option(0.1, "share of the run, below 1, in which the learning rate rises")
+    warmup_steps: float = option(0.1, "in which the learning rate rises; below 1 their share")
     weight_decay: float = option(0.01, "of weights, not of biases and norms")
     layer_decay: float | None = option(None, "factor on the learning rate a layer further down")
     max_grad_norm: float = option(1.0, "largest norm of the gradient; 0 does not clip")
-    label_smoothing: float = option(0.0, "share of a target spread over all classes")
+    label_smoothing_factor: float = option(0.0, "share of a target spread over all classes")
     seed: int = option(0, "of the new head, the order of samples and dropout")
     precision: Literal["float32", "bf16", "fp16"] = option("float32", "what layers compute in")
     freeze: str = option("none", POLICY_HELP)
@@ -72,6 +72,11 @@ class RunOptions:
     plan_only: bool = option(False, "say what would be done, and do not train")
     smoke: bool = option(False, "a tiny model on tiny files of the task's format, made for it")
     evaluate_every_epochs: int = option(1, "and at the end; 0 at the end alone")
+
+    @property
+    def warmup(self) -> float:
+        """Return a whole number of steps, or a share of the run."""
+        return int(self.warmup_steps) if self.warmup_steps % 1 == 0 else self.warmup_steps
 
 
 def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tuple[Any, ...]:
@@ -138,8 +143,8 @@ def check(options: RunOptions, specific: Any) -> None:
 
 def _check_values(options: RunOptions, specific: Any) -> None:
     """Refuse here what else would be refused behind the data, or not at all."""
-    for name in ("max_train_samples", "max_eval_samples"):
-        value = getattr(specific, name)
+    for name in ("max_train_samples", "max_eval_samples", "n_best_size", "max_answer_length"):
+        value = getattr(specific, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; give at least 1")
     if options.max_grad_norm < 0:
@@ -191,7 +196,7 @@ def _check_freezing(options: RunOptions, baseline: str) -> None:
 
 def _check_plain(options: RunOptions, baseline: str) -> None:
     """Refuse what a plain loop cannot do."""
-    if options.label_smoothing:
+    if options.label_smoothing_factor:
         raise ValueError("baselines train without label smoothing; leave it out")
     if options.replay is not None:
         refuse_rest(options.replay)

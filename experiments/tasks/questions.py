@@ -27,12 +27,15 @@ from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
 
-def questions_workload(source: TextSource, *, stride: int) -> Workload:
+def questions_workload(
+    source: TextSource, *, stride: int, num_best: int, max_answer_tokens: int
+) -> Workload:
     """Read SQuAD's questions.
 
     Args:
         source: which model and data; the data's folder holds train*.json and dev*.json.
         stride: tokens that two windows of a text share.
+        num_best, max_answer_tokens: see `best_answers`.
     """
     tokenizer = AutoTokenizer.from_pretrained(source.model)
     train = read_split(source.data, "train", source.most_train)
@@ -41,7 +44,9 @@ def questions_workload(source: TextSource, *, stride: int) -> Workload:
 
     def answers(prediction: Any) -> dict[str, list[Answer]]:
         logits = prediction.predictions[..., 0], prediction.predictions[..., 1]
-        return best_answers(questions, windows, logits)
+        return best_answers(
+            questions, windows, logits, num_best=num_best, max_answer_tokens=max_answer_tokens
+        )
 
     def judge(prediction: EvalPrediction) -> dict[str, float]:
         best = {name: found[0].text for name, found in answers(prediction).items()}

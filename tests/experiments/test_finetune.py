@@ -115,7 +115,11 @@ def test_a_task_with_one_label_or_three_has_a_smoke_too(tmp_path: Path, task: st
 
 
 def test_questions_are_answered_in_the_task_s_own_format(tmp_path: Path) -> None:
-    found = smoke(tmp_path / "run", task="squad")
+    few = ("--n_best_size", "9", "--max_answer_length", "1", "--warmup_steps", "2")
+    found = smoke(tmp_path / "run", *few, task="squad")
+    several = json.loads((tmp_path / "run" / "nbest_predictions.json").read_text())
+    assert 1 < max(map(len, several.values())) <= 9
+    assert not any(" " in one["text"] for best in several.values() for one in best)
     assert {"f1", "exact_match", "loss"} <= found["metrics"].keys()
     answers = json.loads((tmp_path / "run" / "predictions.json").read_text())
     assert set(answers) == {f"dev-{number}" for number in range(12)}
@@ -249,7 +253,7 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
             ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--processes", "2"),
             "in one process alone",
         ),
-        (("--baseline", "ddp", "--label_smoothing", "0.1"), "without label smoothing"),
+        (("--baseline", "ddp", "--label_smoothing_factor", "0.1"), "without label smoothing"),
         (("--baseline", "ddp+freeze", "--freeze", "schedule:9"), "9 layers are to freeze, but 4"),
         (("--baseline", "ddp+freeze", "--freeze", "paper:1/3"), "--replay RUN of such a run"),
         (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
@@ -259,6 +263,11 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--budget_s", "9"), "--budget_s is for --baseline short"),
         (("--baseline", "ddp", "--static_layers", "2"), "is for --baseline static"),
         (("--task", "squad", "--held_out_samples", "2"), "is for tasks of GLUE"),
+        (("--doc_stride", "9"), "--doc_stride is for --task squad"),
+        (("--n_best_size", "9"), "--n_best_size is for --task squad"),
+        (("--max_answer_length", "9"), "--max_answer_length is for --task squad"),
+        (("--task", "squad", "--n_best_size", "0"), "--n_best_size is 0; give at least 1"),
+        (("--warmup_steps", "2.5"), "warmup is 2.5; choose a whole number of steps"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
