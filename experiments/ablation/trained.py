@@ -5,7 +5,8 @@ from __future__ import annotations
 from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
 from experiments.finetune.series import Series
 
-ALPHAS = ("1/5", "1/4", "1/3", "1/2")
+ALPHAS = ("1/5", "1/4", "1/3", "2/5", "1/2")
+"""Those of the published sweep."""
 _GROWN = ", growing batch"
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,28 @@ def test_questions_are_answered_in_the_task_s_own_format(tmp_path: Path) -> None
     answers = json.loads((tmp_path / "run" / "predictions.json").read_text())
     assert set(answers) == {f"dev-{number}" for number in range(12)}
     AutoModelForQuestionAnswering.from_pretrained(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize(
+    ("script", "task"),
+    [(bert, task) for task in (*TASKS, "squad")]
+    + [(vit, dataset) for dataset in ("cifar10", "cifar100", "imagenet")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_smoke_asks_nobody_outside_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Any, task: str
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(host: Any, *others: Any, **options: Any) -> Any:
+        asked.append(host)
+        raise OSError("there is no network")
+
+    # A library that finds no network may go on without: what it asked for counts.
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", lambda own, address: refuse(address))
+    smoke(tmp_path / "run", "--num_train_epochs", "1", script=script, task=task)
+    assert not asked
 
 
 def test_a_question_that_leaves_no_room_for_the_text_is_named(tmp_path: Path) -> None:
