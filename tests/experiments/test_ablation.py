@@ -20,7 +20,7 @@ from experiments.ablation.simulated import (
 from experiments.ablation.trained import options_of
 from pipetransformer.forecast import Place
 from tests.costs import sums
-from tests.experiments.test_finetune import frozen_from
+from tests.experiments.smoke_runs import frozen_from
 from tests.pipetransformer.test_planning import profile
 
 MACHINES = Place("made up", profile(8, all_reduce=sums()), 8, 4, None, 1e12)

@@ -26,47 +26,17 @@ from transformers import (
 
 from experiments import bert, vit
 from experiments.finetune.finished_run import FinishedRun
-from experiments.finetune.freezing import policy_of
-from experiments.finetune.options import RunOptions, check, parse, read_recipe
+from experiments.finetune.options import RunOptions
 from experiments.tasks.glue import TASKS
 from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
 from experiments.tasks.questions import cut
 from experiments.tasks.smoke import make_squad, make_text_model
 from experiments.tasks.squad import read_questions
-from freeze import (
-    FreezeContext,
-    FreezeDecision,
-    FreezePolicy,
-    FreezeSchedule,
-    NeverFreeze,
-    PaperRule,
-)
+from freeze import FreezeContext, FreezeDecision, FreezePolicy
 from pipetransformer.model_files import write_model_folder
+from tests.experiments.smoke_runs import frozen_from, losses, smoke, summary
 
 BF16 = ("--precision", "bf16")
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
-
-
-def losses(folder: Path) -> list[float]:
-    """Return the loss of every step of a run, of ours or of a rival."""
-    path = folder / "run" / "records.jsonl"
-    lines = (path if path.exists() else folder / "records.jsonl").read_text().splitlines()
-    records = map(json.loads, lines)
-    return [record["loss"] for record in records if record["kind"] == "step"]
-
-
-def frozen_from(folder: Path) -> dict[int, int]:
-    """Return how many layers a run froze, by the steps from which that held."""
-    steps = [record for record in FinishedRun(folder).records if record["kind"] == "step"]
-    last, found = -1, {}
-    for step in steps:
-        if step["frozen"] != last:
-            last = found[step["step"]] = step["frozen"]
-    return found
 
 
 class Resting(FreezePolicy):
@@ -76,12 +46,6 @@ class Resting(FreezePolicy):
         if context.epoch:
             return FreezeDecision(1, "one")
         return FreezeDecision(0, "rest", resting=(2,))
-
-
-def smoke(folder: Path, *further: str, script: Any = bert, task: str = "sst2") -> dict[str, Any]:
-    named = ("--task", task) if script is bert else ("--dataset", task)
-    script.main([*named, "--smoke", "--output_dir", str(folder), *further])
-    return summary(folder)
 
 
 def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
@@ -238,109 +202,6 @@ def test_the_metric_of_every_task_of_glue_knows_right_from_wrong(task: str) -> N
     assert right[described.metric] == pytest.approx(100) and wrong[described.metric] <= 0
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("none", NeverFreeze), ("paper:1/3", PaperRule), ("schedule:0,2", FreezeSchedule)],
-)
-def test_policies_go_by_name(text: str, kind: type) -> None:
-    assert isinstance(policy_of(text, None), kind)
-
-
-@pytest.mark.parametrize("text", ["paper", "schedule:a", "nowhere:policy", "freeze:Nobody"])
-def test_what_names_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="give none, paper:1/3, alpha:1/3"):
-        policy_of(text, None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--baseline", "nobody"), "--baseline is 'nobody'; choose one of"),
-        (("--baseline", "short"), "needs --budget_s"),
-        (("--baseline", "static"), "needs --static_layers"),
-        (("--baseline", "ddp", "--freeze", "schedule:0,2"), "ddp freezes nothing"),
-        (("--baseline", "ddp", "--plan_only"), "--plan_only means nothing to --baseline ddp"),
-        (("--baseline", "ddp", "--memory_limit_bytes", "9"), "--memory_limit_bytes means nothing"),
-        (("--baseline", "small", "--pipeline_length", "1"), "--pipeline_length means nothing"),
-        (("--baseline", "lora", "--max_replicas", "1"), "--max_replicas means nothing"),
-        (("--baseline", "lora", "--layer_decay", "0.9"), "--layer_decay means nothing to"),
-        (("--baseline", "ddp", "--micro_batches", "2"), "--micro_batches means nothing"),
-        (("--baseline", "ddp", "--cache", "false"), "--cache means nothing"),
-        (("--baseline", "ddp", "--signals", "loss"), "--signals means nothing"),
-        (("--baseline", "ddp", "--freeze_interval_steps", "2"), "--freeze_interval_steps means"),
-        (("--baseline", "ddp", "--freeze_interval_share", ".5"), "--freeze_interval_share means"),
-        (("--patience", "2"), "--patience is for --baseline early-stop"),
-        (("--lora_learning_rate", "1"), "--lora_learning_rate is for --baseline lora"),
-        (("--scale_batch", "--plan_only"), "--plan_only plans for one global batch"),
-        (
-            ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--processes", "2"),
-            "in one process alone",
-        ),
-        (("--baseline", "ddp", "--label_smoothing_factor", "0.1"), "without label smoothing"),
-        (("--baseline", "ddp+freeze", "--freeze", "schedule:9"), "9 layers are to freeze, but 4"),
-        (("--baseline", "ddp+freeze", "--freeze", "paper:1/3"), "--replay RUN of such a run"),
-        (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
-        (("--baseline", "early-stop", "--freeze", "schedule:0,2"), "early-stop freezes nothing"),
-        (("--baseline", "ddp+freeze"), r"ddp\+freeze needs --freeze, or --replay RUN"),
-        (("--baseline", "ddp", "--scale_batch"), "--scale_batch means nothing to --baseline ddp"),
-        (("--budget_s", "9"), "--budget_s is for --baseline short"),
-        (("--baseline", "ddp", "--static_layers", "2"), "is for --baseline static"),
-        (("--task", "squad", "--held_out_samples", "2"), "is for tasks of GLUE"),
-        (("--doc_stride", "9"), "--doc_stride is for --task squad"),
-        (("--n_best_size", "9"), "--n_best_size is for --task squad"),
-        (("--max_answer_length", "9"), "--max_answer_length is for --task squad"),
-        (("--task", "squad", "--n_best_size", "0"), "--n_best_size is 0; give at least 1"),
-        (("--warmup_steps", "2.5"), "warmup is 2.5; choose a whole number of steps"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        smoke(tmp_path / "run", *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--cache_views", "2"), "--cache_views is 2; give 0 or more, and --augment"),
-        (("--cache_views", "-1", "--augment"), "--cache_views is -1; give 0 or more"),
-        (
-            ("--baseline", "ddp+freeze+cache", "--freeze", "schedule:1", "--augment")
-            + ("--cache_views", "0"),
-            "would keep crops that never come again",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_views_that_cannot_be_are_refused(
-    tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        smoke(tmp_path / "run", *options, script=vit, task="cifar10")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--freeze", "schedul:1"), "--freeze: 'schedul:1' names no freeze policy"),
-        (("--replay", "nowhere"), "--replay repeats a run of ours: nowhere/run is no journal"),
-        (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
-        (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
-        (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
-        (("--max_grad_norm", "-1"), "--max_grad_norm is -1.0; give 0 or more"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_names_nothing_is_refused_before_any_data_are_read(
-    tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        smoke(tmp_path / "run", *options)
-    assert not (tmp_path / "run").exists()
-
-
 def test_layers_that_rest_do_so_in_a_replay_and_no_plain_loop_repeats_them(
     tmp_path: Path,
 ) -> None:
@@ -354,22 +215,6 @@ def test_layers_that_rest_do_so_in_a_replay_and_no_plain_loop_repeats_them(
     with pytest.raises(ValueError, match=r"the layers \[2\] rest from step 0 on"):
         smoke(tmp_path / "plain", "--baseline", "ddp+freeze", *replay)
     assert not (tmp_path / "plain").exists()
-
-
-def test_a_rival_takes_of_a_recipe_what_it_can_and_says_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "ours.toml").write_text('cache = false\nsignals = ["loss"]\nseed = 3')
-    given = ["--recipe", str(tmp_path / "ours.toml"), "--output_dir", "", "--baseline", "ddp"]
-    (options,) = parse((RunOptions,), given)
-    assert (options.cache, options.signals, options.seed) == (True, [], 3)
-    assert "ddp: without the recipe's --cache=False --signals loss" in capsys.readouterr().out
-
-
-def test_a_rival_is_refused_beside_the_records_of_a_killed_run_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="/run holds records of ours; give a new --output_dir"):
-        smoke(tmp_path, "--baseline", "ddp")
 
 
 def test_processes_of_a_smoke_make_their_files_apart(
@@ -390,37 +235,6 @@ def test_images_are_the_model_s_input() -> None:
     images = Images(pictures, [5, 6], np.asarray)
     image, label = images[1]
     assert label == 6 and image.shape == (4, 4, 3) and len(images) == 2
-
-
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (Path(bert.__file__).parent / "recipes").glob("*.toml"))
-)
-def test_a_recipe_is_what_its_script_understands(name: str, tmp_path: Path) -> None:
-    kind = bert.TextOptions if "task" in read_recipe(name) else vit.ImageOptions
-    given = ("--recipe", name, "--output_dir", str(tmp_path), "--seed", "7")
-    specific, options = parse((kind, RunOptions), given)
-    found = {**vars(specific), **vars(options)}
-    assert {key: found[key] for key in read_recipe(name)} == read_recipe(name)
-    assert options.seed == 7
-    check(options, specific)
-
-
-def test_a_recipe_that_names_an_unknown_option_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "odd.toml").write_text("epochs = 3")
-    with pytest.raises(ValueError, match=r"names \['epochs'\]; known are"):
-        smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"))
-
-
-@pytest.mark.parametrize(
-    "line", ['dataset = "cifar11"', 'precision = "bf61"', "num_train_epochs = 1.5", "seed = true"]
-)
-def test_a_recipe_s_values_are_checked_as_those_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
-    (tmp_path / "odd.toml").write_text(line)
-    with pytest.raises(SystemExit):
-        smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"), script=vit, task="cifar10")
-    assert "argument --" + line.split()[0] in capsys.readouterr().err
 
 
 def write_cifar(folder: Path, name: str) -> Path:

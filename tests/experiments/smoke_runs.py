@@ -1,0 +1,39 @@
+"""Run the fine-tuning scripts on the tiny files that they make, and read what they left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments import bert
+from experiments.finetune.finished_run import FinishedRun
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the loss of every step of a run, of ours or of a rival."""
+    path = folder / "run" / "records.jsonl"
+    lines = (path if path.exists() else folder / "records.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def frozen_from(folder: Path) -> dict[int, int]:
+    """Return how many layers a run froze, by the steps from which that held."""
+    steps = [record for record in FinishedRun(folder).records if record["kind"] == "step"]
+    last, found = -1, {}
+    for step in steps:
+        if step["frozen"] != last:
+            last = found[step["step"]] = step["frozen"]
+    return found
+
+
+def smoke(folder: Path, *further: str, script: Any = bert, task: str = "sst2") -> dict[str, Any]:
+    named = ("--task", task) if script is bert else ("--dataset", task)
+    script.main([*named, "--smoke", "--output_dir", str(folder), *further])
+    return summary(folder)
