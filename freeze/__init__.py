@@ -38,6 +38,7 @@ from freeze.policy import (
     as_policy,
     checked_decision,
     checked_scale,
+    sets_rates,
 )
 from freeze.policy_names import POLICY_HELP, named_policy
 
@@ -46,5 +47,5 @@ __all__ = [
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
     "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
     "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy",
-    "checked_decision", "checked_scale", "find_layers", "named_policy",
+    "checked_decision", "checked_scale", "find_layers", "named_policy", "sets_rates",
 ]  # fmt: skip

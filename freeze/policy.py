@@ -273,6 +273,12 @@ def checked_scale(policy: FreezePolicy, layer: int, num_layers: int, done: float
         ) from error
 
 
+def sets_rates(policy: FreezePolicy, num_layers: int) -> bool:
+    """Tell whether a policy sets the learning rate of any layer, or the head's, at any time."""
+    asked = ((layer, share / 20) for layer in range(num_layers + 1) for share in range(21))
+    return any(checked_scale(policy, layer, num_layers, done) is not None for layer, done in asked)
+
+
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:
     """Ask the policy and return a decision that can be executed.
 

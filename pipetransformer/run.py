@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from autodp import broadcast_json, gather_json
 from autopipe.trace import Span, Trace
-from freeze import FreezePolicy, NeverFreeze, PolicyFunction, as_policy, checked_scale
+from freeze import (
+    FreezePolicy,
+    NeverFreeze,
+    PolicyFunction,
+    as_policy,
+    checked_scale,
+    sets_rates,
+)
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
@@ -365,8 +372,7 @@ def _describe(
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:
         optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
-    rates, top = _rates_of(policy, layered), layered.num_layers
-    if any(rates(layer, n / 20) is not None for layer in range(top + 1) for n in range(21)):
+    if sets_rates(policy, layered.num_layers):
         optimizer = split_by_layer(optimizer, layered)
     loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
     task = Task(

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
@@ -20,8 +20,8 @@ class Replay(FreezePolicy):
             by the steps from which they hold, without layers that rest.
     Raises:
         ValueError: there is no journal, or a line of it is damaged; there are no decisions, or one
-            is negative; or, later, a decision falls between two steps at which this run is asked,
-            so that it would come late.
+            is negative; the run's policy also set learning rates; or, later, a decision falls
+            between two steps at which this run is asked, so that it would come late.
     """
 
     _remembered = ("asked",)
@@ -75,16 +75,25 @@ def _read_journal(path: Path) -> list[_Entry]:
     """Return the decisions; a torn last line was never carried out."""
     path = path / "journal.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-        return [_read_line(line) for line in lines]
+        entries = [_read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        found = [(one["step"], *_read_decision(one["decision"])) for one in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error
+    if any(one.get("sets_rates") for one in entries):
+        raise ValueError(
+            f"the policy of the run in {path} set learning rates by layer, too, which its journal "
+            "does not hold; give that policy itself"
+        )
+    return found
 
 
-def _read_line(line: bytes) -> _Entry:
-    entry = json.loads(line)
+def _read_line(line: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = json.loads(line)
     check = entry.pop("check")
     if not hashlib.sha256(json.dumps(entry).encode()).hexdigest().startswith(check):
         raise ValueError(f"the decision of step {entry['step']} does not fit its check value")
-    decision = entry["decision"]
-    return entry["step"], decision["num_frozen"], tuple(decision.get("resting", ()))
+    return entry
+
+
+def _read_decision(decision: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    return decision["num_frozen"], tuple(decision.get("resting", ()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from autodp import broadcast_json
 from autopipe.plan import PipelinePlan
-from freeze import FreezeContext, FreezePolicy, PolicyError, checked_decision
+from freeze import FreezeContext, FreezePolicy, PolicyError, checked_decision, sets_rates
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observed
 from pipetransformer.processes import World
@@ -54,6 +54,9 @@ class Decider:
         self._world = world
         self.policy, self.planner = policy, planner
         self._shape = plan_shape(task, world)
+        self._described: dict[str, Any] = {"world": self._shape}
+        if sets_rates(policy, task.model.num_layers):
+            self._described["sets_rates"] = True  # Which decisions alone do not tell.
         self._journal: Journal | None = None
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
@@ -113,7 +116,7 @@ class Decider:
             try:
                 answer = {"decision": make().to_json()}
                 if self._journal is not None and step is not None:
-                    self._journal.append({"step": step, "world": self._shape, **answer})
+                    self._journal.append({"step": step, **self._described, **answer})
             except Exception as error:
                 by_policy = str(error) if isinstance(error, PolicyError) else ""
                 told = {"error": repr(error), "by_policy": by_policy}

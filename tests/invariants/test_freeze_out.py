@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autodp.sampler import EpochSampler, shuffled
-from freeze import FreezeOut
+from freeze import FreezeOut, Replay
 from pipetransformer import Trainer
 from pipetransformer.optimizer import take_state
 from tests.measured import measuring, once
@@ -106,3 +106,11 @@ def test_layers_learn_at_their_own_rates(two_ranks: Pool, truth: Outcome, length
 def test_a_resumed_run_goes_on_at_them(two_ranks: Pool, tmp_path: Path, truth: Outcome) -> None:
     outcomes = two_ranks.run(fit_in_two, Scenario({0: Shape(2, 2)}), tmp_path)
     assert_equal(merge(outcomes), truth)
+
+
+def test_its_run_is_not_repeated_from_a_journal_that_lacks_the_rates(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    two_ranks.run(fit_in_two, Scenario({0: Shape(1, 2)}), tmp_path)
+    with pytest.raises(ValueError, match="set learning rates by layer, too"):
+        Replay(tmp_path)
