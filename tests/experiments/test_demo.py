@@ -15,7 +15,7 @@ from experiments.demo import (
     summary_table,
     write_report,
 )
-from tests.autopipe.plan.test_paper import vit_base
+from tests.autopipe.plan.test_published import vit_base
 from tests.pipetransformer.report.test_pictures import run_of
 
 SECONDS = {"elastic": 50.0, "published": 80.0, "baseline": 100.0}
