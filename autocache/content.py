@@ -85,7 +85,8 @@ class RowContent:
         Padding does not enter it where that depends on the batch.
         """
         positions = self.positions
-        digests = [hashlib.blake2b(digest_size=8) for _ in next(iter(batch.values()))]
+        num = len(next(iter(batch.values())))
+        digests = [hashlib.blake2b(digest_size=8) for _ in range(num)]
         for name in sorted(batch):
             rows = _bytes_of(batch[name])
             ends = [rows.shape[1]] * len(rows)
