@@ -22,6 +22,7 @@ from experiments.benchmarks.rounds import num_cores
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
+from pipetransformer.processes import cpu_name
 from pipetransformer.report import draw_report, finite
 
 
@@ -83,16 +84,6 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def cpu_name() -> str:
-    """Return the processor's name, where Linux knows it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def _command() -> list[str]:

@@ -7,7 +7,6 @@ run's seed and the position. Neither is the learning rate, a function of the pos
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from io import FileIO
@@ -32,7 +31,7 @@ from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
-from pipetransformer.processes import World, agree, is_restarted
+from pipetransformer.processes import World, agree, cpu_name, is_restarted
 from pipetransformer.timeline import Position
 from pipetransformer.transition import Decision, Transitions, plan_shape
 
@@ -254,11 +253,5 @@ class RunState:
 
 def _describe_hardware(device: torch.device) -> dict[str, Any]:
     """Describe what a measured time depends on."""
-    name, details = platform.machine(), Path("/proc/cpuinfo")
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif details.exists():
-        lines = details.read_text().splitlines()
-        models = (line.partition(":")[2].strip() for line in lines if line[:10] == "model name")
-        name = next(models, name)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {"device": name, "cores": torch.get_num_threads(), "torch": torch.__version__}

@@ -10,6 +10,7 @@ from pipetransformer.processes.launcher import is_restarted, launch, launcher_na
 from pipetransformer.processes.world import (
     World,
     connect,
+    cpu_name,
     free_bytes,
     likely_device,
     slots_of_a_node,
@@ -18,7 +19,7 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "World", "agree", "connect", "free_bytes", "give_back_freed_memory", "is_restarted",
-    "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
+    "World", "agree", "connect", "cpu_name", "free_bytes", "give_back_freed_memory",
+    "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
     "slots_of_a_node", "tightest", "world_size",
 ]  # fmt: skip

@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import platform
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -218,6 +220,14 @@ def _number(name: str, allowed: range, default: int | None = None) -> int:
     if text is None or not text.isdecimal() or int(text) not in allowed:
         raise _complaint(name, f"a whole number, {allowed[0]} to {allowed[-1]}")
     return int(text)
+
+
+def cpu_name() -> str:
+    """Return the processor's name where Linux knows it, else its kind."""
+    details = Path("/proc/cpuinfo")
+    lines = details.read_text().splitlines() if details.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line[:10] == "model name")
+    return next(names, platform.machine())
 
 
 def _complaint(name: str, allowed: str) -> ValueError:
