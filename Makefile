@@ -58,7 +58,7 @@ bench: setup ## Measure the overhead over a plain loop, and the engine beside it
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.overhead
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.components
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine.components
 
 wheel: setup ## Build the wheel into dist/
 	@# A leftover build/ would carry deleted modules into the wheel.

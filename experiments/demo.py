@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 from autopipe.profile import Profile
-from experiments.benchmarks.plain_loop import plain_seconds
+from experiments.benchmarks.measuring.plain_loop import plain_seconds
 from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule

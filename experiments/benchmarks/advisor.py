@@ -27,9 +27,14 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from experiments.benchmarks.plain_loop import RivalTask, Sentences, add_folders, sentences_task
+from experiments.benchmarks.measuring.plain_loop import (
+    RivalTask,
+    Sentences,
+    add_folders,
+    sentences_task,
+)
+from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
 from experiments.benchmarks.rivals import MAX_GRAD_NORM, make_trainer
-from experiments.benchmarks.rounds import num_cores, seconds_of
 from freeze import FreezeContext
 from freeze.advisor import FreezeAdvisor
 

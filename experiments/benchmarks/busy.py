@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from experiments.benchmarks import restless
-from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
-from experiments.benchmarks.processes import found_by
+from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
+from experiments.benchmarks.measuring.processes import found_by
+from experiments.benchmarks.measuring.rounds import bootstrap, num_cores
 from experiments.benchmarks.rivals import make_trainer
-from experiments.benchmarks.rounds import bootstrap, num_cores
 
 STEPS_PER_EPOCH = 20
 FROZEN_BY_EPOCH = (0, 4, 4, 8, 8)

@@ -32,7 +32,7 @@ from autocache import (
     RowStore,
     chain_hash,
 )
-from experiments.benchmarks.rounds import Ratio, num_cores, paired_ratio
+from experiments.benchmarks.measuring.rounds import Ratio, num_cores, paired_ratio
 
 TOKENS, WIDTH, BATCH, NUM_ROWS = 197, 768, 64, 512
 NUM_FROZEN, NUM_NEW = 6, 2

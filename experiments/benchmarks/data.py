@@ -38,10 +38,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.benchmarks.jpegs import Jpegs, jpeg_task, make_jpegs
-from experiments.benchmarks.plain_loop import PlainLoop, RivalTask
+from experiments.benchmarks.measuring.jpegs import Jpegs, jpeg_task, make_jpegs
+from experiments.benchmarks.measuring.plain_loop import PlainLoop, RivalTask
+from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave, num_cores
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
-from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 
 EPOCHS = 10**6  # More than are ever run.
 LEAST = {"plain_over_ours": 0.98}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.measuring.rounds import num_cores
 
 SECONDS = 0.5
 REPEATS = 7

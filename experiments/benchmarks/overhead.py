@@ -12,9 +12,9 @@ import sys
 
 import torch
 
-from experiments.benchmarks.plain_loop import BATCH_SIZE, PlainLoop, digits_task
+from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, PlainLoop, digits_task
+from experiments.benchmarks.measuring.rounds import paired_ratio
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer
-from experiments.benchmarks.rounds import paired_ratio
 
 LIMIT = 1.02
 

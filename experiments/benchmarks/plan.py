@@ -25,10 +25,10 @@ import torch
 
 from autopipe.plan import PipelinePlan, PlanRequest, plan_as_published, plan_pipeline
 from autopipe.profile import Profile
-from experiments.benchmarks.plain_loop import BATCH_SIZE, digits_task
-from experiments.benchmarks.processes import found_by
+from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
+from experiments.benchmarks.measuring.processes import found_by
+from experiments.benchmarks.measuring.rounds import bootstrap
 from experiments.benchmarks.rivals import make_trainer
-from experiments.benchmarks.rounds import bootstrap
 from freeze import FreezeContext
 from pipetransformer import PlanSituation
 

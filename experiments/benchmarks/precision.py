@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.measuring.rounds import num_cores
 from experiments.tasks.glue import TextSource, glue_workload
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.plain_loop import (
+from experiments.benchmarks.measuring.plain_loop import (
     PlainLoop,
     RivalTask,
     Sentences,
@@ -41,8 +40,8 @@ from experiments.benchmarks.plain_loop import (
     digits_task,
     sentences_task,
 )
-from experiments.benchmarks.processes import found_by
-from experiments.benchmarks.rounds import Ratio, bootstrap, num_cores
+from experiments.benchmarks.measuring.processes import found_by
+from experiments.benchmarks.measuring.rounds import Ratio, ResultsDifferError, bootstrap, num_cores
 from freeze import FreezeContext, FreezeDecision, FreezeSchedule
 from pipetransformer import Trainer, adamw
 

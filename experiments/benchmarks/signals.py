@@ -24,16 +24,21 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.plain_loop import (
+from experiments.benchmarks.measuring.plain_loop import (
     RivalTask,
     Sentences,
     add_folders,
     digits_task,
     sentences_task,
 )
+from experiments.benchmarks.measuring.rounds import (
+    ResultsDifferError,
+    Seconds,
+    bootstrap,
+    interleave,
+    num_cores,
+)
 from experiments.benchmarks.rivals import make_trainer
-from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
 from freeze import FreezeContext
 from pipetransformer import Trainer
 

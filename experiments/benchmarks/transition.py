@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.processes import found_by
+from experiments.benchmarks.measuring.processes import found_by
 from experiments.benchmarks.transition_run import Measured, Workload, measure_on_this_rank
 
 STEPS_LIMIT = 1.0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import pipetransformer
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.measuring.rounds import num_cores
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload

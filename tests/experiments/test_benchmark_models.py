@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.skip.routes import verify_skippables
-from experiments.benchmarks import gpipe_accuracy
-from experiments.benchmarks.amoebanet import amoebanet_d
-from experiments.benchmarks.gpipe_runs import (
+from experiments.benchmarks.gpipe import accuracy
+from experiments.benchmarks.gpipe.amoebanet import amoebanet_d
+from experiments.benchmarks.gpipe.resnet import resnet
+from experiments.benchmarks.gpipe.runs import (
     Experiment,
     Options,
     Workload,
@@ -22,8 +23,7 @@ from experiments.benchmarks.gpipe_runs import (
     each_runnable,
     rounded,
 )
-from experiments.benchmarks.resnet import resnet
-from experiments.benchmarks.unet import unet
+from experiments.benchmarks.gpipe.unet import unet
 
 
 def on_meta(build: Callable[..., nn.Sequential], *size: int) -> nn.Sequential:
@@ -251,9 +251,9 @@ def test_a_whole_batch_in_a_pipeline_learns_what_the_model_alone_does() -> None:
     chance = torch.Generator().manual_seed(0)
     data = torch.randn(128, 3, 32, 32, generator=chance), torch.arange(128) % 10
     found = {
-        name: gpipe_accuracy.train(data, data, row, seed=0, epochs=1)
-        for name, row in gpipe_accuracy.ROWS.items()
+        name: accuracy.train(data, data, row, seed=0, epochs=1)
+        for name, row in accuracy.ROWS.items()
     }
     assert found["K = 2, M = 1"] == found["without a pipeline"]
-    table = gpipe_accuracy.table({n: [a] for n, a in found.items()}, {n: [1.0] for n in found})
+    table = accuracy.table({n: [a] for n, a in found.items()}, {n: [1.0] for n in found})
     assert table.count("\n") == len(found) + 1

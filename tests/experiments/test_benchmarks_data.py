@@ -13,9 +13,9 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from experiments.benchmarks import data, rivals
-from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.jpegs import make_jpegs
-from experiments.benchmarks.plain_loop import RivalTask, Sentences, sentences_task
+from experiments.benchmarks.measuring.jpegs import make_jpegs
+from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
+from experiments.benchmarks.measuring.rounds import ResultsDifferError
 
 TINY = data.Workload(
     num_images=8, batch_size=4, num_pixels=64, width=32, depth=2,

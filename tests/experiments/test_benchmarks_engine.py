@@ -13,27 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
-from experiments.benchmarks import components, engine
-from experiments.benchmarks.engine_table import KEYS, verdict
-from experiments.benchmarks.engine_threads import peak_of_1f1b
-from experiments.benchmarks.engine_workloads import (
-    Contestant,
-    Encoder,
-    ResultsDifferError,
-    UNet,
-    plain,
-    through_autograd,
-    verify_all,
-)
-from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.plain_order import PlainOrder
-from experiments.benchmarks.process_pipelines import (
+from experiments.benchmarks.engine import __main__ as engine
+from experiments.benchmarks.engine import components
+from experiments.benchmarks.engine.kept_bytes import peak_kept_bytes
+from experiments.benchmarks.engine.plain_order import PlainOrder
+from experiments.benchmarks.engine.process_pipelines import (
     ProcessResults,
     ProcessRuns,
     measure,
     measure_on_this_rank,
 )
-from experiments.benchmarks.rounds import Comparison, Ratio, interleave, of_bubble_bound
+from experiments.benchmarks.engine.table import KEYS, verdict
+from experiments.benchmarks.engine.threads import peak_of_1f1b
+from experiments.benchmarks.engine.workloads import (
+    Contestant,
+    Encoder,
+    UNet,
+    plain,
+    through_autograd,
+    verify_all,
+)
+from experiments.benchmarks.measuring.rounds import (
+    Comparison,
+    Ratio,
+    ResultsDifferError,
+    interleave,
+    of_bubble_bound,
+)
 from tests.pool import Pool
 
 TINY = Encoder(width=8, hidden=16, sequence=4, batch_size=16)
@@ -75,7 +81,9 @@ def test_engine_prints_every_key_with_median_and_interval_in_its_json_line(
 def test_engine_says_how_to_get_torchgpipe_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "experiments.benchmarks.peer_torchgpipe", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "experiments.benchmarks.engine.peer_torchgpipe", raising=False
+    )
     monkeypatch.setitem(sys.modules, "torchgpipe", None)
     assert engine.find_torchgpipe() is None
     assert "torchgpipe is missing" in capsys.readouterr().out
@@ -135,7 +143,7 @@ def test_a_contestant_with_a_wrong_loss_is_refused() -> None:
 
 def test_torchgpipe_trains_the_same_unet() -> None:
     pytest.importorskip("torchgpipe", reason="needs the extra `bench`")
-    peer = importlib.import_module("experiments.benchmarks.peer_torchgpipe")
+    peer = importlib.import_module("experiments.benchmarks.engine.peer_torchgpipe")
     batch = TINY_UNET.mini_batch()
     theirs = peer.contestant(TINY_UNET, [50, 59], batch, chunks=2, checkpoint="except_last")
     verify_all({"torchgpipe": theirs}, plain(TINY_UNET.build(), batch, 2))

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from experiments.benchmarks import advisor, signals
-from experiments.benchmarks.engine_workloads import ResultsDifferError
-from experiments.benchmarks.plain_loop import RivalTask, Sentences, sentences_task
+from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
+from experiments.benchmarks.measuring.rounds import ResultsDifferError
 
 
 def tiny_task() -> RivalTask:

@@ -3,16 +3,16 @@
 The published memory is of whole models, 8 bytes a parameter (itself and its gradient, plain SGD)
 and activations. The batch is the published one; each sample is a micro-batch of its own, as only
 so do the published figures leave room for activations. Run it as `python -m
-experiments.benchmarks.unet_memory`; `--help` lists what can be chosen.
+experiments.benchmarks.gpipe.unet_memory`; `--help` lists what can be chosen.
 """
 
 from __future__ import annotations
 
 import torch
 
-from experiments.benchmarks.gpipe_memory import run_memory
-from experiments.benchmarks.gpipe_runs import Experiment, parse_options
-from experiments.benchmarks.unet_speed import UNET
+from experiments.benchmarks.gpipe.memory import run_memory
+from experiments.benchmarks.gpipe.runs import Experiment, parse_options
+from experiments.benchmarks.gpipe.unet_speed import UNET
 
 BATCH = 32
 

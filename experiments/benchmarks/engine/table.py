@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.benchmarks.rounds import Comparison
+from experiments.benchmarks.measuring.rounds import Comparison
 
 BARS = {
     "vs_torchgpipe": (">=", 1.5),

@@ -2,7 +2,7 @@
 
 The scale leaves its 370 layers as they are. The published batches are not in the manual; ours are
 128 images a partition in micro-batches of 16. Run it as `python -m
-experiments.benchmarks.resnet101_speed`; `--help` lists what can be chosen.
+experiments.benchmarks.gpipe.resnet101_speed`; `--help` lists what can be chosen.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from experiments.benchmarks.gpipe_runs import (
+from experiments.benchmarks.gpipe.resnet import resnet
+from experiments.benchmarks.gpipe.runs import (
     Experiment,
     Workload,
     parse_options,
     run_speed,
     scaled,
 )
-from experiments.benchmarks.resnet import resnet
 
 SIZE = (64,)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.balance import balance_by_size
-from experiments.benchmarks.gpipe_runs import (
+from experiments.benchmarks.gpipe.runs import (
     Experiment,
     Options,
     Row,

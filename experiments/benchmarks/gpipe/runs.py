@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autopipe.balance import balance_by_time
 from autopipe.gpipe import GPipe
-from experiments.benchmarks.rounds import num_cores
+from experiments.benchmarks.measuring.rounds import num_cores
 
 NUM_CLASSES = 1000
 

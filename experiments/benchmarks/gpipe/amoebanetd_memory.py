@@ -2,17 +2,17 @@
 
 The published model memory is 12 bytes a parameter: itself, its gradient and one value of the
 optimizer's; ours is SGD's momentum. The published batch is not in the manual; ours is 128 images,
-each 4 of which are a micro-batch. Run it as `python -m experiments.benchmarks.amoebanetd_memory`;
-`--help` lists what can be chosen.
+each 4 of which are a micro-batch. Run it as `python -m
+experiments.benchmarks.gpipe.amoebanetd_memory`; `--help` lists what can be chosen.
 """
 
 from __future__ import annotations
 
 import torch
 
-from experiments.benchmarks.amoebanetd_speed import AMOEBANET_D
-from experiments.benchmarks.gpipe_memory import run_memory
-from experiments.benchmarks.gpipe_runs import Experiment, parse_options
+from experiments.benchmarks.gpipe.amoebanetd_speed import AMOEBANET_D
+from experiments.benchmarks.gpipe.memory import run_memory
+from experiments.benchmarks.gpipe.runs import Experiment, parse_options
 
 BATCH, CHUNKS = 128, 32
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autodp import EpochSampler, shuffled
-from experiments.benchmarks.rounds import num_cores, seconds_of
+from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
 from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
 from pipetransformer.adapters import adapt

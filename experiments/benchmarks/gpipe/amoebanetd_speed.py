@@ -2,15 +2,15 @@
 
 With m = 1 every micro-batch is checkpointed, as in the published comparison. The published batch
 was chosen for each line and is not printed; ours is the same for all. Run it as `python -m
-experiments.benchmarks.amoebanetd_speed`; `--help` lists what can be chosen.
+experiments.benchmarks.gpipe.amoebanetd_speed`; `--help` lists what can be chosen.
 """
 
 from __future__ import annotations
 
 import torch
 
-from experiments.benchmarks.amoebanet import amoebanet_d
-from experiments.benchmarks.gpipe_runs import (
+from experiments.benchmarks.gpipe.amoebanet import amoebanet_d
+from experiments.benchmarks.gpipe.runs import (
     Experiment,
     Workload,
     parse_options,

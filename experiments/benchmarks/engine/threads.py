@@ -14,7 +14,13 @@ from autopipe.balance import balance_by_time
 from autopipe.gpipe import GPipe, StashedPipeline
 from autopipe.schedule import Op
 from autopipe.trace import Trace
-from experiments.benchmarks.engine_workloads import (
+from experiments.benchmarks.engine.kept_bytes import peak_kept_bytes
+from experiments.benchmarks.engine.stage_copies import (
+    MICRO_BATCHES_A_RUN,
+    StageCopy,
+    run_in_threads,
+)
+from experiments.benchmarks.engine.workloads import (
     Contestant,
     Encoder,
     Workload,
@@ -24,19 +30,13 @@ from experiments.benchmarks.engine_workloads import (
     through_autograd,
     verify_all,
 )
-from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.rounds import (
+from experiments.benchmarks.measuring.rounds import (
     Comparison,
     Ratio,
     compare,
     faster,
     interleave,
     of_bubble_bound,
-)
-from experiments.benchmarks.stage_copies import (
-    MICRO_BATCHES_A_RUN,
-    StageCopy,
-    run_in_threads,
 )
 
 BATCHES_A_STREAM = 8

@@ -1,6 +1,6 @@
 """Train a small ResNet on CIFAR-10 in a pipeline and without: accuracy must not tell which.
 
-Run it as `python -m experiments.benchmarks.gpipe_accuracy --data cifar10.npz [--seeds 0 1 2]`; the
+Run it as `python -m experiments.benchmarks.gpipe.accuracy --data cifar10.npz [--seeds 0 1 2]`; the
 last line is JSON. Batch norm normalises by the samples it is given, so that micro-batches learn
 slightly differently; with deferred batch norm the running statistics that evaluation uses are
 those of whole mini-batches again. The mini-batch, the order and the schedule are the same.
@@ -21,7 +21,7 @@ from torch.optim import SGD
 from torchvision.transforms import v2
 
 from autopipe import GPipe
-from experiments.benchmarks.resnet import resnet
+from experiments.benchmarks.gpipe.resnet import resnet
 from experiments.finetune.series import markdown, spread
 from experiments.tasks.images import Images, read_split
 

@@ -18,6 +18,10 @@ Seconds = dict[str, np.ndarray]
 """Seconds of each action by its name, one entry a round."""
 
 
+class ResultsDifferError(RuntimeError):
+    """Say which result of a contestant is not the plain model's."""
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Hold the median ratio of paired times and its bootstrap 95 % interval."""

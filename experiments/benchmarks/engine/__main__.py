@@ -32,22 +32,22 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from experiments.benchmarks.engine_table import as_json, print_head, print_row, verdict
-from experiments.benchmarks.engine_threads import (
+from experiments.benchmarks.engine.process_pipelines import (
+    PEER_SCHEDULES,
+    ProcessResults,
+    ProcessRuns,
+    measure,
+)
+from experiments.benchmarks.engine.table import as_json, print_head, print_row, verdict
+from experiments.benchmarks.engine.threads import (
     against_bound,
     against_torchgpipe,
     overhead_of_one_partition,
     peak_of_1f1b,
     without_flushes,
 )
-from experiments.benchmarks.engine_workloads import Encoder, UNet, Workload
-from experiments.benchmarks.process_pipelines import (
-    PEER_SCHEDULES,
-    ProcessResults,
-    ProcessRuns,
-    measure,
-)
-from experiments.benchmarks.rounds import (
+from experiments.benchmarks.engine.workloads import Encoder, UNet, Workload
+from experiments.benchmarks.measuring.rounds import (
     Comparison,
     faster,
     num_cores,
@@ -116,7 +116,7 @@ def find_torchgpipe() -> ModuleType | None:
     """Return the peer's module; without torchgpipe say so and how to get it."""
     try:
         # torchgpipe is an optional dependency: the extra `bench`.
-        return importlib.import_module("experiments.benchmarks.peer_torchgpipe")
+        return importlib.import_module("experiments.benchmarks.engine.peer_torchgpipe")
     except ModuleNotFoundError as error:
         if error.name != "torchgpipe":
             raise

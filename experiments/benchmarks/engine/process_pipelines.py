@@ -31,7 +31,8 @@ from autopipe.engine import (
     run_program,
 )
 from autopipe.schedule import SCHEDULES
-from experiments.benchmarks.engine_workloads import (
+from experiments.benchmarks.engine.stage_copies import StageCopy
+from experiments.benchmarks.engine.workloads import (
     Contestant,
     Encoder,
     MiniBatch,
@@ -39,9 +40,8 @@ from experiments.benchmarks.engine_workloads import (
     loss_of,
     plain,
 )
-from experiments.benchmarks.processes import found_by
-from experiments.benchmarks.rounds import Seconds, interleave
-from experiments.benchmarks.stage_copies import StageCopy
+from experiments.benchmarks.measuring.processes import found_by
+from experiments.benchmarks.measuring.rounds import Seconds, interleave
 from pipetransformer.processes import connect
 
 LONGEST_WAIT_S = 120.0

@@ -11,7 +11,7 @@ checkpointed. Utilisation is the process's CPU time over partitions times time. 
 bytes of activations alive at once, counted by the lifetime of the tensors that layers take or
 autograd keeps. Partitions on the CPU share memory, so that a skip in a tuple takes no copies of
 its own: on several GPUs it would. Results are verified before their speed. Run it as `python -m
-experiments.benchmarks.components`; the last line printed is JSON.
+experiments.benchmarks.engine.components`; the last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.benchmarks.engine_threads import balance_of, pipeline
-from experiments.benchmarks.engine_workloads import (
+from experiments.benchmarks.engine.kept_bytes import peak_kept_bytes
+from experiments.benchmarks.engine.plain_order import PlainOrder
+from experiments.benchmarks.engine.threads import balance_of, pipeline
+from experiments.benchmarks.engine.workloads import (
     Contestant,
     UNet,
     plain,
     through_autograd,
     verify_all,
 )
-from experiments.benchmarks.kept_bytes import peak_kept_bytes
-from experiments.benchmarks.plain_order import PlainOrder
-from experiments.benchmarks.rounds import Seconds, bootstrap, interleave, num_cores
+from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave, num_cores
 
 NUM_MICRO_BATCHES = 8
 PLAIN, ORDERED, STREAMS, DIRECT = (

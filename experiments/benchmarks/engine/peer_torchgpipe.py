@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-from experiments.benchmarks.engine_workloads import (
+from experiments.benchmarks.engine.workloads import (
     Contestant,
     MiniBatch,
     UNet,
     Workload,
     through_autograd,
 )
-from experiments.benchmarks.unet import NUM_LEVELS, layers_of
+from experiments.benchmarks.gpipe.unet import NUM_LEVELS, layers_of
 
 
 class StashLatent(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.gpipe import GPipe
-from experiments.benchmarks.unet import unet
+from experiments.benchmarks.gpipe.unet import unet
+from experiments.benchmarks.measuring.rounds import ResultsDifferError
 
 RELATIVE_TOLERANCE = 1e-4
 """Of a parameter's gradient, by norms; float32 sums in another order differ by about 1e-6."""
@@ -20,10 +21,6 @@ ABSOLUTE_TOLERANCE = 1e-6
 
 Step = Callable[[], Tensor]
 """Run forward and backward of one mini-batch from gradients that are None; return the loss."""
-
-
-class ResultsDifferError(RuntimeError):
-    """Say which result of a contestant is not the plain model's."""
 
 
 @dataclass(frozen=True)

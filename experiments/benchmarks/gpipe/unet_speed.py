@@ -1,21 +1,21 @@
 """Repeat the published speed table of U-Net (5, 64): the price and the gain of pipelining skips.
 
 Batches and numbers of micro-batches are the published ones. Run it as `python -m
-experiments.benchmarks.unet_speed`; `--help` lists what can be chosen.
+experiments.benchmarks.gpipe.unet_speed`; `--help` lists what can be chosen.
 """
 
 from __future__ import annotations
 
 import torch
 
-from experiments.benchmarks.gpipe_runs import (
+from experiments.benchmarks.gpipe.runs import (
     Experiment,
     Workload,
     parse_options,
     run_speed,
     scaled,
 )
-from experiments.benchmarks.unet import unet
+from experiments.benchmarks.gpipe.unet import unet
 
 SIZE = (5, 64)
 
