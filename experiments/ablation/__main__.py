@@ -38,6 +38,8 @@ from experiments.published.setting import (
 from pipetransformer.forecast import ModelChoice, described_place
 
 PUBLISHED_MODEL = "vit_base_patch16_224"
+_WIDE = 10.0
+"""Where rates differ by more, their picture is logarithmic."""
 
 
 def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
@@ -76,7 +78,12 @@ def draw_rates(rows: Sequence[Row], path: Path) -> None:
         axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e6ea")
-    axes.set(xlabel="epoch", ylabel="samples per second", ylim=(0, None))
+    rates = [rate for row in rows for rate in row.rates if rate > 0]
+    if rates and max(rates) > _WIDE * min(rates):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+    axes.set(xlabel="epoch", ylabel="samples per second")
     axes.legend(frameon=False)
     figure.savefig(path)
 
