@@ -39,7 +39,8 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.measuring.jpegs import Jpegs, jpeg_task, make_jpegs
-from experiments.benchmarks.measuring.plain_loop import PlainLoop, RivalTask
+from experiments.benchmarks.measuring.loop_process import LoopProcess
+from experiments.benchmarks.measuring.plain_loop import RivalTask
 from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave, num_cores
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
 
@@ -140,10 +141,12 @@ class _Side:
 
 def time_state(task: RivalTask, workload: Workload, *, num_frozen: int) -> Waits:
     """Time blocks of both sides' steps in turn, with so many layers frozen."""
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
-    loop.freeze(num_frozen)
     caching: dict[str, Any] = {"cache_views": 1} if num_frozen else {"cache": False}
-    with make_trainer(task, (num_frozen,), epochs=EPOCHS, **caching) as trainer:
+    with (
+        LoopProcess(task, learning_rate=LEARNING_RATE, num_threads=1) as loop,
+        make_trainer(task, (num_frozen,), epochs=EPOCHS, **caching) as trainer,
+    ):
+        loop.freeze(num_frozen)
         for _ in range(task.steps_per_epoch if num_frozen else 0):
             trainer.step()  # Fills the cache.
         sides = {
@@ -157,7 +160,7 @@ def time_state(task: RivalTask, workload: Workload, *, num_frozen: int) -> Waits
     return Waits(seconds, {name: np.array(side.shares[-num:]) for name, side in sides.items()})
 
 
-def _plain_step(loop: PlainLoop) -> float:
+def _plain_step(loop: LoopProcess) -> float:
     loop.step()
     return loop.wait_s
 

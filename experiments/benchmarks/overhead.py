@@ -1,7 +1,7 @@
 """Measure what the framework costs where it can save nothing.
 
 The peer is a hand-written PyTorch loop over the same model, data set, optimizer and batch size, in
-the same process and on one thread; steps take turns in random order. Run it as `python -m
+a process of its own and on one thread; steps take turns in random order. Run it as `python -m
 experiments.benchmarks.overhead`.
 """
 
@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, PlainLoop, digits_task
+from experiments.benchmarks.measuring.loop_process import LoopProcess
+from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.measuring.rounds import paired_ratio
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer
 
@@ -23,8 +24,11 @@ def main() -> int:
     """Compare; fail only if the whole interval is beyond the limit."""
     torch.set_num_threads(1)
     task = digits_task()
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
-    with make_trainer(task, (0,), freeze=None, epochs=10, cache=False) as trainer:
+    settings = {"freeze": None, "epochs": 10, "cache": False}
+    with (
+        LoopProcess(task, learning_rate=LEARNING_RATE, num_threads=1) as loop,
+        make_trainer(task, (0,), **settings) as trainer,
+    ):
         trainer.step()
         ratio, pairs = paired_ratio(trainer.step, loop.step)
         assert trainer.decision is not None

@@ -1,9 +1,9 @@
 """Measure the Trainer against the loop a user would write instead, with the same freezing.
 
-Both train in one process on all cores, step by step in turn: nothing frozen, and at a third and
-two thirds of the layers an epoch in which the cache fills and one in which every row is there; and
-an epoch in whose steps rows are found at several depths, as layers froze within the one before.
-In one epoch more nothing is frozen and both clip the gradient, whose norm ours takes in any case.
+Both train on all cores, step by step in turn: nothing frozen, and at a third and two thirds of the
+layers an epoch in which the cache fills and one in which every row is there; and an epoch in whose
+steps rows are found at several depths, as layers froze within the one before. In one epoch more
+nothing is frozen and both clip the gradient, whose norm ours takes in any case.
 Then two processes of one thread each, against the loop on all cores. Run it as
 
     python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
@@ -11,7 +11,9 @@ Then two processes of one thread each, against the loop on all cores. Run it as
 Without the folders a BERT of MiniLM's shape is trained on random tokens, which takes as long. With
 `--padding longest --workers 2` the sentences' batches are padded to their longest, and made by
 worker processes, on both sides; making one takes far less time than a step, so that no worker is
-at work in the other side's turn. First, the losses of some steps are compared.
+at work in the other side's turn. The loop has a process of its own, as its user's would: ours sets
+up the allocator. With MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=8589934592 in the environment
+the loop keeps freed memory, too. First, the losses of some steps are compared.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.plain_loop import (
     PlainLoop,
     RivalTask,
@@ -41,7 +43,13 @@ from experiments.benchmarks.measuring.plain_loop import (
     sentences_task,
 )
 from experiments.benchmarks.measuring.processes import found_by
-from experiments.benchmarks.measuring.rounds import Ratio, ResultsDifferError, bootstrap, num_cores
+from experiments.benchmarks.measuring.rounds import (
+    Ratio,
+    ResultsDifferError,
+    bootstrap,
+    num_cores,
+    seconds_of,
+)
 from freeze import FreezeContext, FreezeDecision, FreezeSchedule
 from pipetransformer import Trainer, adamw
 
@@ -57,6 +65,8 @@ LEAST = {
     "vs_plain_loop_mixed": 1.0,
     "vs_plain_loop_two_processes": 0.9,
 }
+SETTLE_S = 0.02
+"""In which the other side's threads, which wait for work a while, go to sleep."""
 Seconds = list[tuple[float, float]]
 """Seconds of pairs of steps: the plain loop's, ours."""
 
@@ -121,9 +131,8 @@ def in_one_process(task: RivalTask) -> dict[str, Seconds]:
     third, two_thirds = task.num_layers // 3, 2 * task.num_layers // 3
     frozen = (0, third, third, two_thirds, two_thirds)
     names = ("unfrozen", "third_filling", "third_warm", "two_thirds_filling", "two_thirds_warm")
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
     found: dict[str, Seconds] = {}
-    with make_trainer(task, frozen) as trainer:
+    with plain_loop(task) as loop, make_trainer(task, frozen) as trainer:
         for name, num_frozen in zip(names, frozen, strict=True):
             loop.freeze(num_frozen)
             found[name] = [_pair(loop, trainer, n) for n in range(task.steps_per_epoch)]
@@ -141,52 +150,46 @@ def at_mixed_depths(task: RivalTask) -> Seconds:
     with make_trainer(task, (0, 0), freeze=freeze, freeze_interval_steps=interval) as trainer:
         for _ in range(task.steps_per_epoch):
             trainer.step()
-        loop = PlainLoop(task, learning_rate=LEARNING_RATE)
-        loop.freeze(depths[-1])
-        return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
+        with plain_loop(task) as loop:
+            loop.freeze(depths[-1])
+            return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
 def clipped(task: RivalTask) -> Seconds:
     """Time an epoch with nothing frozen, in which both clip the gradient."""
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
-    with make_trainer(task, (0,), max_grad_norm=MAX_GRAD_NORM) as trainer:
+    clip = {"max_grad_norm": MAX_GRAD_NORM}
+    with plain_loop(task, **clip) as loop, make_trainer(task, (0,), **clip) as trainer:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
 def in_two_processes(sentences: Sentences, which: int) -> Seconds:
-    """Time an epoch of pairs of steps; the plain loop runs on rank 0, with all cores."""
+    """Time an epoch of pairs of steps; rank 0 leads the plain loop, which has all cores."""
     task = tasks(sentences)[which]
-    with make_trainer(task, (0,)) as trainer:
-        loop = PlainLoop(task, learning_rate=LEARNING_RATE) if trainer.is_main_process else None
+    with ExitStack() as stack:
+        trainer = stack.enter_context(make_trainer(task, (0,)))
+        loop = stack.enter_context(plain_loop(task)) if trainer.is_main_process else None
         trainer.step()
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch - 1)]
 
 
-def _pair(loop: PlainLoop | None, trainer: Trainer, number: int) -> tuple[float, float]:
+def plain_loop(task: RivalTask, **settings: Any) -> LoopProcess:
+    """Start the plain loop on all cores."""
+    settings = {"learning_rate": LEARNING_RATE, "num_threads": num_cores(), **settings}
+    return LoopProcess(task, **settings)
+
+
+def _pair(loop: LoopProcess | None, trainer: Trainer, number: int) -> tuple[float, float]:
     """Time a step of each, the first one drawn; where there are others, they wait for the loop."""
     seconds = [0.0, 0.0]
     for which in random.Random(number).sample((0, 1), 2):
         if dist.is_initialized():
             dist.barrier()
-        start = time.perf_counter()
+        time.sleep(SETTLE_S)
         if which == 1:
-            trainer.step()
+            seconds[which] = seconds_of(trainer.step)
         elif loop is not None:
-            with _all_cores():
-                loop.step()
-        seconds[which] = time.perf_counter() - start
+            seconds[which] = loop.step()
     return seconds[0], seconds[1]
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Lend a step all cores of the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def plain_over_ours(pairs: Seconds, *, skip: int = 2) -> Ratio:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from experiments.benchmarks import data, rivals
-from experiments.benchmarks.measuring.jpegs import make_jpegs
+from experiments.benchmarks.measuring.jpegs import Jpegs, make_jpegs
+from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
 
@@ -74,6 +76,26 @@ def test_samples_in_another_order_are_found_by_their_losses() -> None:
 
     with pytest.raises(ResultsDifferError, match="ViT on JPEGs: the first losses are"):
         rivals.verify_losses(replace(task, dataset=Turned()))
+
+
+def test_the_plain_loop_trains_in_a_process_of_its_own_and_leaves_none_behind() -> None:
+    task = TINY.task(make_jpegs(8), num_workers=0, augment=False)
+    with LoopProcess(task, learning_rate=1e-3, num_threads=1) as loop:
+        assert len(multiprocessing.active_children()) == 1
+        assert loop.step() > loop.wait_s > 0
+        loop.freeze(1)
+        assert loop.step() > loop.wait_s > 0
+    assert not multiprocessing.active_children()
+
+
+def test_a_plain_loop_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    broken = Jpegs((b"no picture",) * 8, num_pixels=64, augment=False)
+    task = replace(TINY.task(make_jpegs(8), num_workers=0, augment=False), dataset=broken)
+    with LoopProcess(task, learning_rate=1e-3, num_threads=1) as loop:
+        with pytest.raises(RuntimeError, match="the plain loop has failed; see what it printed"):
+            loop.step()
+    assert "cannot identify image file" in capfd.readouterr().err
+    assert not multiprocessing.active_children()
 
 
 @pytest.fixture

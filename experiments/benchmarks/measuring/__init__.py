@@ -1,5 +1,6 @@
 """Time fairly, and hold what is compared.
 
 rounds: actions in turn, ratios, intervals    plain_loop: the rival, and its tasks
-processes: what ranks of a benchmark found    jpegs: one more task
+loop_process: that loop as its user runs it    jpegs: one more task
+processes: what ranks of a benchmark found
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ def jpeg_task(
     return RivalTask(
         "ViT on JPEGs",
         depth,
-        lambda: build_vit(num_pixels=dataset.num_pixels, width=width, depth=depth),
+        partial(build_vit, num_pixels=dataset.num_pixels, width=width, depth=depth),
         dataset,
         classes_loss,
         batch_size=batch_size,

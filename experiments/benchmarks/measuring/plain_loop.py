@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
 
 @dataclass(frozen=True)
 class RivalTask:
-    """State what both train.
+    """State what both train; it can be sent to another process.
 
     Args:
         name: as in the table.
@@ -104,13 +105,20 @@ def classes_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that transformers' model returns."""
+    loss = model(**batch).loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
 def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
     """Return the demo's ViT, 12 blocks, on scikit-learn's digits, a multiple of the batch size."""
     train, _ = load_digits_split()
     return RivalTask(
         "ViT on digits",
         12,
-        lambda: build_model(10, seed=0),
+        partial(build_model, 10, seed=0),
         TensorDataset(*(tensor[:num_samples] for tensor in train.tensors)),
         classes_loss,
     )
@@ -118,12 +126,6 @@ def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
 
 def sentences_task(sentences: Sentences) -> RivalTask:
     """Return MiniLM on SST-2, or where they are not given random ones of their shapes."""
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        loss = model(**batch).loss
-        assert isinstance(loss, Tensor)
-        return loss
-
     dataset: SizedDataset = _random_sentences()
     name, collate_fn = "BERT of MiniLM's shape on random tokens", None
     if sentences.minilm and sentences.sst2:
@@ -132,9 +134,9 @@ def sentences_task(sentences: Sentences) -> RivalTask:
     return RivalTask(
         name,
         6,
-        lambda: _build_minilm(sentences.minilm),
+        partial(_build_minilm, sentences.minilm),
         dataset,
-        loss_of,
+        own_loss,
         num_workers=sentences.num_workers,
         collate_fn=collate_fn,
     )
