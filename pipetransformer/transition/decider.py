@@ -25,22 +25,21 @@ from pipetransformer.transition.run_planner import RunPlanner
 _NOISE = 0.03
 """Share by which medians of a few steps may differ without meaning anything."""
 
+_PLANNED_FOR = (
+    "global_batch_size", "scale_batch", "memory_limit_bytes", "pipeline_length", "max_replicas",
+    "micro_batches", "micro_batch_size", "schedule",
+)  # fmt: skip
+"""Settings that a plan depends on."""
+
 
 def plan_shape(task: Task, world: World) -> dict[str, Any]:
     """Name what a plan was made for, as plain values; another one needs another plan."""
-    config = task.config
+    workers = task.config.stage_workers
     return {
         "num_ranks": world.size,
         "slots_per_node": world.slots_per_node,
-        "global_batch_size": config.global_batch_size,
-        "scale_batch": config.scale_batch,
-        "memory_limit_bytes": config.memory_limit_bytes,
-        "pipeline_length": config.pipeline_length,
-        "max_replicas": config.max_replicas,
-        "stage_workers": config.stage_workers and list(config.stage_workers),
-        "micro_batches": config.micro_batches,
-        "micro_batch_size": config.micro_batch_size,
-        "schedule": config.schedule,
+        **{name: getattr(task.config, name) for name in _PLANNED_FOR},
+        "stage_workers": workers and list(workers),  # As JSON gives it back.
     }
 
 
