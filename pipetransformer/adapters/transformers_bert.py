@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
-from pipetransformer.adapters.transformer import Family, require_class
+from pipetransformer.adapters.base import Builders, LayeredModel
+from pipetransformer.adapters.transformer import Family, require_class, transformer_sublayers
 from pipetransformer.adapters.transformers_texts import (
-    answers_questions,
-    classifies_texts,
-    classifies_tokens,
+    ANSWERS,
+    MASK,
+    TEXTS,
+    TOKENS,
+    TextTask,
     expanded_mask,
     refuse_text_settings,
-    text_sublayers,
+    text_builders,
 )
 
 INPUTS = ("input_ids", "token_type_ids", "position_ids")
-
 
 _FAMILIES = (
     Family("bert", "Bert", "bert"),
@@ -32,37 +31,11 @@ _FAMILIES = (
 
 def builders() -> Builders:
     """Return what takes the models of each class apart."""
-    return {
-        family.qualified(f"For{task}"): partial(build, family)
-        for family in _FAMILIES
-        for task, build in _TASKS.items()
-    }
+    return text_builders(_build, *_FAMILIES)
 
 
-def _build_sequence_classification(family: Family, model: Any) -> LayeredModel:
-    head = model.classifier  # It takes the first token's state itself, or after BERT's pooler.
-    if family.prefix == "Bert":
-        head = nn.Sequential(model.bert.pooler, model.dropout, model.classifier)
-    return classifies_texts(model, _sublayers(family, model, head), INPUTS)
-
-
-def _build_token_classification(family: Family, model: Any) -> LayeredModel:
-    sublayers = _sublayers(family, model, nn.Sequential(model.dropout, model.classifier))
-    return classifies_tokens(model, sublayers, INPUTS, unused=_pooler(family, model))
-
-
-def _build_question_answering(family: Family, model: Any) -> LayeredModel:
-    sublayers = _sublayers(family, model, model.qa_outputs)
-    return answers_questions(model, sublayers, INPUTS, unused=_pooler(family, model))
-
-
-def _pooler(family: Family, model: nn.Module) -> list[str]:
-    """Name the parameters of a pooler, if there is one, that has no part in the answer."""
-    prefix = f"{family.encoder}.pooler."
-    return [name for name, _ in model.named_parameters() if name.startswith(prefix)]
-
-
-def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
+def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
+    head = _head(family, task, model)
     encoder = family.encoder_of(model)
     refuse_text_settings(model)
     layers = encoder.encoder.layer
@@ -71,14 +44,25 @@ def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, .
     embeddings = encoder.embeddings
     if hasattr(encoder, "embeddings_project"):
         embeddings = _Projected(embeddings, encoder.embeddings_project)
-    return text_sublayers(embeddings, blocks, head)
+    sublayers = transformer_sublayers(embeddings, blocks, head, attention_sides=(MASK,))
+    return task.present(model, sublayers, INPUTS, unused=_unused(family, task, model))
 
 
-_TASKS: Mapping[str, Callable[[Family, Any], LayeredModel]] = {
-    "SequenceClassification": _build_sequence_classification,
-    "TokenClassification": _build_token_classification,
-    "QuestionAnswering": _build_question_answering,
-}
+def _head(family: Family, task: TextTask, model: Any) -> Any:
+    if task is ANSWERS:
+        return model.qa_outputs
+    if task is TOKENS:
+        return nn.Sequential(model.dropout, model.classifier)
+    if family.prefix == "Bert":
+        return nn.Sequential(model.bert.pooler, model.dropout, model.classifier)
+    return model.classifier  # It takes the first token's state itself.
+
+
+def _unused(family: Family, task: TextTask, model: nn.Module) -> list[str]:
+    """Name the parameters of a pooler, if there is one, that has no part in the answer."""
+    names = [name for name, _ in model.named_parameters()]
+    prefix = f"{family.encoder}.pooler."
+    return [] if task is TEXTS else [name for name in names if name.startswith(prefix)]
 
 
 @final

@@ -6,55 +6,49 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
-from pipetransformer.adapters.transformer import FirstToken, require_class
+from pipetransformer.adapters.base import Builders, LayeredModel
+from pipetransformer.adapters.transformer import (
+    Family,
+    FirstToken,
+    require_class,
+    transformer_sublayers,
+)
 from pipetransformer.adapters.transformers_texts import (
-    answers_questions,
-    classifies_texts,
-    classifies_tokens,
+    ANSWERS,
+    MASK,
+    TEXTS,
+    TextTask,
     expanded_mask,
     refuse_text_settings,
-    text_sublayers,
+    text_builders,
 )
 
-MODULE = "transformers.models.distilbert.modeling_distilbert"
+BLOCK = "transformers.models.distilbert.modeling_distilbert.TransformerBlock"
 INPUTS = ("input_ids", "position_ids")
 
 
 def builders() -> Builders:
     """Return what takes the models of each class apart."""
-    return {
-        f"{MODULE}.DistilBertForSequenceClassification": _build_sequence_classification,
-        f"{MODULE}.DistilBertForTokenClassification": _build_token_classification,
-        f"{MODULE}.DistilBertForQuestionAnswering": _build_question_answering,
-    }
+    return text_builders(_build, Family("distilbert", "DistilBert", "distilbert"))
 
 
-def _build_sequence_classification(model: Any) -> LayeredModel:
-    head = nn.Sequential(
-        FirstToken(), model.pre_classifier, nn.ReLU(), model.dropout, model.classifier
-    )
-    return classifies_texts(model, _sublayers(model, head), INPUTS)
-
-
-def _build_token_classification(model: Any) -> LayeredModel:
-    head = nn.Sequential(model.dropout, model.classifier)
-    return classifies_tokens(model, _sublayers(model, head), INPUTS)
-
-
-def _build_question_answering(model: Any) -> LayeredModel:
-    head = nn.Sequential(model.dropout, model.qa_outputs)
-    return answers_questions(model, _sublayers(model, head), INPUTS)
-
-
-def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
-    encoder = model.distilbert
-    require_class(f"{MODULE}.DistilBertModel", encoder)
+def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
+    head = _head(task, model)
+    encoder = family.encoder_of(model)
     refuse_text_settings(model)
     layers = encoder.transformer.layer
-    require_class(f"{MODULE}.TransformerBlock", *layers)
+    require_class(BLOCK, *layers)
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
-    return text_sublayers(encoder.embeddings, blocks, head)
+    sublayers = transformer_sublayers(encoder.embeddings, blocks, head, attention_sides=(MASK,))
+    return task.present(model, sublayers, INPUTS)
+
+
+def _head(task: TextTask, model: Any) -> nn.Module:
+    if task is TEXTS:
+        return nn.Sequential(
+            FirstToken(), model.pre_classifier, nn.ReLU(), model.dropout, model.classifier
+        )
+    return nn.Sequential(model.dropout, model.qa_outputs if task is ANSWERS else model.classifier)
 
 
 @final

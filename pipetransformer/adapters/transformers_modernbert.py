@@ -9,63 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
-from pipetransformer.adapters.transformer import Family, FirstToken, Residual, require_class
+from pipetransformer.adapters.transformer import (
+    Family,
+    FirstToken,
+    Residual,
+    require_class,
+    transformer_sublayers,
+)
 from pipetransformer.adapters.transformers_texts import (
     MASK,
-    answers_questions,
-    classifies_texts,
-    classifies_tokens,
+    TEXTS,
+    TextTask,
     expanded_mask,
     refuse_text_settings,
-    text_sublayers,
+    text_builders,
 )
 
 INPUTS, POSITIONS = ("input_ids",), "position_ids"
 
-_FAMILY = Family("modernbert", "ModernBert", "model")
-
 
 def builders() -> Builders:
     """Return what takes the models of each class apart."""
-    return {
-        _FAMILY.qualified("ForSequenceClassification"): _build_sequence_classification,
-        _FAMILY.qualified("ForTokenClassification"): _build_token_classification,
-        _FAMILY.qualified("ForQuestionAnswering"): _build_question_answering,
-    }
+    return text_builders(_build, Family("modernbert", "ModernBert", "model"))
 
 
-def _build_sequence_classification(model: Any) -> LayeredModel:
-    if model.config.classifier_pooling == "mean":
-        *below, head = _sublayers(model, _MeanHead(model))
+def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
+    if task is TEXTS and model.config.classifier_pooling == "mean":
+        *below, head = _sublayers(family, model, _MeanHead(model))
         sublayers = (*below, replace(head, sides=(MASK,)))
     else:
-        sublayers = _sublayers(model, _head(model, FirstToken()))
-    return classifies_texts(model, sublayers, INPUTS, unused=_rotary(model))
+        pooling = [FirstToken()] if task is TEXTS else []
+        modules = model.model.final_norm, *pooling, model.head, model.drop, model.classifier
+        sublayers = _sublayers(family, model, nn.Sequential(*modules))
+    # Of the model's own rotary module, which is not called.
+    names = [name for name, _ in model.named_buffers()]
+    unused = [name for name in names if name.startswith("model.rotary_emb.")]
+    return task.present(model, sublayers, INPUTS, unused=unused)
 
 
-def _build_token_classification(model: Any) -> LayeredModel:
-    return classifies_tokens(model, _sublayers(model, _head(model)), INPUTS, unused=_rotary(model))
-
-
-def _build_question_answering(model: Any) -> LayeredModel:
-    return answers_questions(model, _sublayers(model, _head(model)), INPUTS, unused=_rotary(model))
-
-
-def _head(model: Any, *pooling: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        model.model.final_norm, *pooling, model.head, model.drop, model.classifier
-    )
-
-
-def _rotary(model: Any) -> list[str]:
-    """Name the buffers of the model's own rotary module, which is not called."""
-    return [name for name, _ in model.named_buffers() if name.startswith("model.rotary_emb.")]
-
-
-def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
-    encoder = _FAMILY.encoder_of(model)
+def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
+    encoder = family.encoder_of(model)
     refuse_text_settings(model)
-    require_class(_FAMILY.qualified("EncoderLayer"), *encoder.layers)
+    require_class(family.qualified("EncoderLayer"), *encoder.layers)
     kinds = encoder.rotary_emb.rope_type
     if other := sorted(set(kinds.values()) - {"default"}):
         raise ValueError(f"rope_parameters ask for {other}; the adapter knows 'default' alone")
@@ -73,7 +58,8 @@ def _sublayers(model: Any, head: nn.Module) -> tuple[Sublayer, ...]:
         (_Attention(layer, encoder.rotary_emb), Residual(layer.mlp_norm, layer.mlp))
         for layer in encoder.layers
     ]
-    return text_sublayers(encoder.embeddings, blocks, head, attention_sides=(MASK, POSITIONS))
+    sides = (MASK, POSITIONS)
+    return transformer_sublayers(encoder.embeddings, blocks, head, attention_sides=sides)
 
 
 @final

@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipetransformer.adapters.base import LayeredModel, Sublayer
+from pipetransformer.adapters.base import Builders, LayeredModel, Sublayer
 from pipetransformer.adapters.transformer import (
+    Family,
     classification_loss,
     refuse_checkpointing,
-    transformer_sublayers,
 )
 from pipetransformer.loss import Loss, sum_over_targets
 
 MASK = "attention_mask"
-
-
-def text_sublayers(
-    embeddings: nn.Module,
-    blocks: Sequence[tuple[nn.Module, nn.Module]],
-    head: nn.Module,
-    *,
-    attention_sides: tuple[str, ...] = (MASK,),
-) -> tuple[Sublayer, ...]:
-    """Name the sublayers of an encoder whose attention takes a mask."""
-    return transformer_sublayers(embeddings, blocks, head, attention_sides=attention_sides)
-
-
-def classifies_texts(
-    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
-) -> LayeredModel:
-    """Present a model that classifies by the states of tokens that are no padding."""
-    layered = LayeredModel(
-        model,
-        sublayers,
-        inputs=inputs,
-        targets=("labels",),
-        loss_fn=classification_loss(model.config),
-        unused=unused,
-    )
-    layered.padding_mask = MASK
-    return layered
-
-
-def classifies_tokens(
-    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
-) -> LayeredModel:
-    """Present a model that classifies every token."""
-    return LayeredModel(
-        model,
-        sublayers,
-        inputs=inputs,
-        targets=("labels",),
-        loss_fn=Loss(token_loss, is_exact=True, smoothed=_smoothed_token_loss),
-        unused=unused,
-    )
-
-
-def answers_questions(
-    model: Any, sublayers: Sequence[Sublayer], inputs: Sequence[str], *, unused: Sequence[str] = ()
-) -> LayeredModel:
-    """Present a model that finds where an answer starts and ends."""
-    return LayeredModel(
-        model,
-        sublayers,
-        inputs=inputs,
-        targets=("start_positions", "end_positions"),
-        loss_fn=Loss(span_loss, is_exact=True),
-        unused=unused,
-    )
 
 
 def token_loss(
@@ -117,6 +64,63 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
         )
         count = count + (positions != length).sum()
     return total, count
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Say what a text encoder with a head is trained for.
+
+    Args:
+        model: the end of such models' class names.
+        loss_of: builds the loss from a model's configuration.
+        padding_mask: as in `LayeredModel`.
+    """
+
+    model: str
+    targets: tuple[str, ...]
+    loss_of: Callable[[Any], Loss]
+    padding_mask: str | None = None
+
+    def present(
+        self,
+        model: Any,
+        sublayers: Sequence[Sublayer],
+        inputs: Sequence[str],
+        *,
+        unused: Sequence[str] = (),
+    ) -> LayeredModel:
+        """Present a model as sublayers with the task's targets and loss."""
+        loss_fn = self.loss_of(model.config)
+        layered = LayeredModel(
+            model, sublayers, inputs=inputs, targets=self.targets, loss_fn=loss_fn, unused=unused
+        )
+        layered.padding_mask = self.padding_mask
+        return layered
+
+
+TEXTS = TextTask("ForSequenceClassification", ("labels",), classification_loss, MASK)
+TOKENS = TextTask(
+    "ForTokenClassification",
+    ("labels",),
+    lambda config: Loss(token_loss, is_exact=True, smoothed=_smoothed_token_loss),
+)
+ANSWERS = TextTask(
+    "ForQuestionAnswering",
+    ("start_positions", "end_positions"),
+    lambda config: Loss(span_loss, is_exact=True),
+)
+
+Build: TypeAlias = Callable[[Family, TextTask, Any], LayeredModel]
+"""Takes a model of a family, with the head of a task, apart."""
+
+
+def text_builders(build: Build, *families: Family) -> Builders:
+    """Return what takes the models of each family and task apart."""
+    return {
+        family.qualified(task.model): partial(build, family, task)
+        for family in families
+        for task in (TEXTS, TOKENS, ANSWERS)
+    }
 
 
 def refuse_text_settings(model: Any) -> None:
