@@ -16,8 +16,10 @@ import dataclasses
 import json
 import logging
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from experiments.benchmarks.measuring.plain_loop import plain_seconds
 from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule
-from pipetransformer.checkpoint import clear_folder
+from pipetransformer.checkpoint import LOCK_FILE, lock_folder
 from pipetransformer.config import make_config
 from pipetransformer.optimizer import adamw, cosine_with_warmup, polynomial_with_warmup
 from pipetransformer.processes import launch
@@ -103,6 +105,18 @@ def run_demo(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, An
         )
         launch(fine_tune, (settings, str(donor), run), num_slots=NUM_SLOTS)
     return write_report(settings, say)
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete what a folder holds; a ValueError if a run trains in it or in one just below."""
+    with ExitStack() as locks:
+        for locked in (folder, *(path.parent for path in folder.glob(f"*/{LOCK_FILE}"))):
+            locks.enter_context(lock_folder(locked))
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK_FILE:
+                path.unlink()
 
 
 def write_report(settings: DemoSettings, say: Callable[[str], None]) -> dict[str, Any]:

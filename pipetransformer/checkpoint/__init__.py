@@ -3,7 +3,7 @@
 run_state ─► saver ─► snapshot ─► format      resume ◄─ folder_lock
 """
 
-from pipetransformer.checkpoint.folder_lock import clear_folder
+from pipetransformer.checkpoint.folder_lock import LOCK_FILE, lock_folder
 from pipetransformer.checkpoint.format import (
     Checkpoint,
     holds_checkpoint,
@@ -15,6 +15,6 @@ from pipetransformer.checkpoint.run_state import Part, RunState
 from pipetransformer.checkpoint.saver import Saved
 
 __all__ = [
-    "CHECKPOINTS", "Checkpoint", "Part", "RunState", "Saved", "clear_folder",
-    "holds_checkpoint", "open_checkpoint", "open_latest", "published", "resumes",
+    "CHECKPOINTS", "Checkpoint", "LOCK_FILE", "Part", "RunState", "Saved", "holds_checkpoint",
+    "lock_folder", "open_checkpoint", "open_latest", "published", "resumes",
 ]  # fmt: skip

@@ -6,14 +6,13 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-_LOCK = "lock"
+LOCK_FILE = "lock"
 _POLL_S = 0.2
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = FileIO(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        file = FileIO(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), "r+")
     except OSError as error:
         raise ValueError(
             f"folder {str(folder)!r} cannot be written to: {error}; give another folder"
@@ -65,15 +64,3 @@ def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
             _LOG.warning("%s; waiting up to %.0f s for it to end", trains, patience_s)
         has_warned = True
         time.sleep(_POLL_S)
-
-
-def clear_folder(folder: Path) -> None:
-    """Delete what a folder holds; a ValueError if a run trains in it or in one just below."""
-    with ExitStack() as locks:
-        for locked in (folder, *(path.parent for path in folder.glob(f"*/{_LOCK}"))):
-            locks.enter_context(lock_folder(locked))
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()

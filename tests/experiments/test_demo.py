@@ -10,11 +10,13 @@ import pytest
 from experiments import demo
 from experiments.demo import (
     DemoSettings,
+    clear_folder,
     run_folder,
     run_settings,
     summary_table,
     write_report,
 )
+from pipetransformer.checkpoint import LOCK_FILE, lock_folder
 from tests.autopipe.plan.test_published import vit_base
 from tests.pipetransformer.report.test_pictures import run_of
 
@@ -106,3 +108,21 @@ def test_summary_table_shows_all_runs_and_their_shares_of_the_ideal() -> None:
             "share of the ideal                                75%      80%",
         ]
     )
+
+
+def test_clearing_leaves_an_empty_folder_that_can_be_locked(tmp_path: Path) -> None:
+    (tmp_path / "demo" / "baseline").mkdir(parents=True)
+    for name in ("records.jsonl", LOCK_FILE, f"baseline/{LOCK_FILE}", "baseline/weights"):
+        (tmp_path / "demo" / name).touch()
+    clear_folder(tmp_path / "demo")
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == [LOCK_FILE]
+    lock_folder(tmp_path / "demo").close()
+    clear_folder(tmp_path / "absent")
+
+
+def test_a_folder_below_which_a_run_trains_is_not_cleared(tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "run"):
+        (tmp_path / "run" / "weights").touch()
+        with pytest.raises(ValueError, match="is training in folder"):
+            clear_folder(tmp_path)
+    assert (tmp_path / "run" / "weights").exists()
