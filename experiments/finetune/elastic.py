@@ -14,7 +14,7 @@ from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
-from pipetransformer.forecast import Place, make_request, plans_text
+from pipetransformer.forecast import Place, answers_text, find_plan, make_request
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
     ]
     if trainer.is_main_process:
         num_samples = len(workload.train_dataset)
-        print(plans_text(workload.name, place, requests, num_samples=num_samples))
+        answers = [find_plan(place, request, plan="fastest") for request in requests]
+        print(answers_text(workload.name, answers, num_samples=num_samples))
 
 
 def _as_set(trainer: Trainer, profile: Profile, request: PlanRequest) -> PlanRequest:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autopipe.cluster import parse_bytes
-from autopipe.plan import PlanRequest, Tables, draw_tables, table_text, throughput_tables
+from autopipe.plan import Tables, draw_tables, throughput_tables
 from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.machine import default_slots, place_at_hand
@@ -16,12 +16,9 @@ from pipetransformer.forecast.named_model import BERTS, DTYPES, ModelChoice
 from pipetransformer.forecast.place import Place, described_place, make_request
 from pipetransformer.forecast.replicated_stages import PIPEDREAM, add_profile_options, run_profile
 from pipetransformer.forecast.table import (
-    answer_json,
-    answer_text,
-    cache_text,
-    frozen_text,
+    answers_json,
+    answers_text,
     parts_text,
-    place_text,
     replicated_text,
     title,
 )
@@ -117,9 +114,9 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     tables = _published_tables(answers[0]) if plan == "published" else {}
     model = f"{choice.name} in {choice.dtype}"
     if options.json:
-        say(_as_json(model, answers, tables))
+        say(json.dumps(answers_json(model, answers, tables=tables)))
     else:
-        text = _as_text(model, answers, tables, options.samples)
+        text = answers_text(model, answers, num_samples=options.samples, tables=tables)
         if plan == PIPEDREAM:
             text = "\n\n".join([*map(replicated_text, answers), text])
         say(text)
@@ -180,43 +177,6 @@ def _published_tables(answer: Answer) -> Tables:
         return throughput_tables(answer.place.profile, answer.request)
     except ValueError:
         return {}  # The rules know no length, as the answer says.
-
-
-def plans_text(
-    model: str, place: Place, requests: Sequence[PlanRequest], *, num_samples: int
-) -> str:
-    """Say what would be planned for each request, as `pipetransformer plan` does.
-
-    Args:
-        model: its name.
-        place: costs.
-        requests: one for each number of frozen layers.
-        num_samples: of the training set, to say what a cache of all of it takes.
-    """
-    answers = [find_plan(place, request, plan="fastest") for request in requests]
-    return _as_text(model, answers, {}, num_samples)
-
-
-def _as_text(
-    model: str, answers: Sequence[Answer], tables: Tables, num_samples: int | None
-) -> str:
-    found = answer_text(answers[0]) if len(answers) == 1 else frozen_text(answers)
-    texts = [place_text(model, answers[0]), found, cache_text(answers, num_samples)]
-    return "\n\n".join(filter(None, [*texts, table_text(tables) if tables else ""]))
-
-
-def _as_json(model: str, answers: Sequence[Answer], tables: Tables) -> str:
-    place, request = answers[0].place, answers[0].request
-    return json.dumps(
-        {
-            "model": model,
-            "place": place.name,
-            "num_slots": place.num_slots,
-            "global_batch": request.global_batch,
-            "answers": [answer_json(answer) for answer in answers],
-            "throughputs": tables,
-        }
-    )
 
 
 def _draw(answers: Sequence[Answer], tables: Tables, path: Path) -> list[Path]:

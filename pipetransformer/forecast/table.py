@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any
 
-from autopipe.plan import ExplainedPlan, PlanRequest
+from autopipe.plan import ExplainedPlan, PlanRequest, Tables, table_text
 from autopipe.trace import as_bytes
 from pipetransformer.forecast.answer import Answer, Refusal
 from pipetransformer.tables import text_table
@@ -26,7 +27,40 @@ _AS_FAST = 1.01
 """The planner counts plans this close as equally fast, and takes the shortest pipeline."""
 
 
-def place_text(model_name: str, answer: Answer) -> str:
+def answers_text(
+    model_name: str,
+    answers: Sequence[Answer],
+    *,
+    num_samples: int | None,
+    tables: Tables = MappingProxyType({}),
+) -> str:
+    """Write the answers for each number of frozen layers.
+
+    Args:
+        model_name: stands at the top.
+        answers: of one place.
+        num_samples: of the training set, to say what a cache of all of it takes.
+        tables: throughputs from which published rules take M.
+    """
+    choices = _answer_text(answers[0]) if len(answers) == 1 else _frozen_text(answers)
+    texts = [_place_text(model_name, answers[0]), choices, _cache_text(answers, num_samples)]
+    return "\n\n".join(filter(None, [*texts, table_text(tables) if tables else ""]))
+
+
+def answers_json(model_name: str, answers: Sequence[Answer], *, tables: Tables) -> dict[str, Any]:
+    """Return the same as plain values."""
+    place, request = answers[0].place, answers[0].request
+    return {
+        "model": model_name,
+        "place": place.name,
+        "num_slots": place.num_slots,
+        "global_batch": request.global_batch,
+        "answers": [_answer_json(answer) for answer in answers],
+        "throughputs": tables,
+    }
+
+
+def _place_text(model_name: str, answer: Answer) -> str:
     """Say what is planned for."""
     place, costs = answer.place, answer.place.profile.sublayers
     batch = answer.request.global_batch
@@ -38,7 +72,7 @@ def place_text(model_name: str, answer: Answer) -> str:
     )
 
 
-def answer_text(answer: Answer) -> str:
+def _answer_text(answer: Answer) -> str:
     """Write one answer: the choice, its stages, and the others with what they lack."""
     chosen = answer.chosen
     if isinstance(chosen, Refusal):
@@ -78,7 +112,7 @@ def parts_text(explained: ExplainedPlan) -> str:
     )
 
 
-def frozen_text(answers: Sequence[Answer]) -> str:
+def _frozen_text(answers: Sequence[Answer]) -> str:
     """Write the choice at each number of frozen layers, beside that of the published rules."""
     rows = [
         ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
@@ -100,7 +134,7 @@ def frozen_text(answers: Sequence[Answer]) -> str:
     return text_table(rows)
 
 
-def cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
+def _cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
     """Say what caching the frozen prefix's activations takes, at every depth; "" at none."""
     lines = []
     for answer in answers:
@@ -113,7 +147,7 @@ def cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
     return "\n".join(lines)
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
+def _answer_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     chosen = answer.chosen
     return {
