@@ -24,7 +24,7 @@ from autopipe.profile import left_as_found
 from pipetransformer.adapters import find_changed
 from pipetransformer.data import Batch, part_of
 from pipetransformer.job import Task, modes_of, set_modes
-from pipetransformer.loss import refuse_split
+from pipetransformer.loss import random_state, refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
@@ -122,9 +122,9 @@ class _Probe:
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
-                before = _random_state(self.device)
+                before = random_state(self.device)
                 output = self._call(index, hidden, batch)
-                if not self.is_random and _random_state(self.device) != before:
+                if not self.is_random and random_state(self.device) != before:
                     self.is_random = sublayer.name
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
@@ -145,9 +145,9 @@ class _Probe:
         value: Tensor | Batch = batch
         for index, sublayer in enumerate(self.task.model.sublayers):
             with self._lent(index, training=False):
-                before = _random_state(self.device)
+                before = random_state(self.device)
                 value = self._call(index, value, batch)
-                if _random_state(self.device) != before:
+                if random_state(self.device) != before:
                     raise ValueError(
                         f"sublayer {sublayer.name!r} draws random numbers in eval mode, so that "
                         "its output as a frozen layer depends on who computes it; let it draw "
@@ -235,11 +235,3 @@ def _put_back(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> st
                 if isinstance(tensor, nn.Parameter):
                     tensor.copy_(before[name])
     return written
-
-
-def _random_state(device: torch.device) -> bytes:
-    """Return the state of the generators that layers on a device draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return b"".join(state.numpy().tobytes() for state in states)
