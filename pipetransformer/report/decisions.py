@@ -13,19 +13,9 @@ from freeze import MEASURED_SIGNALS, FreezeContext, LayerStats
 from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
 
 _SIGNALS = tuple(field.name for field in fields(LayerStats) if field.name in MEASURED_SIGNALS)
-_PLAIN = (
-    "epoch",
-    "max_steps",
-    "steps_per_epoch",
-    "learning_rate",
-    "peak_learning_rate",
-    "metrics",
-    "loss",
-    "loss_slope",
-    "mean_learning_rate",
-    "evaluated_at",
-)
-"""What of a context is recorded as it is; the last two were not always."""
+_OTHERWISE = {"step", "layers", "num_frozen", "frozen_since", "resting", "predict"}
+_PLAIN = tuple(field.name for field in fields(FreezeContext) if field.name not in _OTHERWISE)
+"""What of a context is recorded as it is; its last two were not always."""
 
 _SPARE_S, _SPARE_SHARE = 0.01, 0.01
 """What predicting may take at a decision, and as a share of the training since the last one."""
