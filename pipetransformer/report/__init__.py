@@ -1,9 +1,10 @@
 """Record a run, show its progress, and draw it.
 
-run_log ─► decisions, records ─► pictures, freeze_pictures          fit_report
+run_log ─► decisions, records ─► pictures, freeze_pictures ─► figures          fit_report
 """
 
 from pipetransformer.report.decisions import RecordedDecision, read_decisions
+from pipetransformer.report.figures import new_figure, open_frame
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.freeze_pictures import decision_table, draw_freezing
 from pipetransformer.report.pictures import breakdown_table, draw_folder, draw_report
@@ -19,5 +20,5 @@ from pipetransformer.report.run_log import RunLog
 __all__ = [
     "FitReport", "RECORDS_FILE", "Record", "RecordedDecision", "RunLog", "breakdown_table",
     "decision_table", "draw_folder", "draw_freezing", "draw_report", "finite", "latest_branch",
-    "read_decisions", "read_records",
+    "new_figure", "open_frame", "read_decisions", "read_records",
 ]  # fmt: skip

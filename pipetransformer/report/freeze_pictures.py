@@ -14,6 +14,7 @@ from torch import Tensor
 from freeze.signals import svcca
 from pipetransformer.layer_signals import PROBE_FOLDER, read_looks
 from pipetransformer.report.decisions import RecordedDecision, read_decisions
+from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
 from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:
@@ -70,16 +71,12 @@ def draw_freezing(folder: Path) -> str:
     Raises:
         ValueError: the folder holds no decisions.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     decisions = read_decisions(folder)
     signals = [name for name in _TITLES if any(name in one.signals for one in decisions)]
     looks = read_looks(folder / PROBE_FOLDER)
     num_panels = 1 + len(signals) + (len(looks) > 1)
     num_rows = math.ceil(num_panels / 2)
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(12, 3.2 * num_rows), dpi=110, layout=layout)
+    figure = new_figure(12, 3.2 * num_rows)
     panels = [figure.add_subplot(num_rows, 2, 1 + index) for index in range(num_panels)]
     _draw_frozen(panels[0], decisions)
     for axes, name in zip(panels[1:], signals, strict=False):
@@ -92,9 +89,9 @@ def draw_freezing(folder: Path) -> str:
             axes.set_yscale("log")
     if len(looks) > 1:
         _draw_layers(panels[-1], similarities(looks), "SVCCA with the end")
+    open_frame(*panels)
     for axes in panels:
         axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
     path = folder / "freezing.png"
     figure.savefig(path)
     return f"{decision_table(decisions)}\n\n{path}"
@@ -108,22 +105,21 @@ def _draw_frozen(axes: Axes, decisions: Sequence[RecordedDecision]) -> None:
     axes.plot(steps, frozen, drawstyle="steps-post", linewidth=2.0)
     axes.set_ylim(-0.3, decisions[0].context.num_layers + 0.3)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("Frozen layers", loc="left", fontweight="bold")
+    set_title(axes, "Frozen layers")
 
 
 def _draw_layers(axes: Axes, values: dict[int, list[float | None]], title: str) -> None:
     """Draw a line for each layer over the steps; what is not known is a gap."""
     from matplotlib import colormaps
 
-    num_layers = max(len(own) for own in values.values())
+    num_layers = max(map(len, values.values()))
     colors = colormaps["viridis"]
     for layer in range(num_layers):
-        found = [own[layer] for own in values.values()]
-        line = [math.nan if value is None else value for value in found]
+        line = with_gaps(layers[layer] for layers in values.values())
         label = f"layer {layer}" if layer in (0, num_layers - 1) else None
         color = colors(layer / max(1, num_layers - 1))
         axes.plot(list(values), line, color=color, marker=".", markersize=3, label=label)
-    axes.set_title(title, loc="left", fontweight="bold")
+    set_title(axes, title)
     axes.legend(frameon=False, fontsize="small")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipetransformer.config import EVALUATION_FIELDS
+from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
 from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
 from pipetransformer.tables import text_table
 
@@ -36,9 +36,6 @@ def draw_report(runs: Runs, path: Path) -> None:
     Raises:
         ValueError: there is no epoch in the run.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     *_, own = runs.values()
     metric = _metric(own)
     if not _epochs(own):
@@ -46,13 +43,12 @@ def draw_report(runs: Runs, path: Path) -> None:
             f"the {len(own)} records given hold no epoch; train at least one whole epoch "
             "before drawing the report"
         )
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=(12, 8), dpi=110, layout=layout)
+    figure = new_figure(12, 8)
     panels = figure.subplot_mosaic(
         [["loss", "speed"], ["accuracy", "speed"], ["frozen", "parts"], ["shape", "parts"]]
     )
+    open_frame(*panels.values())
     for axes in panels.values():
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e6ea")
         axes.set_axisbelow(True)
     _draw_learning(panels["loss"], panels["accuracy"], runs, metric)
@@ -100,7 +96,7 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
         evaluations = _of_kind(records, "evaluation")
         _line(judged, evaluations, metric, color=color, marker=".")
         highest = max([highest, *(one.get(metric) or 0.0 for one in evaluations)])
-    loss.set_title("Learning", loc="left", fontweight="bold")
+    set_title(loss, "Learning")
     loss.set(ylabel="training loss", ylim=(0, None))
     loss.legend(frameon=False)
     judged.set_ylabel(f"test {metric.replace('_', ' ')}")
@@ -133,7 +129,7 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
         for index, event in enumerate(_of_kind(records, "transition")):
             label = "transition" if index == 0 else None
             axes.axvline(event["elapsed_s"], color=MARK_COLOR, ls=":", lw=1.2, label=label)
-    frozen.set_title("Freezing and topology", loc="left", fontweight="bold")
+    set_title(frozen, "Freezing and topology")
     frozen.set_ylabel("frozen layers")
     shape.set_ylabel("K and R")
     shape.legend(ncols=3, loc="lower left", edgecolor="none", framealpha=0.9)
@@ -144,7 +140,7 @@ def _draw_throughput(axes: Axes, runs: Runs) -> None:
     """Draw samples per second, each epoch as a point."""
     for name, records, color in _colored(runs):
         _line(axes, _epochs(records), "samples_per_s", color=color, label=name, marker=".")
-    axes.set_title("Throughput", loc="left", fontweight="bold")
+    set_title(axes, "Throughput")
     axes.set_ylabel("samples per second, mean of each epoch")
     axes.set(xlabel="seconds since the start", xlim=(0, None), ylim=(0, None))
     axes.legend(frameon=False)
@@ -170,7 +166,7 @@ def _draw_breakdown(axes: Axes, runs: Runs) -> None:
         heights = [bar.get(name, 0.0) for bar in bars]
         axes.bar(places, heights, 0.8, bottoms, color=color, label=name.replace("_", "-"))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_title("Where each epoch's time went", loc="left", fontweight="bold")
+    set_title(axes, "Where each epoch's time went")
     # Headroom for the notes above the other runs' bars.
     axes.margins(y=0.2)
     axes.set(ylabel="seconds", xlabel="epoch")
@@ -196,8 +192,7 @@ def _epochs(records: list[Record]) -> list[Record]:
 def _line(axes: Axes, records: list[Record], field: str, **style: Any) -> None:
     """Plot a field over the seconds since the start; where it is null or lacking is a gap."""
     seconds = [record["elapsed_s"] for record in records]
-    values = [record.get(field) for record in records]
-    axes.plot(seconds, [math.nan if value is None else value for value in values], **style)
+    axes.plot(seconds, with_gaps(record.get(field) for record in records), **style)
 
 
 def _share_time(upper: Axes, lower: Axes) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from freeze import POLICY_HELP, named_policy
-from pipetransformer.report import read_decisions
+from pipetransformer.report import new_figure, open_frame, read_decisions
 from pipetransformer.scoring.hindsight import Score, recorded_score, score
 from pipetransformer.tables import text_table
 
@@ -73,9 +73,7 @@ def _changes(frozen: dict[int, int]) -> str:
 
 
 def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), dpi=110, layout="constrained")
+    figure = new_figure(9, 4)
     axes = figure.add_subplot()
     for name, one in scores.items():
         steps: Sequence[int] = [*one.frozen, max_steps]
@@ -83,6 +81,6 @@ def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
         label = f"{name}: {one.share:.0%} of the time"
         axes.plot(steps, values, drawstyle="steps-post", label=label)
     axes.set(xlabel="step", ylabel="frozen layers", ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
     axes.legend(frameon=False)
     figure.savefig(path)
