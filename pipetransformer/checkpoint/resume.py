@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from autodp import Shard, broadcast_json, gather_json
+from autodp import Shard, gather_json
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint.format import (
     Checkpoint,
@@ -33,7 +33,7 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import replace_file
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes import World, agree, is_restarted, launcher_name
+from pipetransformer.processes import World, agree, is_restarted, launcher_name, told_by_rank_0
 from pipetransformer.transition import (
     JOURNAL_FILE,
     OPTIMIZER,
@@ -106,8 +106,7 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
         return checkpoint
 
     # The others take rank 0's list: on a shared disk they might still see an older one.
-    found = agree(lambda: published(directory) if rank == 0 else [], group=group)
-    names = broadcast_json([folder.name for folder in found], group=group)
+    names = told_by_rank_0(lambda: [one.name for one in published(directory)], group=group)
     for name in names:
         try:
             return agree(partial(verified, directory / name), group=group)

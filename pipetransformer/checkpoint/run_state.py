@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autodp import broadcast_json, gather_json
+from autodp import gather_json
 from freeze.signals import IntervalSignals
 from pipetransformer.checkpoint.folder_lock import lock_folder
 from pipetransformer.checkpoint.format import Checkpoint
@@ -31,7 +31,7 @@ from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
-from pipetransformer.processes import World, agree, cpu_name, is_restarted
+from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
 from pipetransformer.timeline import Position
 from pipetransformer.transition import Decision, Transitions, plan_shape
 
@@ -86,8 +86,7 @@ class RunState:
         if config.folder is None:
             return None
         folder = Path(config.folder)
-        claimed = agree(lambda: self._world.is_main and self._claim(folder), group=group)
-        self._resumes = broadcast_json(claimed, group=group)
+        self._resumes = told_by_rank_0(lambda: self._claim(folder), group=group)
         note_launchers(folder, self._world)
         directory = folder / CHECKPOINTS
         if config.saves:

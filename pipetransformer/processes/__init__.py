@@ -4,7 +4,7 @@ launcher ─► world ◄─ meeting          agreement: what one rank finds wro
                                       host_memory: what a process keeps of it
 """
 
-from pipetransformer.processes.agreement import agree, on_rank_0
+from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0
 from pipetransformer.processes.host_memory import give_back_freed_memory, keep_freed_memory
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
@@ -21,5 +21,5 @@ from pipetransformer.processes.world import (
 __all__ = [
     "World", "agree", "connect", "cpu_name", "free_bytes", "give_back_freed_memory",
     "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
-    "slots_of_a_node", "tightest", "world_size",
+    "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autodp import gather_json
+from autodp import broadcast_json, gather_json
 from pipetransformer.errors import CorruptCheckpointError
 
 T = TypeVar("T")
@@ -48,3 +48,13 @@ def on_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T 
     """
     is_rank_0 = group is None or dist.get_rank() == 0
     return agree(lambda: action() if is_rank_0 else None, group=group)
+
+
+def told_by_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """Return on every rank the JSON value that rank 0's action returns. Collective.
+
+    Raises:
+        CorruptCheckpointError, ValueError, OSError: on every rank, as by `agree`.
+    """
+    value: T = broadcast_json(on_rank_0(action, group=group), group=group)
+    return value

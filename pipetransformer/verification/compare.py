@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autodp import broadcast_json
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
 from pipetransformer.errors import VerificationError
 from pipetransformer.job import Task
 from pipetransformer.loss import LossFunction
-from pipetransformer.processes import World
+from pipetransformer.processes import World, told_by_rank_0
 from pipetransformer.verification.local import find_difference
 from pipetransformer.verification.model_copy import OwnForward, converted, make_twin
 from pipetransformer.verification.pipelined import compare_steps
@@ -57,8 +56,9 @@ def verify(
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:
         raise ValueError(f"a batch of {num_samples} samples cannot be split; give two or more")
-    answer = _verify_locally(task, model, loss_fn, batch) if world.is_main else None
-    name, outcome = broadcast_json(answer, group=world.group)
+    name, outcome = told_by_rank_0(
+        lambda: _verify_locally(task, model, loss_fn, batch), group=world.group
+    )
     if not outcome:
         dtype: torch.dtype = getattr(torch, name)
         own = OwnForward(make_twin(model, dtype), loss_fn) if world.is_main else None
