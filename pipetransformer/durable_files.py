@@ -17,9 +17,15 @@ from torch import Tensor
 
 
 class LineFile:
-    """A file of lines that is only appended to. What is written survives the process's death."""
+    """A file of lines that is only appended to. What is written survives the process's death.
+
+    A last line without its newline was torn by a kill, and is cut off.
+    """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            # Appending behind it would join both into one unreadable line in the middle.
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = open(path, "ab", buffering=0)
 
     def append(self, line: bytes, *, durable: bool = False) -> None:

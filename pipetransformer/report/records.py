@@ -29,7 +29,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -180,11 +179,10 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _recover(path: Path) -> float:
-    """Leave out what is no record, such as a torn last line; return the seconds recorded."""
+    """Leave out whole lines that are no records; return the seconds recorded."""
     if not path.exists():
         return 0.0
-    *lines, torn = path.read_bytes().split(b"\n")
-    os.truncate(path, path.stat().st_size - len(torn))
+    lines = path.read_bytes().split(b"\n")[:-1]
     whole = [(line, record) for line in lines if (record := _parse(line)) is not None]
     if lines and not whole:
         read_records(path)  # Another program's file: it says so.

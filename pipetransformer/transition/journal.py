@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,6 @@ class Journal:
             for entry in read_journal(path):
                 self._note(entry)
             self._recorded = {at: one for at, one in self._recorded.items() if at >= from_step}
-            # Appending behind a torn line would join both into one unreadable line in the middle.
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         elif from_step:
             _LOG.warning(
                 f"journal {path} is missing: decisions from step {from_step} on are taken anew, "
