@@ -46,7 +46,6 @@ class LineFile:
             raise
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         self._file.close()
 
 

@@ -130,7 +130,6 @@ class LayeredModel:
         """Run one sublayer.
 
         Args:
-            index: position of the sublayer.
             value: the batch for sublayer 0, else the hidden state its predecessor returned.
             sides: at least those entries of the batch that the sublayer names; the batch will do.
         Raises:
@@ -174,8 +173,7 @@ class LayeredModel:
 
         Args:
             batch: the model's inputs (read where first is 0) and the sublayers' sides.
-            first: where to begin.
-            last: where to stop, exclusive; None is the end.
+            last: exclusive; None is the end.
             hidden: what sublayer first-1 returned; None exactly if first is 0.
         Raises:
             ValueError: an empty or impossible range.

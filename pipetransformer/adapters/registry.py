@@ -77,7 +77,6 @@ def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], Layered
     Args:
         kind: the class, or its "module.Class" where importing it here would be slow. Covers
             subclasses that have no adapter of their own and do not override `forward`.
-        build: returns the LayeredModel of a model.
     """
     _BUILDERS[kind] = build
 

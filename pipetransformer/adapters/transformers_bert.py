@@ -30,7 +30,6 @@ _FAMILIES = (
 
 
 def builders() -> Builders:
-    """Return what takes the models of each class apart."""
     return text_builders(_build, *_FAMILIES)
 
 

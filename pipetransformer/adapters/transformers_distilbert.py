@@ -28,7 +28,6 @@ INPUTS = ("input_ids", "position_ids")
 
 
 def builders() -> Builders:
-    """Return what takes the models of each class apart."""
     return text_builders(_build, Family("distilbert", "DistilBert", "distilbert"))
 
 

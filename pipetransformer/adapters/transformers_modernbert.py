@@ -29,7 +29,6 @@ INPUTS, POSITIONS = ("input_ids",), "position_ids"
 
 
 def builders() -> Builders:
-    """Return what takes the models of each class apart."""
     return text_builders(_build, Family("modernbert", "ModernBert", "model"))
 
 

@@ -30,7 +30,6 @@ def token_loss(
     Args:
         output: (N, S, classes) logits.
         target: (N, S) int64.
-        label_smoothing: spread over all classes.
     Source: BertForTokenClassification.forward of transformers, whose mean is over such tokens.
     """
     keywords = {"label_smoothing": label_smoothing}
@@ -73,7 +72,6 @@ class TextTask:
     Args:
         model: the end of such models' class names.
         loss_of: builds the loss from a model's configuration.
-        padding_mask: as in `LayeredModel`.
     """
 
     model: str

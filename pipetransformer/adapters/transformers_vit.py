@@ -22,7 +22,6 @@ from pipetransformer.adapters.transformer import (
 
 
 def builders() -> Builders:
-    """Return what takes the models of each class apart."""
     vits = Family("vit", "ViT", "vit"), Family("deit", "DeiT", "deit")
     dinos = [
         Family(package, prefix, package)

@@ -91,10 +91,9 @@ def note_launchers(folder: Path, world: World) -> None:
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:
     """Find the newest checkpoint that every rank can use; warn of each newer one. Collective.
 
-    Each rank verifies its share of the files, so that a large checkpoint is read once in all.
+    Each rank verifies its share of the files, so that a large checkpoint is read once in all. None
+    where no save was ever completed in this directory.
 
-    Returns:
-        None if no save was ever completed in this directory.
     Raises:
         CorruptCheckpointError: there are checkpoints, and none is usable.
     """

@@ -251,6 +251,5 @@ class RunState:
 
 
 def _describe_hardware(device: torch.device) -> dict[str, Any]:
-    """Describe what a measured time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {"device": name, "cores": torch.get_num_threads(), "torch": torch.__version__}

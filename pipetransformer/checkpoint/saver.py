@@ -50,7 +50,6 @@ class Saved:
         written_s: how long writing took beside training, until it counted.
         num_bytes: of all ranks' files, on rank 0; 0 where there is no checkpoint, as a write
             failed.
-        folder: of the checkpoint.
     """
 
     step: int
@@ -85,7 +84,6 @@ class Saver:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether no save is under way."""
         return self._writer is None or not self._writer.is_alive()
 
     def reserve(self, shards: Shards) -> None:

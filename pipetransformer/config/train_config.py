@@ -214,7 +214,6 @@ class TrainConfig:
 
     @property
     def saves(self) -> bool:
-        """Tell whether checkpoints are written."""
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
     def plain(self) -> dict[str, Any]:

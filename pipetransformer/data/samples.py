@@ -59,8 +59,6 @@ class Samples:
     Args:
         dataset: items are mappings, or tuples of inputs and targets; "labels" may be "label" or
             "label_ids" there.
-        collation: makes batches of them.
-        seed: of the run.
     """
 
     dataset: SizedDataset
@@ -71,12 +69,9 @@ class Samples:
         """Read and collate samples.
 
         Args:
-            ids: dataset indices.
             view: with the seed and the index, it seeds torch, numpy and random before each read.
         Returns:
             tensors by entry name, (B, ...) on the CPU.
-        Raises:
-            ValueError: see `Collation.collate`.
         """
         collation, dataset = self.collation, self.dataset
         names = (*collation.inputs, *collation.targets)

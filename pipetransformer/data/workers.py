@@ -32,12 +32,9 @@ class ForeseenSamples:
     """Read samples through workers, as far as it is known which come next.
 
     Args:
-        samples: what is read.
         to_come: yields the requests to come, the next one first.
         num_workers: processes that read; 0 reads in this one, when a step needs it.
         prefetch_factor: requests that each has read, or is reading, ahead.
-        pin_memory: whether what they read goes into page-locked memory, on its way to a GPU.
-        timeout_s: longest wait for one request.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class ForeseenSamples:
         self._answers = None
 
     def close(self) -> None:
-        """End the workers."""
         iterator: Any = None if self._loader is None else self._loader._iterator
         self._answers = self._loader = None
         if iterator is not None:
@@ -114,8 +110,6 @@ class _ToCome(Iterable[Request]):
 
 
 class _Answers(Dataset[tuple[Request, Batch]]):
-    """Answer requests, in a worker."""
-
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 

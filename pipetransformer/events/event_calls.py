@@ -29,15 +29,10 @@ def check_callbacks(callbacks: Any) -> None:
 
 @final
 class Events:
-    """Tell a trainer's callbacks what happens; without any, nothing is done or sent.
+    """Tell a trainer's callbacks, in their order, what happens; without any, nothing is sent.
 
     Built by all ranks together.
 
-    Args:
-        trainer: is handed to them.
-        callbacks: called in their order.
-        world: whose ranks agree.
-        timeline: is stopped where a rank asks for it.
     Raises:
         ValueError: on every rank: ranks have other callbacks.
     """

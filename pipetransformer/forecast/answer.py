@@ -32,7 +32,6 @@ class Refusal:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -41,12 +40,9 @@ class Answer:
     """Hold what was found for a number of frozen layers.
 
     Args:
-        place: costs.
-        request: what the planners were asked.
         chosen: the plan of the planner that was asked for.
         others: runners-up, fastest first.
         refusals: why there is no plan of some lengths.
-        published: the plan by the published rules.
         pipedream: the choice of PipeDream's optimizer, whose stages have their own replicas.
     """
 

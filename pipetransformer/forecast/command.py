@@ -35,7 +35,6 @@ _OF_A_MODEL = (
 
 
 def add_plan_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `pipetransformer plan`."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -73,13 +72,8 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
-    """Plan, and say what was found.
+    """Plan, say what was found, and tell whether all numbers of frozen layers have a plan.
 
-    Args:
-        options: of `add_plan_parser`.
-        say: shows a text to the person who asks.
-    Returns:
-        whether there is a plan for every number of frozen layers.
     Raises:
         ValueError: the question cannot be read or answered; the message says why.
         WorkerFailedError: measuring the machine at hand failed.
@@ -162,7 +156,6 @@ def _refuse(options: argparse.Namespace) -> None:
 
 
 def _find_place(choice: ModelChoice, options: argparse.Namespace) -> tuple[Place, int]:
-    """Return the costs, described or measured, and the samples of a step."""
     if options.cluster is not None:
         place = described_place(choice, options.cluster)
         return place, options.batch or BATCH_A_SLOT * place.num_slots

@@ -24,7 +24,6 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
     """Measure the costs on this machine, in one process per slot.
 
     Args:
-        num_slots: processes to start; see `default_slots`.
         global_batch: samples of a step; micro-batches of it are measured.
     Raises:
         ValueError: the model cannot be built, or there is no slot.

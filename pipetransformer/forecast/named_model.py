@@ -66,12 +66,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Hold a model with its sample.
-
-    Args:
-        model: presented by its adapter.
-        sample: one sample's inputs and targets, (1, ...) tensors.
-    """
+    """Hold a model with one sample's inputs and targets, (1, ...) tensors."""
 
     model: LayeredModel
     sample: Batch

@@ -21,8 +21,6 @@ class Place:
     """Hold what planning for a place needs.
 
     Args:
-        name: for people.
-        profile: the model's costs there.
         num_slots, slots_per_node: device slots that would train.
         memory_bytes: of a slot; None where it is not known.
         cache_bytes_per_s: at which cached activations are read; None where it is not known.

@@ -38,10 +38,8 @@ class Replicated:
     """Hold PipeDream's choice.
 
     Args:
-        graph: what is cut.
-        states: where.
+        states: where the graph is cut.
         levels: machines, innermost first.
-        plan: the choice.
         minibatch: samples of it; None where the profile does not say.
     """
 
@@ -57,7 +55,6 @@ class Replicated:
         return (self.minibatch or 1.0) / self.plan.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {
             "machines": [level.count for level in self.levels],
             "bandwidth": [level.bytes_per_s for level in self.levels],
@@ -180,7 +177,6 @@ def _solved(
 
 
 def _others(found: Replicated, activations: bool, memory_bytes: float | None) -> str:
-    """Compare with what else there is."""
     plan = found.plan
     rows = [["", "ms a minibatch", "over data parallel"]]
     seconds: dict[str, float | None] = {plan.name: plan.seconds}

@@ -37,7 +37,6 @@ def answers_text(
     """Write the answers for each number of frozen layers.
 
     Args:
-        model_name: stands at the top.
         answers: of one place.
         num_samples: of the training set, to say what a cache of all of it takes.
         tables: throughputs from which published rules take M.
@@ -48,7 +47,6 @@ def answers_text(
 
 
 def answers_json(model_name: str, answers: Sequence[Answer], *, tables: Tables) -> dict[str, Any]:
-    """Return the same as plain values."""
     place, request = answers[0].place, answers[0].request
     return {
         "model": model_name,
@@ -61,7 +59,6 @@ def answers_json(model_name: str, answers: Sequence[Answer], *, tables: Tables) 
 
 
 def _place_text(model_name: str, answer: Answer) -> str:
-    """Say what is planned for."""
     place, costs = answer.place, answer.place.profile.sublayers
     batch = answer.request.global_batch
     memory = "" if place.memory_bytes is None else f" of {as_bytes(place.memory_bytes)}"
@@ -73,7 +70,6 @@ def _place_text(model_name: str, answer: Answer) -> str:
 
 
 def _answer_text(answer: Answer) -> str:
-    """Write one answer: the choice, its stages, and the others with what they lack."""
     chosen = answer.chosen
     if isinstance(chosen, Refusal):
         head = f"no plan: {chosen.reason}"
@@ -148,7 +144,6 @@ def _cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain values."""
     chosen = answer.chosen
     return {
         "num_frozen": answer.request.num_frozen,
@@ -216,7 +211,6 @@ def _other_rows(answer: Answer) -> list[list[str]]:
 
 
 def _pipedream_cells(answer: Answer) -> list[str]:
-    """Name PipeDream's choice, and state its rate."""
     if isinstance(answer.pipedream, Refusal):
         return ["none", ""]
     return [answer.pipedream.plan.name, _number(answer.pipedream.samples_per_s)]

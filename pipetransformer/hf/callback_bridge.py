@@ -31,13 +31,9 @@ class CallbackBridge(Callback):
     """Keep transformers' state of a run, and call its callbacks.
 
     Args:
-        args: as callbacks are handed them.
         callbacks: instances or classes.
-        model, processing_class: are handed to them.
     Attributes:
-        state, control: transformers' own.
         prefix: of the metrics of the evaluation that goes on.
-        num_samples: of the training set.
         losses: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
@@ -71,7 +67,6 @@ class CallbackBridge(Callback):
         self._handler.on_init_end(args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
-        """Add a callback, an instance or a class."""
         one = callback() if isinstance(callback, type) else callback
         if not isinstance(one, TrainerCallback):
             raise ValueError(
@@ -98,7 +93,6 @@ class CallbackBridge(Callback):
             )
 
     def remove(self, callback: Any) -> None:
-        """Remove a callback, an instance or all of a class."""
         self._handler.remove_callback(callback)
 
     def on_train_begin(self, trainer: Any) -> None:

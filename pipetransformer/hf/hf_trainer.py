@@ -357,7 +357,6 @@ class HFTrainer:
 
 
 def _one_of(datasets: Any, name: str) -> SizedDataset:
-    """Return the evaluation set of a name."""
     if not isinstance(datasets, Mapping) or name not in datasets:
         known = sorted(datasets) if isinstance(datasets, Mapping) else "one without a name"
         raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")

@@ -75,7 +75,6 @@ def settings_of(
 
     Args:
         args: checked by `refuse_unknown`.
-        num_samples: of the training set.
         optimizer: whose rate need not be `args.learning_rate`.
     """
     # As many samples an update as with transformers on as many devices.
@@ -126,7 +125,6 @@ def optimizer_of(
     Args:
         args: name it, where none is given.
         model: whose biases and norms do not decay, as transformers counts them.
-        given: a class and its keywords.
     """
     kind, keywords = given or Trainer.get_optimizer_cls_and_kwargs(args, model)
     # It needs nothing of a Trainer, and is no function of its own.

@@ -23,7 +23,6 @@ class Observed:
 
     Args:
         measured: on gradients and weights, of all stages.
-        looked: on the probe batch.
         loss, loss_slope, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
     """
 
@@ -78,7 +77,6 @@ class Observing:
         self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:
-        """Take note of a step."""
         self._losses.add(loss)
         self._rates, self._num_rates = self._rates + learning_rate, self._num_rates + 1
 
@@ -106,7 +104,6 @@ class Observing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self._losses.load_state_dict(state["losses"])
         self._rates, self._num_rates = state.get("learning_rates", (0.0, 0))
 

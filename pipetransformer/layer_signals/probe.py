@@ -32,12 +32,7 @@ Grams = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class Looked:
-    """Hold what a look showed.
-
-    Args:
-        values: by layer, signals by name.
-        seconds: what it took.
-    """
+    """Hold what a look showed, signals by name for each layer, and what it took."""
 
     values: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -99,7 +94,6 @@ class Probe:
         return Looked({layer: self._compare(layer, gram) for layer, gram in now.items()}, seconds)
 
     def close(self) -> None:
-        """Let go of what reads the samples."""
         self._feed.close()
 
     def _compare(self, layer: int, now: Tensor) -> dict[str, float]:

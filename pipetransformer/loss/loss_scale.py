@@ -50,9 +50,7 @@ class LossScale:
             self.value, self._good_steps = 2 * self.value, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.value, self._good_steps = state["value"], state["good_steps"]

@@ -174,7 +174,6 @@ def _describe_difference(answers: list[_Answer], dtype: torch.dtype) -> str:
 
 
 def _gradients_differ(answers: list[_Answer], dtype: torch.dtype) -> bool:
-    """Compare the gradient of the whole with those of the parts."""
     gradients = [one.gradient for one in answers if one.gradient is not None]
     if len(gradients) < len(answers):
         return bool(gradients)

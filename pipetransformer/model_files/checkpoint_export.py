@@ -16,7 +16,6 @@ from pipetransformer.transition import WEIGHTS, split_shard_name
 
 
 def add_export_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "source", type=Path, help="a checkpoint, or the folder= of a run: then its newest one"
     )

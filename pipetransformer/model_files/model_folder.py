@@ -30,7 +30,6 @@ def write_model_folder(
     """Write a model, which may be without weights itself, with a state.
 
     Args:
-        model: says what the folder describes.
         state: all its weights, by its own names.
         folder: created if missing.
         processing_class: a tokenizer or a processor to be saved beside it, or None.

@@ -41,20 +41,12 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
 
 
 def on_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T | None:
-    """Return what rank 0's action does, None elsewhere, once it is done. Collective.
-
-    Raises:
-        CorruptCheckpointError, ValueError, OSError: on every rank, as by `agree`.
-    """
+    """Return what rank 0's action does, None elsewhere; errors are `agree`'s. Collective."""
     is_rank_0 = group is None or dist.get_rank() == 0
     return agree(lambda: action() if is_rank_0 else None, group=group)
 
 
 def told_by_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Return on every rank the JSON value that rank 0's action returns. Collective.
-
-    Raises:
-        CorruptCheckpointError, ValueError, OSError: on every rank, as by `agree`.
-    """
+    """Return on every rank the JSON value of rank 0's action; errors are `agree`'s. Collective."""
     value: T = broadcast_json(on_rank_0(action, group=group), group=group)
     return value

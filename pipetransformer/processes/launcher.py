@@ -71,10 +71,7 @@ def launch(
     Args:
         entry: an importable function; it finds its place through the environment, as under
             torchrun, and in PIPETRANSFORMER_RESTART_COUNT the number of restarts so far.
-        arguments: passed to it.
-        num_slots: processes to start.
         cores_per_slot: CPU threads of each.
-        max_restarts: how often all are started again.
         start_method: "spawn" starts a new interpreter for each process; "forkserver" forks them
             from one that has imported this package, which saves seconds at every start. What
             they print goes where the first launch's did, and one that a signal has stopped

@@ -14,9 +14,6 @@ from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
 def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
     """Refuse what would be lost, or mean something else, where layers move and batches are split,
     and weights that a low precision would round at every update.
-
-    Raises:
-        ValueError: the message names the module or parameter, and what to do.
     """
     sides, mask = model.sides_of(0, len(model.sublayers)), model.padding_mask
     if mask is not None and mask not in sides:

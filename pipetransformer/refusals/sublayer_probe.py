@@ -114,7 +114,6 @@ class _Probe:
         self.task.loss_fn(self._evaluate(batch)[-1], self.task.model.targets_of(batch))
 
     def _train(self, batch: Batch) -> None:
-        """Run forwards and backwards as in training."""
         model = self.task.model
         hidden: Tensor | Batch = batch
         trains = False
@@ -140,7 +139,6 @@ class _Probe:
             hidden = output.detach()
 
     def _evaluate(self, batch: Batch) -> list[Tensor]:
-        """Return every sublayer's output."""
         outputs: list[Tensor] = []
         value: Tensor | Batch = batch
         for index, sublayer in enumerate(self.task.model.sublayers):

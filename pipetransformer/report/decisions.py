@@ -28,7 +28,6 @@ class RecordedDecision:
     Attributes:
         context: what its policy saw; `predict` answers as it did then, or, where that was not
             recorded, as at the nearest earlier decision with recorded predictions.
-        num_frozen, reason: what was decided.
         look_s: what looking at the probe batch took before it.
     """
 
@@ -54,8 +53,6 @@ def decision_fields(
     At step 0 it is predicted in any case.
 
     Args:
-        context: what the policy saw.
-        num_frozen, reason: what was decided.
         interval_s: seconds of training since the last decision, about.
     """
     spare_s = max(_SPARE_S, _SPARE_SHARE * interval_s) if context.step else math.inf

@@ -30,9 +30,7 @@ class FitReport:
     best_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far, as plain values."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         vars(self).update(state)

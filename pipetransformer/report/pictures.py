@@ -86,7 +86,6 @@ def draw_folder(folder: Path) -> str:
 
 
 def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
-    """Draw training loss above what evaluations found."""
     from matplotlib.ticker import PercentFormatter
 
     highest = 0.0
@@ -137,7 +136,6 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
 
 
 def _draw_throughput(axes: Axes, runs: Runs) -> None:
-    """Draw samples per second, each epoch as a point."""
     for name, records, color in _colored(runs):
         _line(axes, _epochs(records), "samples_per_s", color=color, label=name, marker=".")
     set_title(axes, "Throughput")

@@ -101,7 +101,6 @@ class Records:
             self._listener(record)
 
     def close(self) -> None:
-        """Close both files; a second call does nothing."""
         if self._lines is not None:
             self._lines.close()
         self._close_board()

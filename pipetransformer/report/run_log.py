@@ -246,7 +246,6 @@ class RunLog:
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
     def checkpoint(self, saved: Saved | None) -> None:
-        """Note what was saved, if anything was."""
         if saved is None or not saved.num_bytes:
             return
         seconds = {"seconds": saved.stopped_s, "written_s": saved.written_s}
@@ -267,7 +266,6 @@ class RunLog:
             self._records.log(kind, step, **fields)
 
     def _reassign(self, source: str, category: str, seconds: float) -> None:
-        """Count seconds that were spent on one thing to another."""
         self._spent[source] -= seconds
         self._spent[category] += seconds
 
@@ -317,7 +315,6 @@ class RunLog:
 
 
 def _cache_text(num_bytes: int, folder: Path) -> str:
-    """Say what a node's cache takes, and where it does not fit what to do."""
     text = f"the cache takes up to about {as_bytes(num_bytes)} in {folder}"
     if not folder.is_dir():
         return text

@@ -15,7 +15,6 @@ class Score:
     """Hold what would have been frozen.
 
     Attributes:
-        name: of the policy.
         frozen: layers frozen from each recorded decision on, by step.
         reasons: why, by step.
         train_s: predicted seconds of the whole run's steps.

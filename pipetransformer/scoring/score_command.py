@@ -15,7 +15,6 @@ from pipetransformer.tables import text_table
 
 
 def add_score_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("folder", type=Path, help="the folder= of a run")
     parser.add_argument("--policy", nargs="+", default=[], metavar="POLICY", help=POLICY_HELP)
     parser.add_argument(

@@ -31,7 +31,6 @@ class Verification:
     Args:
         dtype: in which that was found: "float64", or "float32" where the model computes parts in
             no other, and rounding hides what is smaller.
-        num_samples: of the batch.
         num_tensors: parameters and buffers that were compared.
     """
 
@@ -46,12 +45,9 @@ def verify(
     """Compare a model's layers, loss and pipelines with its own forward. Collective.
 
     Args:
-        task, world: what is to be trained, and where.
         model: complete on rank 0.
         loss_fn: the user's own; None is the model's.
         batch: two samples or more, in host memory.
-    Raises:
-        VerificationError, ValueError: see `Trainer.verify`.
     """
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:

@@ -55,7 +55,6 @@ def _compare_forward(
     outputs: Mapping[str, Tensor],
     tolerance: Tolerance,
 ) -> str:
-    """Compare the model's output with that of its sublayers in order."""
     layered, ours = _recorded(model.model, model.run, batch)
     by = tolerance.difference(layered, expected)
     if not by:

@@ -110,7 +110,6 @@ class _Reference:
 
 
 def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
-    """Give every rank rank 0's step."""
     if world.group is None:
         assert step is not None
         return step
@@ -163,7 +162,6 @@ def _compare(
 def _compare_tensor(
     name: str, tensor: Tensor, step: _Step, gradient: Tensor | None, tolerance: Tolerance
 ) -> str:
-    """Compare a weight after the update, or a buffer."""
     ours, expected = tensor.detach().cpu(), step.tensors[name]
     if gradient is not None:
         if tolerance.absolute > 1e-9:
