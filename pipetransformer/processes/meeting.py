@@ -4,7 +4,7 @@ torchrun restarts processes on the store that the dead ones used, and nodes may 
 differently. So what is found in the store may be an earlier attempt's; torch's own start would
 connect to the dead processes. Here every process has a word of its own that the others repeat.
 
-    rank r   hello-r = its word, its place                      ack-r = 7e
+    rank r   hello-r = its word, its seat                       ack-r = 7e
     rank 0                          invitation = 7e, all hellos            go = 7e
 
 A rank answers an invitation that repeats its word. Rank 0 invites anew whenever a hello changes,
@@ -40,29 +40,29 @@ class Seat:
 
 
 def meet(
-    store: dist.Store, rank: int, size: int, place: Seat, *, timeout_s: float
+    store: dist.Store, rank: int, size: int, seat: Seat, *, timeout_s: float
 ) -> tuple[str, list[Seat]]:
     """Wait until all processes of this attempt are there. Collective.
 
     Returns:
-        what all agreed on: a name no other attempt has, and all places by rank.
+        what all agreed on: a name no other attempt has, and all seats by rank.
     Raises:
         TimeoutError: some did not join; the message names them.
     """
-    store.set(f"hello-{rank}", json.dumps(asdict(place)))
+    store.set(f"hello-{rank}", json.dumps(asdict(seat)))
     deadline = time.monotonic() + timeout_s
     while True:
         if rank == 0:
             _host(store, size)
-        name, places = _invitation(store)
+        name, seats = _invitation(store)
         # It may be of an earlier world, perhaps a smaller one, which had no such rank.
-        if place in places[rank : rank + 1]:
+        if seat in seats[rank : rank + 1]:
             store.set(f"ack-{rank}", name)
             if _said(store, "go") == name:
-                return name, places
+                return name, seats
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"rank {rank} on {place.host} waited {timeout_s:g} s for "
+                f"rank {rank} on {seat.host} waited {timeout_s:g} s for "
                 f"{_missing(store, size, name)}; start the launcher on every node "
                 "with the same number of nodes and processes, and see what those ranks printed"
             )
@@ -85,8 +85,8 @@ def _host(store: dist.Store, size: int) -> None:
 
 
 def _invitation(store: dist.Store) -> tuple[str, list[Seat]]:
-    name, *places = json.loads(_said(store, "invitation") or '[""]')
-    return name, [Seat(**place) for place in places]
+    name, *seats = json.loads(_said(store, "invitation") or '[""]')
+    return name, [Seat(**seat) for seat in seats]
 
 
 def _missing(store: dist.Store, size: int, name: str) -> str:
@@ -101,37 +101,36 @@ def _said(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def check_seats(places: Sequence[Seat]) -> None:
-    """Refuse a world that cannot train; every rank calls it with the same places, by rank."""
-    slots = places[0].slots
-    if len({place.slots for place in places}) > 1 or len(places) % slots:
+def check_seats(seats: Sequence[Seat]) -> None:
+    """Refuse a world that cannot train; every rank calls it with the same seats, by rank."""
+    slots = seats[0].slots
+    if len({seat.slots for seat in seats}) > 1 or len(seats) % slots:
         raise ValueError(
-            f"the {len(places)} processes are not spread evenly over nodes: "
-            f"{_by(places, [f'{place.host} starts {place.slots}' for place in places])}; start as "
+            f"the {len(seats)} processes are not spread evenly over nodes: "
+            f"{_by([f'{seat.host} starts {seat.slots}' for seat in seats])}; start as "
             "many on every node (torchrun --nproc-per-node)"
         )
-    for rank, place in enumerate(places):
-        first = places[rank - rank % slots]
-        if place.local_rank != rank % slots or place.host != first.host:
+    for rank, seat in enumerate(seats):
+        first = seats[rank - rank % slots]
+        if seat.local_rank != rank % slots or seat.host != first.host:
             raise ValueError(
-                f"rank {rank} is process {place.local_rank} of {place.host}; with {slots} slots a "
+                f"rank {rank} is process {seat.local_rank} of {seat.host}; with {slots} slots a "
                 f"node it must be process {rank % slots} of {first.host}: number the ranks node "
                 "by node, RANK = node * LOCAL_WORLD_SIZE + LOCAL_RANK, as torchrun does"
             )
-    if refusals := [place.refusal for place in places if place.refusal]:
+    if refusals := [seat.refusal for seat in seats if seat.refusal]:
         raise ValueError(refusals[0])
-    if len({place.device for place in places}) > 1:
+    if len({seat.device for seat in seats}) > 1:
         raise ValueError(
             "nodes would train on different devices: "
-            f"{_by(places, [f'{place.host} uses {place.device}' for place in places])}; start as "
+            f"{_by([f'{seat.host} uses {seat.device}' for seat in seats])}; start as "
             "many processes as there are GPUs on every node, or use device='cpu'"
         )
 
 
-def _by(places: Sequence[Seat], descriptions: Sequence[str]) -> str:
+def _by(descriptions: Sequence[str]) -> str:
     """List what holds for which ranks."""
-    ranks = {
-        text: [r for r, own in enumerate(descriptions) if own == text]
-        for text in dict.fromkeys(descriptions)
-    }
-    return ", ".join(f"{text} (ranks {', '.join(map(str, own))})" for text, own in ranks.items())
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(descriptions):
+        ranks.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} (ranks {', '.join(map(str, of))})" for text, of in ranks.items())

@@ -129,11 +129,11 @@ def connect(device: str, *, timeout_s: float) -> World:
         chosen = choose_device(device, slots, local_rank)
     except ValueError as error:
         refusal = f"rank {rank} on {host}: {error}"
-    place = Seat(local_rank, slots, host, _SHARED if device == _SHARED else chosen.type, refusal)
+    seat = Seat(local_rank, slots, host, _SHARED if device == _SHARED else chosen.type, refusal)
     if owned:
-        _initialise(rank, size, place, timedelta(seconds=timeout_s))
+        _initialise(rank, size, seat, timedelta(seconds=timeout_s))
     else:
-        check_seats([Seat(**one) for one in gather_json(asdict(place), group=dist.group.WORLD)])
+        check_seats([Seat(**one) for one in gather_json(asdict(seat), group=dist.group.WORLD)])
     return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
 
 
@@ -183,7 +183,7 @@ def tightest(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _initialise(rank: int, size: int, place: Seat, timeout: timedelta) -> None:
+def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
     """Meet the other ranks, and start the default process group if they can train together."""
     # The first optimizer imports it, and it keeps a default group that is there by then for good.
     import torch._dynamo  # noqa: F401
@@ -197,9 +197,9 @@ def _initialise(rank: int, size: int, place: Seat, timeout: timedelta) -> None:
             raise _complaint("MASTER_ADDR", "the name or address of the head node")
         _number("MASTER_PORT", range(1, 1 << 16))
         meeting_store = next(rendezvous("env://", timeout=timeout))[0]
-    name, places = meet(meeting_store, rank, size, place, timeout_s=timeout.total_seconds())
-    check_seats(places)
-    backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
+    name, seats = meet(meeting_store, rank, size, seat, timeout_s=timeout.total_seconds())
+    check_seats(seats)
+    backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
     # Keys of a world that was left stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(name, meeting_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

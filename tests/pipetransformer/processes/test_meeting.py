@@ -15,7 +15,7 @@ from pipetransformer.processes.meeting import Seat, check_seats, meet
 
 
 def two_nodes(slots: int = 2) -> list[Seat]:
-    """List the places of two nodes' ranks."""
+    """List the seats of two nodes' ranks."""
     return [Seat(local, slots, host) for host in ("a", "b") for local in range(slots)]
 
 
@@ -40,76 +40,73 @@ def test_nodes_of_different_sizes_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (1, 0, 2, 3)])
 def test_ranks_not_numbered_node_by_node_are_refused(order: tuple[int, ...]) -> None:
-    places = [two_nodes()[index] for index in order]
+    seats = [two_nodes()[index] for index in order]
     with pytest.raises(
         ValueError,
         match=r"rank \d is process \d of [ab]; with 2 slots a node it "
         r"must be process \d of [ab]: number the ranks node by",
     ):
-        check_seats(places)
+        check_seats(seats)
 
 
 def test_different_devices_are_refused() -> None:
-    places = [
-        replace(place, device="cuda" if place.host == "a" else "cpu") for place in two_nodes()
-    ]
+    seats = [replace(seat, device="cuda" if seat.host == "a" else "cpu") for seat in two_nodes()]
     with pytest.raises(ValueError, match=r"a uses cuda \(ranks 0, 1\), b uses cpu \(ranks 2, 3"):
-        check_seats(places)
+        check_seats(seats)
 
 
 def join(
-    store: dist.Store, places: list[Seat], *, timeout_s: float = 20.0
+    store: dist.Store, seats: list[Seat], *, timeout_s: float = 20.0
 ) -> list[tuple[str, list[Seat]]]:
-    """Meet in a thread for each place."""
-    with ThreadPoolExecutor(len(places)) as threads:
+    """Meet in a thread for each seat."""
+    with ThreadPoolExecutor(len(seats)) as threads:
         return list(
             threads.map(
-                lambda rank: meet(store, rank, len(places), places[rank], timeout_s=timeout_s),
-                range(len(places)),
+                lambda rank: meet(store, rank, len(seats), seats[rank], timeout_s=timeout_s),
+                range(len(seats)),
             )
         )
 
 
 def test_all_ranks_agree_on_a_name_and_on_each_other_s_places() -> None:
-    places = two_nodes()
-    meetings = join(dist.HashStore(), places)
-    assert meetings == [(meetings[0][0], places)] * 4
+    seats = two_nodes()
+    meetings = join(dist.HashStore(), seats)
+    assert meetings == [(meetings[0][0], seats)] * 4
 
 
 def test_a_restarted_world_meets_on_the_store_of_the_dead_one() -> None:
     store, names = dist.HashStore(), set()
     for number in (4, 4, 2, 4):  # Among them a smaller world, which another node's loss left.
-        places = two_nodes(number // 2)
-        meetings = join(store, places)
-        assert all(met == places for _, met in meetings)
+        seats = two_nodes(number // 2)
+        meetings = join(store, seats)
+        assert all(met == seats for _, met in meetings)
         names |= {name for name, _ in meetings}
     assert len(names) == 4
 
 
 def test_a_rank_that_restarts_while_others_wait_is_met_and_not_its_predecessor() -> None:
-    store, places = dist.HashStore(), two_nodes()
+    store, seats = dist.HashStore(), two_nodes()
     with ThreadPoolExecutor(4) as threads:
         early = [
-            threads.submit(meet, store, rank, 4, places[rank], timeout_s=20.0)
-            for rank in (0, 1, 3)
+            threads.submit(meet, store, rank, 4, seats[rank], timeout_s=20.0) for rank in (0, 1, 3)
         ]
-        store.set("hello-2", json.dumps(asdict(places[2])))  # It dies before it answers.
+        store.set("hello-2", json.dumps(asdict(seats[2])))  # It dies before it answers.
         store.wait(["ack-0", "ack-1", "ack-3"], timedelta(seconds=20))
-        successor = replace(places[2], word="successor")
+        successor = replace(seats[2], word="successor")
         late = threads.submit(meet, store, 2, 4, successor, timeout_s=20.0)
-        met = {place.word for meeting in (late, *early) for place in meeting.result()[1]}
-    assert met == {places[0].word, places[1].word, "successor", places[3].word}
+        met = {seat.word for meeting in (late, *early) for seat in meeting.result()[1]}
+    assert met == {seats[0].word, seats[1].word, "successor", seats[3].word}
 
 
 def test_ranks_that_do_not_join_are_named() -> None:
-    store, places = dist.HashStore(), two_nodes()
-    store.set("hello-2", json.dumps(asdict(places[2])))
+    store, seats = dist.HashStore(), two_nodes()
+    store.set("hello-2", json.dumps(asdict(seats[2])))
     with pytest.raises(TimeoutError, match=r"rank 0 on a waited 0 s for rank\(s\) 1, 3 of 4,"):
-        meet(store, 0, 4, places[0], timeout_s=0)
+        meet(store, 0, 4, seats[0], timeout_s=0)
     for rank in (1, 3):
-        store.set(f"hello-{rank}", json.dumps(asdict(places[rank])))
+        store.set(f"hello-{rank}", json.dumps(asdict(seats[rank])))
     with pytest.raises(TimeoutError, match=r"rank 0 on a waited 0 s for rank\(s\) 1, 2, 3 of 4,"):
-        meet(store, 0, 4, places[0], timeout_s=0)
+        meet(store, 0, 4, seats[0], timeout_s=0)
 
 
 def test_ranks_wait_for_rank_0_where_only_its_predecessor_s_keys_are_left() -> None:
