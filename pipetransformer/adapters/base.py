@@ -293,15 +293,15 @@ def _mode_flags(
 ) -> dict[bool, dict[nn.Module, bool]]:
     """Note what the model's own `train()` and `eval()` do, and leave it as it was."""
     every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
-    found = {module: module.training for module in every}
-    wrappers = found.keys() - set(model.modules())
+    before = {module: module.training for module in every}
+    wrappers = before.keys() - set(model.modules())
     flags = {}
     for training in (True, False):
         model.train(training)
         for module in wrappers:
             module.training = training
-        flags[training] = {module: module.training for module in found}
-    for module, flag in found.items():
+        flags[training] = {module: module.training for module in before}
+    for module, flag in before.items():
         module.training = flag
     return flags
 

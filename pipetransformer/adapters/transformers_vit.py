@@ -22,17 +22,9 @@ from pipetransformer.adapters.transformer import (
 
 
 def builders() -> Builders:
-    vits = Family("vit", "ViT", "vit"), Family("deit", "DeiT", "deit")
-    dinos = [
-        Family(package, prefix, package)
-        for package, prefix in (
-            ("dinov2", "Dinov2"),
-            ("dinov2_with_registers", "Dinov2WithRegisters"),
-        )
-    ]
     return {
-        **{one.qualified("ForImageClassification"): partial(_build_vit, one) for one in vits},
-        **{one.qualified("ForImageClassification"): partial(_build_dino, one) for one in dinos},
+        family.qualified("ForImageClassification"): partial(build, family)
+        for family, build in _FAMILIES.items()
     }
 
 
@@ -79,6 +71,14 @@ def _classifier(model: Any, sublayers: tuple[Sublayer, ...]) -> LayeredModel:
         targets=("labels",),
         loss_fn=classification_loss(model.config),
     )
+
+
+_FAMILIES = {
+    Family("vit", "ViT", "vit"): _build_vit,
+    Family("deit", "DeiT", "deit"): _build_vit,
+    Family("dinov2", "Dinov2", "dinov2"): _build_dino,
+    Family("dinov2_with_registers", "Dinov2WithRegisters", "dinov2_with_registers"): _build_dino,
+}
 
 
 @final

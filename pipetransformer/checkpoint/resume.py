@@ -63,8 +63,8 @@ def resumes(config: TrainConfig) -> bool:
             f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
             "give the folder of the run, or resume='auto', which starts anew where there is none"
         )
-    found = [name for name in (CHECKPOINTS, JOURNAL_FILE) if (folder / name).exists()]
-    if config.resume or not found:
+    present = [name for name in (CHECKPOINTS, JOURNAL_FILE) if (folder / name).exists()]
+    if config.resume or not present:
         return bool(config.resume)
     if is_restarted() and launcher_name() in _noted_launchers(folder):
         return True
@@ -75,7 +75,7 @@ def resumes(config: TrainConfig) -> bool:
             f"folder, or remove it{anew if config.saves else ''}"
         )
     raise ValueError(
-        f"folder {str(folder)!r} already holds a run ({', '.join(found)}); continue it with "
+        f"folder {str(folder)!r} already holds a run ({', '.join(present)}); continue it with "
         "resume='auto', with train(resume_from_checkpoint=True) of pipetransformer.hf, or give "
         "another folder"
     )

@@ -120,7 +120,7 @@ class RunState:
     def _kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
         saved, world = checkpoint.scalars, self._world
-        shape, hardware = saved["world"], [one["hardware"] for one in saved["ranks"]]
+        shape, hardware = saved["world"], [rank["hardware"] for rank in saved["ranks"]]
         same = (shape["num_ranks"], shape["slots_per_node"]) == (world.size, world.slots_per_node)
         same = same and hardware[world.rank] == self._hardware
         self._keeps = all(gather_json(same, group=world.group))
@@ -141,7 +141,7 @@ class RunState:
         needed = self._deployment.needed_shards(decision)
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
         self._deployment.restore(decision, shards)
-        signals = [one["signals"] for one in scalars["ranks"]]
+        signals = [rank["signals"] for rank in scalars["ranks"]]
         self._deployment.active_stage.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:
             transitions.decider.planner.use(transitions.decider.planner.measurements)

@@ -59,10 +59,10 @@ class Collation:
                 tensor, shapes are unequal, or the function fails or returns something else.
         """
         if self.function is None:
-            found = [self._named(item) for item in items]
+            entries = [self._named(item) for item in items]
             return {
-                name: _stack([item.get(name) for item in found], name, ids)
-                for name in dict.fromkeys(name for item in found for name in item)
+                name: _stack([item.get(name) for item in entries], name, ids)
+                for name in dict.fromkeys(name for item in entries for name in item)
             }
         if self.drops_unknown:
             known = self._known()
@@ -118,7 +118,7 @@ class Collation:
 def _entry(item: Mapping[str, Any], name: str) -> Any:
     """Return an item's entry, labels by any of their names; None where there is none."""
     others = _LABELS if name in _LABELS else ()
-    return next((item[one] for one in (name, *others) if item.get(one) is not None), None)
+    return next((item[label] for label in (name, *others) if item.get(label) is not None), None)
 
 
 def _stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:

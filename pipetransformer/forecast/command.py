@@ -12,7 +12,7 @@ from autopipe.plan import Tables, draw_tables, throughput_tables
 from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.machine import default_slots, place_at_hand
-from pipetransformer.forecast.named_model import BERTS, DTYPES, ModelChoice
+from pipetransformer.forecast.named_model import BERTS, WEIGHT_DTYPES, ModelChoice
 from pipetransformer.forecast.place import Place, described_place, make_request
 from pipetransformer.forecast.replicated_stages import PIPEDREAM, add_profile_options, run_profile
 from pipetransformer.forecast.table import (
@@ -64,7 +64,7 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, help="of the training set, to say what a cache of all of it takes"
     )
     parser.add_argument("--cached", action="store_true", help="read the frozen prefix's output")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=tuple(WEIGHT_DTYPES), default="float32")
     parser.add_argument("--image-size", type=int, help="pixels of a side, for a timm model")
     parser.add_argument("--seq-length", type=int, help="tokens of a sample, for BERT")
     parser.add_argument("--picture", help="draw the chosen schedule to this file")
@@ -181,8 +181,8 @@ def _draw(answers: Sequence[Answer], tables: Tables, path: Path) -> list[Path]:
     for answer in answers:
         if isinstance(answer.chosen, Refusal):
             continue
-        own = f"{path.stem}-frozen{answer.request.num_frozen}"
-        drawn.append(path if len(answers) == 1 else path.with_stem(own))
+        stem = f"{path.stem}-frozen{answer.request.num_frozen}"
+        drawn.append(path if len(answers) == 1 else path.with_stem(stem))
         heading = (f"{title(answer.chosen, answer)} (predicted)", parts_text(answer.chosen))
         save_picture(answer.chosen.spans(), drawn[-1], heading=heading)
     if tables:

@@ -26,7 +26,7 @@ BERTS: dict[str, dict[str, Any]] = {
     },
 }
 """Names of transformers' BERT for question answering, and what differs from its defaults."""
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+WEIGHT_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ModelChoice:
             returns a model (for `adapt`) and a sample batch: its inputs and targets by name.
         image_size: pixels of a side, for timm; None is the model's own.
         seq_length: tokens of a sample, for BERT.
-        dtype: of the parameters and of all that is computed; one of DTYPES.
+        dtype: of the parameters and of all that is computed; one of WEIGHT_DTYPES.
     Raises:
         ValueError: a value is out of range, or does not apply to the model.
     """
@@ -88,7 +88,7 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
         ValueError: nothing has this name, or what has it gives no sample, or a model that no
             adapter knows.
     """
-    dtype = DTYPES[choice.dtype]
+    dtype = WEIGHT_DTYPES[choice.dtype]
     with torch.device(device):
         if choice.is_own:
             model, batch = _build_own(choice.name, device)

@@ -71,8 +71,8 @@ class Replicated:
 
     def _names(self, stage: ReplicatedStage) -> list[str]:
         """Name the nodes of a stage, each behind those that it needs."""
-        own = stage.nodes(self.states)
-        return [name for name in self.graph.in_order if name in own]
+        held = stage.nodes(self.states)
+        return [name for name in self.graph.in_order if name in held]
 
     def table(self) -> str:
         """Write the innermost stages with what each computes."""
@@ -144,21 +144,21 @@ def run_profile(options: argparse.Namespace, say: Callable[[str], None]) -> None
         graph = trimmed(read_graph(path.read_text()))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a profile: {error}") from error
-    found = _solved(graph, levels, options.activations, limit)
+    choice = _solved(graph, levels, options.activations, limit)
     if options.json:
         asked = {"profile": str(path), "activations": options.activations}
-        say(json.dumps({**asked, **found.to_json()}))
+        say(json.dumps({**asked, **choice.to_json()}))
         return
     machines = " x ".join(str(level.count) for level in levels)
-    if found.left_out:
+    if choice.left_out:
         say(
-            f"left out, as nothing else has to do with them: {', '.join(found.left_out)}; join "
+            f"left out, as nothing else has to do with them: {', '.join(choice.left_out)}; join "
             "them with edges if they belong to the model\n"
         )
     say(
-        f"{path.name}: {len(graph.nodes)} nodes, {len(found.states)} cuts; {machines} machines\n"
-        f"choice: {found.plan.name}, a minibatch every {1e3 * found.plan.seconds:.4g} ms\n\n"
-        f"{found.table()}\n\n{_others(found, options.activations, limit)}"
+        f"{path.name}: {len(graph.nodes)} nodes, {len(choice.states)} cuts; {machines} machines\n"
+        f"choice: {choice.plan.name}, a minibatch every {1e3 * choice.plan.seconds:.4g} ms\n\n"
+        f"{choice.table()}\n\n{_others(choice, options.activations, limit)}"
     )
 
 

@@ -196,9 +196,9 @@ def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
 
 def _other_rows(answer: Answer) -> list[list[str]]:
     rows = [["", *_PLAN_COLUMNS, "why not"]]
-    for found in (*answer.others, *answer.refusals, answer.published):
-        name = "published rules" if found is answer.published else ""
-        rows.append([name, *_plan_cells(found, answer), _why_not(found, answer)])
+    for other in (*answer.others, *answer.refusals, answer.published):
+        name = "published rules" if other is answer.published else ""
+        rows.append([name, *_plan_cells(other, answer), _why_not(other, answer)])
     if not isinstance(answer.pipedream, Refusal):
         name, rate = _pipedream_cells(answer)
         step_s = answer.request.global_batch / answer.pipedream.samples_per_s
@@ -218,15 +218,15 @@ def _pipedream_cells(answer: Answer) -> list[str]:
 
 def replicated_text(answer: Answer) -> str:
     """Write PipeDream's choice with its stages."""
-    found = answer.pipedream
+    choice = answer.pipedream
     head = f"PipeDream's choice behind {answer.request.num_frozen} frozen layers: "
-    if isinstance(found, Refusal):
-        return f"{head}none, {found.reason}"
+    if isinstance(choice, Refusal):
+        return f"{head}none, {choice.reason}"
     return (
-        f"{head}{found.plan.name}, {found.minibatch:.0f} samples every "
-        f"{_ms(found.plan.seconds)} ms, {_number(found.samples_per_s)} samples/s, "
-        f"{found.plan.data_parallel_s / found.plan.seconds:.2f} x data parallelism\n\n"
-        f"{indent(found.table(), '  ')}"
+        f"{head}{choice.plan.name}, {choice.minibatch:.0f} samples every "
+        f"{_ms(choice.plan.seconds)} ms, {_number(choice.samples_per_s)} samples/s, "
+        f"{choice.plan.data_parallel_s / choice.plan.seconds:.2f} x data parallelism\n\n"
+        f"{indent(choice.table(), '  ')}"
     )
 
 

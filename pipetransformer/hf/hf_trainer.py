@@ -175,10 +175,10 @@ class HFTrainer:
         if dataset is None:
             raise ValueError("there is no eval_dataset; give one")
         if isinstance(dataset, Mapping):
-            found: dict[str, float] = {}
-            for name, one in dataset.items():
-                found |= self.evaluate(one, metric_key_prefix=f"{metric_key_prefix}_{name}")
-            return found
+            of_all: dict[str, float] = {}
+            for name, member in dataset.items():
+                of_all |= self.evaluate(member, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return of_all
         trainer, start = self._begun(stand_in=dataset), time.time()
         with self._bridge.asked_for(metric_key_prefix):
             metrics = trainer.evaluate(dataset)
@@ -199,11 +199,11 @@ class HFTrainer:
         refuse_given({"ignore_keys": ignore_keys})
         trainer, start = self._begun(stand_in=test_dataset), time.time()
         with self._bridge.asked_for(metric_key_prefix):
-            found: Any = trainer.predict(test_dataset)
+            output: Any = trainer.predict(test_dataset)
         self.model.eval()
-        metrics = self._named(found.metrics, metric_key_prefix, start, len(test_dataset))
+        metrics = self._named(output.metrics, metric_key_prefix, start, len(test_dataset))
         self._bridge.tell(trainer, "on_predict", metrics=metrics)
-        return PredictionOutput(self._shaped(found.predictions), found.label_ids, metrics)
+        return PredictionOutput(self._shaped(output.predictions), output.label_ids, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write model and tokenizer, for `from_pretrained`."""
@@ -315,10 +315,10 @@ class HFTrainer:
         labels: Any = prediction.label_ids
         given = EvalPrediction(self._shaped(prediction.predictions), labels)
         prefix = f"{self._bridge.prefix}_"  # Which `prefixed` gives to those that lack it.
-        found = self.compute_metrics(given)
-        if not isinstance(found, Mapping):
-            return found  # And be told what it is.
-        return {name.removeprefix(prefix): value for name, value in found.items()}
+        metrics = self.compute_metrics(given)
+        if not isinstance(metrics, Mapping):
+            return metrics  # And be told what it is.
+        return {name.removeprefix(prefix): value for name, value in metrics.items()}
 
     def _shaped(self, predictions: np.ndarray[Any, Any]) -> Any:
         """Give outputs the shape that transformers' model returns them in."""
@@ -339,10 +339,10 @@ class HFTrainer:
         """Tell whether a run goes on; a folder must be the run's own."""
         if given is None or isinstance(given, bool):
             return bool(given)
-        own = Path(self.folder).resolve()
-        saved = own / CHECKPOINTS
+        output = Path(self.folder).resolve()
+        saved = output / CHECKPOINTS
         newest = [folder.resolve() for folder in published(saved)[:1]] if saved.exists() else []
-        if Path(given).resolve() not in (own, saved, *newest):
+        if Path(given).resolve() not in (output, saved, *newest):
             raise ValueError(
                 f"resume_from_checkpoint is {str(given)!r}, but a run goes on from the newest "
                 f"checkpoint in output_dir={self.folder!r}; give True, or output_dir the folder "

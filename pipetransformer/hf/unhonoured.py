@@ -46,10 +46,10 @@ def refuse_unlabelled(dataset: SizedDataset, args: TrainingArguments) -> None:
 
 def refuse_overrides(kind: type, parent: type) -> None:
     """Refuse methods of transformers' Trainer in a subclass that training would not call."""
-    own = {name for base in kind.__mro__ if base not in parent.__mro__ for name in vars(base)}
+    defined = {name for base in kind.__mro__ if base not in parent.__mro__ for name in vars(base)}
     called = {"train", "predict", "create_model_card", "is_world_process_zero"}
     unheard = sorted(
-        name for name in own & set(vars(transformers.Trainer)) - called if name[:2] != "__"
+        name for name in defined & set(vars(transformers.Trainer)) - called if name[:2] != "__"
     )
     if unheard:
         raise ValueError(

@@ -84,9 +84,9 @@ class Observing:
         """Return what was seen since the last call, on rank 0, and begin anew. Collective."""
         if stage is None:
             return Observed()
-        own = asdict(stage.signals.measured())
+        part = asdict(stage.signals.measured())
         measured = Measured.joined(
-            Measured(**one) for one in gather_json(own, group=self._world.group)
+            Measured(**one) for one in gather_json(part, group=self._world.group)
         )
         stage.signals.reset()
         looked = Looked() if self.probe is None else self.probe.look(stage, step)

@@ -163,16 +163,16 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         if not any(function is one for one in _FUNCTIONS) or keywords.keys() & {"input", "target"}:
             return None
         name, options = f"F.{function.__name__}", keywords.copy
-    found = options()
-    _refuse_options(name, function, found)
-    ignored = found.get("ignore_index", -100)
+    given = options()
+    _refuse_options(name, function, given)
+    ignored = given.get("ignore_index", -100)
 
     def smoothed(label_smoothing: float) -> Loss:
         added = {"label_smoothing": label_smoothing}
         loss = _TorchLoss(name, function, lambda: {**options(), **added})
         return Loss(loss, is_exact=True, ignore_index=ignored)
 
-    is_plain = function is F.cross_entropy and not found.get("label_smoothing")
+    is_plain = function is F.cross_entropy and not given.get("label_smoothing")
     return Loss(
         _TorchLoss(name, function, options),
         is_exact=True,

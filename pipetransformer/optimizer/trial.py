@@ -165,15 +165,15 @@ class _Trial:
         """Spell what the optimizer holds in its groups and attributes."""
         groups = self.optimizer.param_groups
         keys = {key for group in groups for key in group if key != "params"}
-        found = {
+        spelled = {
             f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
             for key in keys
         }
         # torch's own bookkeeping of calls and hooks.
         for key, value in vars(self.optimizer).items():
             if key not in ("param_groups", "state", "defaults") and not key.startswith("_"):
-                found[f"the attribute {key!r}"] = _spell(value)
-        return found
+                spelled[f"the attribute {key!r}"] = _spell(value)
+        return spelled
 
 
 def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

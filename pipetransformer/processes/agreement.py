@@ -23,20 +23,20 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
             the action raised it; the message names the rank.
         Exception: any other is raised as it is where it came up, and as a RuntimeError elsewhere.
     """
-    value, failure, own = None, None, None
+    value, failure, caught = None, None, None
     try:
         value = action()
     except Exception as error:
-        own = error
+        caught = error
         number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
         failure = [number, str(error) if number is not None else repr(error)]
-    for rank, found in enumerate(gather_json(failure, group=group)):
-        if found is not None:
-            number, text = found
-            if number is None and own is not None:
-                raise own
+    for rank, told in enumerate(gather_json(failure, group=group)):
+        if told is not None:
+            number, text = told
+            if number is None and caught is not None:
+                raise caught
             kind = RuntimeError if number is None else _KINDS[number]
-            raise kind(text if group is None else f"rank {rank}: {text}") from own
+            raise kind(text if group is None else f"rank {rank}: {text}") from caught
     return value  # type: ignore[return-value]
 
 

@@ -92,8 +92,8 @@ def launch(
     name = uuid4().hex
     with _cleaning_up_after_sigterm():
         for restarts in range(max_restarts + 1):
-            own = {_LAUNCH_VARIABLE: name, _RESTART_VARIABLE: str(restarts)}
-            cause = _run(context, partial(entry, *arguments), num_slots, cores_per_slot, own)
+            extra = {_LAUNCH_VARIABLE: name, _RESTART_VARIABLE: str(restarts)}
+            cause = _run(context, partial(entry, *arguments), num_slots, cores_per_slot, extra)
             if cause is None:
                 return
             if restarts < max_restarts:
@@ -126,11 +126,11 @@ def launcher_name() -> str:
 
 
 def _run(
-    context: Any, work: Callable[[], None], num_slots: int, cores: int, own: Mapping[str, str]
+    context: Any, work: Callable[[], None], num_slots: int, cores: int, extra: Mapping[str, str]
 ) -> str | None:
     """Start all ranks and wait for them; return what ended them early, or None."""
     with tempfile.TemporaryDirectory(prefix="pipetransformer-") as folder:
-        environment = {**_environment(num_slots, cores, Path(folder)), **own}
+        environment = {**_environment(num_slots, cores, Path(folder)), **extra}
         processes: list[BaseProcess] = [
             context.Process(target=_enter, args=(work, rank, environment), name=f"rank{rank}")
             for rank in range(num_slots)

@@ -129,5 +129,5 @@ def _held(value: Any) -> Iterator[Any]:
     if not isinstance(value, (list, tuple, Mapping)):
         yield value
         return
-    for one in value.values() if isinstance(value, Mapping) else value:
-        yield from _held(one)
+    for member in value.values() if isinstance(value, Mapping) else value:
+        yield from _held(member)

@@ -85,21 +85,21 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
     """
     path = folder / RECORDS_FILE
     records = latest_branch(read_records(path))
-    found = {one["step"]: one for one in records if one["kind"] == "decision"}
-    if 0 not in found:
+    by_step = {one["step"]: one for one in records if one["kind"] == "decision"}
+    if 0 not in by_step:
         raise ValueError(
             f"{path} holds no decision of step 0; a run of this version records all of them"
         )
-    if found[0].get("scales_batch"):
+    if by_step[0].get("scales_batch"):
         raise ValueError(
             f"{path}: with scale_batch=True a step trained more samples the more replicas there "
             "were, and what others' steps would have trained is not known; record a run without it"
         )
     decisions = []
     seconds: list[float | None] = []  # Step 0 always has them.
-    for step in sorted(found):
-        seconds = found[step]["predicted_step_s"] or seconds
-        decisions.append(_read(found[step], seconds))
+    for step in sorted(by_step):
+        seconds = by_step[step]["predicted_step_s"] or seconds
+        decisions.append(_read(by_step[step], seconds))
     return decisions
 
 
@@ -111,10 +111,10 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
     )
 
     def predict(num_frozen: int) -> float:
-        found = seconds[num_frozen]
-        if found is None:
+        step_s = seconds[num_frozen]
+        if step_s is None:
             raise ValueError(f"no pipeline was found for {num_frozen} frozen layers")
-        return found
+        return step_s
 
     context = FreezeContext(
         **{name: record[name] for name in _PLAIN if name in record},

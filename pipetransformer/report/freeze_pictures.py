@@ -55,11 +55,11 @@ def decision_table(decisions: Sequence[RecordedDecision]) -> str:
     return "\n".join([text_table(rows), *([looks] if looks_s else [])])
 
 
-def _said(one: RecordedDecision) -> tuple[object, ...]:
+def _said(decision: RecordedDecision) -> tuple[object, ...]:
     """Return what a decision shares with those that stand in one line with it."""
-    seen, shadowed = one.context, _SHADOWED.search(one.reason)
-    words = _NUMBERS.sub("", one.reason)
-    return seen.num_frozen, one.num_frozen, seen.resting, shadowed and shadowed[0], words
+    seen, shadowed = decision.context, _SHADOWED.search(decision.reason)
+    words = _NUMBERS.sub("", decision.reason)
+    return seen.num_frozen, decision.num_frozen, seen.resting, shadowed and shadowed[0], words
 
 
 def draw_freezing(folder: Path) -> str:

@@ -36,11 +36,11 @@ def draw_report(runs: Runs, path: Path) -> None:
     Raises:
         ValueError: there is no epoch in the run.
     """
-    *_, own = runs.values()
-    metric = _metric(own)
-    if not _epochs(own):
+    *_, reported = runs.values()
+    metric = _metric(reported)
+    if not _epochs(reported):
         raise ValueError(
-            f"the {len(own)} records given hold no epoch; train at least one whole epoch "
+            f"the {len(reported)} records given hold no epoch; train at least one whole epoch "
             "before drawing the report"
         )
     figure = new_figure(12, 8)
@@ -52,7 +52,7 @@ def draw_report(runs: Runs, path: Path) -> None:
         axes.grid(axis="y", color="#e4e6ea")
         axes.set_axisbelow(True)
     _draw_learning(panels["loss"], panels["accuracy"], runs, metric)
-    _draw_topology(panels["frozen"], panels["shape"], own)
+    _draw_topology(panels["frozen"], panels["shape"], reported)
     _draw_throughput(panels["speed"], runs)
     _draw_breakdown(panels["parts"], runs)
     figure.savefig(path)
@@ -106,10 +106,11 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
 
 def _metric(records: list[Record]) -> str:
     """Return what evaluations are drawn by: the accuracy, or what else there is, or the loss."""
-    own = _of_kind(records, "evaluation")
-    named = [name for name in (own[0] if own else {}) if name not in EVALUATION_FIELDS]
-    found = [name for name in named if isinstance(own[0][name], (int, float))]
-    return "accuracy" if "accuracy" in found or not own else (found or ["loss"])[0]
+    evaluations = _of_kind(records, "evaluation")
+    first = evaluations[0] if evaluations else {}
+    named = [name for name in first if name not in EVALUATION_FIELDS]
+    numbers = [name for name in named if isinstance(first[name], (int, float))]
+    return "accuracy" if "accuracy" in numbers or not evaluations else (numbers or ["loss"])[0]
 
 
 def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
@@ -146,8 +147,8 @@ def _draw_throughput(axes: Axes, runs: Runs) -> None:
 
 def _draw_breakdown(axes: Axes, runs: Runs) -> None:
     """Stack the seconds of each epoch by category; other runs' mean epochs stand beside."""
-    *others, (_, own) = runs.items()
-    epochs = _epochs(own)
+    *others, (_, reported) = runs.items()
+    epochs = _epochs(reported)
     places = [float(epoch["epoch"]) for epoch in epochs]
     bars = [epoch["breakdown"] for epoch in epochs]
     width = max(1.0, len(epochs) / 8)  # Wide enough for their names.

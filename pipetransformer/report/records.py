@@ -155,16 +155,16 @@ def latest_branch(records: Iterable[Record]) -> list[Record]:
 
     A run that goes on at a step does so with that step's decision, transition or training.
     """
-    found: list[Record] = []
+    kept: list[Record] = []
     num_done = 0
     for record in records:
         if record["kind"] in _BEGIN_A_STEP:
             step = record["step"]
             if step < num_done:
-                found = [one for one in found if one["step"] < step + (one["kind"] in _END_ONE)]
+                kept = [one for one in kept if one["step"] < step + (one["kind"] in _END_ONE)]
             num_done = step + (record["kind"] == "step")
-        found.append(record)
-    return found
+        kept.append(record)
+    return kept
 
 
 def _parse(line: bytes) -> Record | None:

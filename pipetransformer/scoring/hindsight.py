@@ -59,7 +59,7 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
         TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,
             or no pipeline was found for what it would freeze.
     """
-    have = frozenset[str]().union(*(one.signals for one in decisions))
+    have = frozenset[str]().union(*(recorded.signals for recorded in decisions))
     if missing := policy.signals - have:
         raise ValueError(
             f"{policy.name} needs {sorted(missing)}, which the run has not recorded; train with "
@@ -67,8 +67,8 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
         )
     since, resting = tuple[int, ...](), tuple[int, ...]()
     frozen, reasons, unseen, rests = {}, {}, 0, False
-    for one in decisions:
-        seen = one.context
+    for recorded in decisions:
+        seen = recorded.context
         unknown = {*range(seen.num_frozen), *seen.resting}
         if policy.signals and not unknown <= {*range(len(since)), *resting}:
             unseen += 1
@@ -102,8 +102,8 @@ def _scored(
 ) -> Score:
     train_s = unfrozen_s = 0.0
     steps = [*frozen, decisions[-1].context.max_steps]
-    for one, (begin, end) in zip(decisions, pairwise(steps), strict=True):
-        predict = one.context.predict
+    for decision, (begin, end) in zip(decisions, pairwise(steps), strict=True):
+        predict = decision.context.predict
         train_s += (end - begin) * predict(frozen[begin])
         unfrozen_s += (end - begin) * predict(0)
     return Score(name, frozen, reasons, train_s, unfrozen_s, unseen, rests)

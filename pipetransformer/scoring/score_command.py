@@ -40,17 +40,17 @@ def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None
     if options.picture is not None:
         _draw(scores, options.picture, decisions[-1].context.max_steps)
     if options.json:
-        found = {name: {**asdict(one), "share": one.share} for name, one in scores.items()}
-        say(json.dumps({**found, **{name: {"error": text} for name, text in failed.items()}}))
+        scored = {name: {**asdict(one), "share": one.share} for name, one in scores.items()}
+        say(json.dumps({**scored, **{name: {"error": text} for name, text in failed.items()}}))
         return
     say(_table(scores, failed))
     for name, text in failed.items():
         say(f"{name}: {text}")
-    for name, one in scores.items():
-        if one.unseen:
+    for name, result in scores.items():
+        if result.unseen:
             had = "the run had more layers frozen or resting"
-            say(f"{name}: not asked {one.unseen} times, when {had}")
-        if one.rests:
+            say(f"{name}: not asked {result.unseen} times, when {had}")
+        if result.rests:
             say(f"{name}: layers rest, which is not counted: they take as long as in training")
 
 
@@ -74,10 +74,10 @@ def _changes(frozen: dict[int, int]) -> str:
 def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
     figure = new_figure(9, 4)
     axes = figure.add_subplot()
-    for name, one in scores.items():
-        steps: Sequence[int] = [*one.frozen, max_steps]
-        values = [*one.frozen.values(), list(one.frozen.values())[-1]]
-        label = f"{name}: {one.share:.0%} of the time"
+    for name, result in scores.items():
+        steps: Sequence[int] = [*result.frozen, max_steps]
+        values = [*result.frozen.values(), list(result.frozen.values())[-1]]
+        label = f"{name}: {result.share:.0%} of the time"
         axes.plot(steps, values, drawstyle="steps-post", label=label)
     axes.set(xlabel="step", ylabel="frozen layers", ylim=(0, None))
     open_frame(axes)

@@ -113,8 +113,8 @@ def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
     if world.group is None:
         assert step is not None
         return step
-    own = step or _Step(0.0, {}, {})
-    told = [own.loss, list(own.gradients), list(own.tensors)]
+    known = step or _Step(0.0, {}, {})
+    told = [known.loss, list(known.gradients), list(known.tensors)]
     loss, trained, names = broadcast_json(told, group=world.group)
 
     def shared(name: str, held: Mapping[str, Tensor]) -> Tensor:
@@ -125,8 +125,8 @@ def _publish(step: _Step | None, model: LayeredModel, world: World) -> _Step:
         broadcast_tensor(value, 0, group=world.group, what="the plain loop's tensors")
         return value
 
-    gradients = {name: shared(name, own.gradients) for name in trained}
-    return _Step(loss, gradients, {name: shared(name, own.tensors) for name in names})
+    gradients = {name: shared(name, known.gradients) for name in trained}
+    return _Step(loss, gradients, {name: shared(name, known.tensors) for name in names})
 
 
 def _compare(
