@@ -63,6 +63,7 @@ from pipetransformer.refusals import (
     probe_evaluation,
     probe_sublayers,
     refuse_model,
+    warn_of_low_weights,
 )
 from pipetransformer.report import RunLog
 from pipetransformer.stage import StepResult
@@ -338,6 +339,8 @@ class Run:
         if self._caches:
             self.feed.look_for_randomness()
         self.feed.warn_of_padding()
+        if self.world.is_main:
+            warn_of_low_weights(self.task.model.model)
         self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
@@ -91,7 +94,7 @@ def _refuse_references(model: nn.Module) -> None:
 
 
 def _refuse_module_hooks(model: LayeredModel) -> None:
-    """Refuse hooks that would not run, or run on parts of a gradient."""
+    """Refuse hooks and compiled forwards that would not run, and hooks on parts of a gradient."""
     called = {module for sub in model.sublayers for module in sub.module.modules()}
     for name, module in model.model.named_modules():
         if module not in called and (module._forward_hooks or module._forward_pre_hooks):
@@ -99,11 +102,36 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
                 f"{name or type(module).__name__!r} has forward hooks that would not run, as its "
                 "sublayers are called one by one; hook the modules within it"
             )
+        if module not in called and module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or type(module).__name__!r} was compiled in place, which would have no "
+                "effect, as its sublayers are called one by one; leave compile() out"
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise ValueError(
                 f"{name or type(module).__name__!r} has backward hooks, which would run on the "
                 "gradient of every micro-batch; remove them"
             )
+
+
+def warn_of_low_weights(model: nn.Module) -> None:
+    """Say that weights which are trained in low precision lose small updates."""
+    low = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and _is_low(p)}
+    if low:
+        name, dtype = next(iter(low.items()))
+        _LOGGER.warning(
+            "parameter %r and %d others are %s, in which updates below %.1g of a weight are lost: "
+            "load the model in float32 (dtype=torch.float32 in from_pretrained, or model.float()) "
+            "and set precision=",
+            name,
+            len(low) - 1,
+            dtype,
+            torch.finfo(dtype).eps / 2,
+        )
+
+
+def _is_low(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize
 
 
 def _refuse_low_weights(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Run two samples through the sublayers, and refuse what cannot be trained in parts.
 
     pass          samples   mode    what must hold
-    training      b a       train   no sublayer writes into its tensors; gradients reach the first
+    training      b a       train   no sublayer writes into its tensors, or counts its calls;
+                                    gradients reach the first
     first         a b       eval    no random numbers are drawn, nothing is written
     split         a, b      eval    each sublayer gives each sample by itself what it gave first
 
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,8 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
 """For what is computed in low precision."""
+_Numbers: TypeAlias = dict[tuple[nn.Module, str], float]
+"""Numbers by the module that holds them, and the attribute's name."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Of errors that keep their kind where a sublayer's name is added."""
 
@@ -121,10 +125,12 @@ class _Probe:
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
-                before = random_state(self.device)
+                before, numbers = random_state(self.device), _numbers_of(sublayer.module)
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
                     self.is_random = sublayer.name
+                if _numbers_of(sublayer.module) != numbers:
+                    self._refuse_counter(index, hidden, batch, numbers)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
                         # Not `grad`, which reentrant checkpointing does not allow.
@@ -137,6 +143,29 @@ class _Probe:
                         )
                 trains = trains or any(p.requires_grad for p in sublayer.module.parameters())
             hidden = output.detach()
+
+    def _refuse_counter(
+        self, index: int, value: Tensor | Batch, batch: Batch, numbers: _Numbers
+    ) -> None:
+        """Refuse numbers that change in each call; one that is set once, as a size, does no harm.
+
+        Args:
+            numbers: of the sublayer before it was called for the first time, and afterwards.
+        """
+        sublayer = self.task.model.sublayers[index]
+        once = _numbers_of(sublayer.module)
+        self._call(index, value, batch)
+        twice = _numbers_of(sublayer.module)
+        for (module, name), number in numbers.items():
+            setattr(module, name, number)
+        if changed := [key for key in twice if twice[key] != once.get(key)]:
+            module, name = changed[0]
+            raise ValueError(
+                f"sublayer {sublayer.name!r} changes the number {name!r} of its "
+                f"{type(module).__name__} in every call in training; here it is called for every "
+                "micro-batch, and to measure, so that such a number counts no steps: keep it "
+                "outside of the model, in a callback's on_step_end for instance"
+            )
 
     def _evaluate(self, batch: Batch) -> list[Tensor]:
         outputs: list[Tensor] = []
@@ -215,6 +244,16 @@ class _Probe:
                 written = _put_back(model.tensors(index), before)
         if written:
             raise ValueError(written_text(written, model.sublayers[index].name))
+
+
+def _numbers_of(module: nn.Module) -> _Numbers:
+    """Return the plain numbers that a module and those within it hold."""
+    return {
+        (part, name): value
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float)) and name != "training" and value == value
+    }
 
 
 def _described(value: Tensor | Batch) -> str:

@@ -49,6 +49,18 @@ def counted(layer: Layer, hidden: Tensor) -> Tensor:
     return hidden / layer.calls
 
 
+def warmed_up(layer: Layer, hidden: Tensor) -> Tensor:
+    """Take part by and by, by how often the layer was called in training."""
+    layer.calls += layer.training
+    return hidden * min(1, layer.calls / 8)
+
+
+def sized(layer: Layer, hidden: Tensor) -> Tensor:
+    """Remember a size."""
+    layer.width = hidden.shape[-1]
+    return hidden
+
+
 KEPT: dict[str, Tensor] = {}
 
 
@@ -120,6 +132,12 @@ def hooked_whole() -> nn.Module:
     return model
 
 
+def compiled_whole() -> nn.Module:
+    model = around(nn.Linear(8, 8))
+    model.compile(backend="eager")
+    return model
+
+
 def hooked_backward() -> nn.Module:
     model = around(nn.Linear(8, 8))
     model[1].register_full_backward_hook(lambda module, given, out: (given[0].clamp(-1, 1),))
@@ -129,7 +147,8 @@ def hooked_backward() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: around(Layer(counted, calls=0)), "'1' gives another output for the same input"),
+        (lambda: around(Layer(counted, calls=0)), "'1' changes the number 'calls' of its Layer"),
+        (lambda: around(Layer(warmed_up, calls=3)), "'1' changes the number 'calls' of its Layer"),
         (
             lambda: around(Layer(remember, first=torch.empty(0))),
             "'1' gives another output for the same input",
@@ -155,6 +174,7 @@ def hooked_backward() -> nn.Module:
         (complex_valued, "parameter '1.factor' is complex"),
         (hooked_whole, "'Sequential' has forward hooks that would not run"),
         (hooked_backward, "'1' has backward hooks"),
+        (compiled_whole, "'Sequential' was compiled in place, which would have no effect"),
     ],
 )
 def test_models_that_cannot_be_trained_in_parts_are_refused(
@@ -171,6 +191,13 @@ def test_models_that_cannot_be_trained_in_parts_are_refused(
         trainer.step()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    assert getattr(model[1], "calls", 3) in (0, 3)
+
+
+def test_a_size_that_a_layer_keeps_is_no_count_of_its_calls() -> None:
+    model = around(Layer(sized, width=0))
+    with make_trainer(replace(TINY, build=lambda: model)) as trainer:
+        trainer.step()
 
 
 def balanced(output: Tensor, target: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.precision import DTYPES as NAMED
 from pipetransformer.precision import call_in
+from pipetransformer.refusals import warn_of_low_weights
 from tests.adapted import MODELS, batch_for, targets_for
 from tests.measured import measuring, never
 from tests.models import Entries, tiny_data, tiny_model
@@ -117,6 +118,25 @@ def test_weights_in_another_dtype_than_float32_are_refused() -> None:
     message = r"'1.norm.weight' is torch.bfloat16, but precision= .*call model.float\(\) first"
     with pytest.raises(ValueError, match=message):
         train(model, tiny_data(), loss_fn=nn.CrossEntropyLoss(), precision="bf16")
+
+
+def test_weights_that_lose_small_updates_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(dtype=torch.float32)
+    model[1].bfloat16()
+    model[1].norm.bias.requires_grad_(False)
+    warn_of_low_weights(model)
+    num = sum(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
+    begins = f"parameter '1.norm.weight' and {num - 1} others are torch.bfloat16, in which updates"
+    assert caplog.messages[0].startswith(begins) and len(caplog.messages) == 1
+    warn_of_low_weights(tiny_model(dtype=torch.float64))
+    assert len(caplog.messages) == 1
+
+
+def test_a_run_warns_of_its_own_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(dtype=torch.float32).bfloat16()
+    with measuring(never):
+        train(model, tiny_data(dtype=torch.bfloat16), loss_fn=nn.CrossEntropyLoss())
+    assert sum("updates below 0.004 of a weight are lost" in text for text in caplog.messages) == 1
 
 
 def test_the_model_is_verified_in_float64_whatever_the_precision() -> None:
