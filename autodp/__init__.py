@@ -16,7 +16,6 @@ from autodp.sampler import (
     mix_seed,
     shuffled,
     shuffled_by_length,
-    split_evenly,
 )
 from autodp.shard_pieces import Shard
 from autodp.topology import Topology
@@ -25,6 +24,5 @@ __all__ = [
     "ROUND_BYTES", "EpochOrder", "EpochSampler", "GradientReducer", "GroupPool", "Groups",
     "Holders", "Move", "PeerError", "Shard", "ShardStore", "Topology", "broadcast_json",
     "broadcast_tensor", "checked_order", "gather_json", "largest_incoming_bytes", "link_device",
-    "mix_seed", "move_shards", "plan_moves", "shuffled", "shuffled_by_length", "split_evenly",
-    "waiting_for",
+    "mix_seed", "move_shards", "plan_moves", "shuffled", "shuffled_by_length", "waiting_for",
 ]  # fmt: skip

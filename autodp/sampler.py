@@ -89,15 +89,6 @@ def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochO
     return order
 
 
-def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
-    """Return part sizes that differ by at most one, the larger ones first.
-
-    A replica's slice of the global batch, and a micro-batch's of the replica's, are both cut so.
-    """
-    small, extra = divmod(num_samples, num_parts)
-    return tuple(small + (part < extra) for part in range(num_parts))
-
-
 def mix_seed(*numbers: int) -> int:
     """Mix integers into one 63-bit seed, so that nearby inputs give unrelated streams.
 

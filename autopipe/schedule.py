@@ -207,18 +207,26 @@ def schedule_of(name: str, replicas: Sequence[int], num_micro_batches: int) -> S
     return replicated_one_f_one_b(replicas, num_micro_batches)
 
 
+def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
+    """Return part sizes that differ by at most one, the larger ones first.
+
+    A replica's slice of the global batch, and a micro-batch of it, are both cut so.
+    """
+    size, num_larger = divmod(num_samples, num_parts)
+    return (size + 1,) * num_larger + (size,) * (num_parts - num_larger)
+
+
 def micro_batch_sizes(
     num_samples: int, num_micro_batches: int, *, fixed_size: int | None = None
 ) -> tuple[int, ...]:
-    """Cut samples into micro-batches that differ by at most one, the larger ones first.
+    """Cut samples into micro-batches evenly.
 
     Where their size is fixed, all have it but the last, and their number follows.
     """
     if fixed_size is not None:
         whole, rest = divmod(num_samples, fixed_size)
         return (fixed_size,) * whole + (rest,) * (rest > 0)
-    size, num_larger = divmod(num_samples, num_micro_batches)
-    return (size + 1,) * num_larger + (size,) * (num_micro_batches - num_larger)
+    return split_evenly(num_samples, num_micro_batches)
 
 
 def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageProgram]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autodp import split_evenly
-from autopipe.schedule import micro_batch_sizes
+from autopipe.schedule import micro_batch_sizes, split_evenly
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from autodp.sampler import EpochSampler, mix_seed, shuffled, split_evenly
+from autodp.sampler import EpochSampler, mix_seed, shuffled
 
 
 def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
@@ -74,15 +74,6 @@ def test_the_last_batch_of_an_epoch_is_short() -> None:
 def test_an_empty_data_set_is_refused(num_samples: int) -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
         EpochSampler(num_samples, shuffled(num_samples, seed=0))
-
-
-def test_even_parts_differ_by_at_most_one_and_the_larger_come_first() -> None:
-    for num_samples, num_parts in product(range(40), range(1, 12)):
-        parts = split_evenly(num_samples, num_parts)
-        assert len(parts) == num_parts
-        assert sum(parts) == num_samples
-        assert max(parts) - min(parts) <= 1
-        assert list(parts) == sorted(parts, reverse=True)
 
 
 def test_mixed_seeds_do_not_collide_on_a_grid_of_small_inputs() -> None:

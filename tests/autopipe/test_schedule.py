@@ -21,6 +21,7 @@ from autopipe.schedule import (
     one_f_one_b,
     replicated_one_f_one_b,
     split_at_first_backward,
+    split_evenly,
     unflushed,
 )
 
@@ -213,6 +214,15 @@ def test_a_program_parts_into_its_forwards_and_the_rest() -> None:
             assert forwards + rest == program
             assert order(forwards, Op.FORWARD) == list(range(m))
             assert order(rest, Op.FORWARD) == order(rest, Op.SEND_ACTIVATION) == []
+
+
+def test_even_parts_differ_by_at_most_one_and_the_larger_come_first() -> None:
+    for num_samples, num_parts in itertools.product(range(40), range(1, 12)):
+        parts = split_evenly(num_samples, num_parts)
+        assert len(parts) == num_parts
+        assert sum(parts) == num_samples
+        assert max(parts) - min(parts) <= 1
+        assert list(parts) == sorted(parts, reverse=True)
 
 
 def test_samples_are_cut_evenly_and_the_larger_micro_batches_come_first() -> None:
