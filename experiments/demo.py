@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 
 from autopipe.profile import Profile
+from autopipe.trace import text_table
 from experiments.benchmarks.measuring.plain_loop import plain_seconds
 from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
@@ -44,7 +45,6 @@ from pipetransformer.report import (
     draw_report,
     read_records,
 )
-from pipetransformer.tables import text_table
 from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2

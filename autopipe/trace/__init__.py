@@ -1,14 +1,15 @@
 """Take down what ran when, and draw it.
 
-recorder ─► span ─► trace (text) ─► picture, chrome, summary
+recorder ─► span ─► trace (text) ─► picture, chrome, summary ◄─ tables
 """
 
 from autopipe.trace.picture import save_picture
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
-from autopipe.trace.summary import Summary, as_bytes
+from autopipe.trace.summary import Summary
+from autopipe.trace.tables import as_bytes, text_table
 from autopipe.trace.trace import Trace
 
 __all__ = [
-    "Recorder", "Span", "Summary", "Trace", "as_bytes", "save_picture",
+    "Recorder", "Span", "Summary", "Trace", "as_bytes", "save_picture", "text_table",
 ]  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 from autopipe.schedule import Op
 from autopipe.trace.chrome import lanes
 from autopipe.trace.span import Span
-from autopipe.trace.summary import StageSummary, as_bytes, summarize
+from autopipe.trace.summary import StageSummary, summarize
+from autopipe.trace.tables import as_bytes
 
 _KINDS = {
     Op.FORWARD: ("forward", "#3b6fb6"),

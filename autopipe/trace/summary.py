@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only, unflushed
 from autopipe.trace.span import Span, programs
+from autopipe.trace.tables import as_bytes, text_table
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,13 @@ class Summary:
         )
 
     def __str__(self) -> str:
-        stages: list[tuple[object, ...]] = [
-            ("stage", "busy", "in flight", "graphs", "activations")
-        ]
+        stages = [("stage", "busy", "in flight", "graphs", "activations")]
         for s in self.stages:
             busy, kept = f"{s.busy_fraction:.1%}", as_bytes(s.peak_bytes)
-            stages.append((s.stage, busy, s.peak_in_flight, s.peak_graphs, kept))
-        tables = [f"{self.title}\n{self.times}", _table(stages)]
+            stages.append((str(s.stage), busy, str(s.peak_in_flight), str(s.peak_graphs), kept))
+        tables = [f"{self.title}\n{self.times}", text_table(stages)]
         if self.links:
-            tables.append(_table(self._link_rows()))
+            tables.append(text_table(self._link_rows()))
         return "\n\n".join(tables)
 
     def _link_rows(self) -> list[tuple[str, ...]]:
@@ -171,21 +170,3 @@ def _links(spans: Sequence[Span], num_steps: int) -> tuple[LinkSummary, ...]:
             )
         )
     return tuple(links)
-
-
-def as_bytes(count: float) -> str:
-    """Write bytes with the unit that leaves one to four digits before the point."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def _table(rows: Sequence[Sequence[object]]) -> str:
-    """Align columns to the right, under their names in the first row."""
-    columns = [[str(value) for value in column] for column in zip(*rows, strict=True)]
-    for column in columns:
-        width = max(map(len, column))
-        column[:] = [cell.rjust(width) for cell in column]
-    return "\n".join(map("  ".join, zip(*columns, strict=True)))

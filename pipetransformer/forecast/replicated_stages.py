@@ -22,9 +22,8 @@ from autopipe.pipedream import (
 )
 from autopipe.plan import PlanRequest
 from autopipe.profile import LayerGraph, graph_of, read_graph
-from autopipe.trace import as_bytes
+from autopipe.trace import as_bytes, text_table
 from pipetransformer.forecast.place import Place
-from pipetransformer.tables import text_table
 
 PIPEDREAM = "pipedream"
 """The planner's name on the command line."""

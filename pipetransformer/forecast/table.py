@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from autopipe.plan import ExplainedPlan, PlanRequest, Tables, table_text
-from autopipe.trace import as_bytes
+from autopipe.trace import as_bytes, text_table
 from pipetransformer.forecast.answer import Answer, Refusal
-from pipetransformer.tables import text_table
 
 _PART_NAMES = {
     "compute_s": "compute",

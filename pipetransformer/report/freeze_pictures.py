@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from autopipe.trace import text_table
 from freeze.signals import svcca
 from pipetransformer.layer_signals import PROBE_FOLDER, read_looks
 from pipetransformer.report.decisions import RecordedDecision, read_decisions
 from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
-from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

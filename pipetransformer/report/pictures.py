@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from autopipe.trace import text_table
 from pipetransformer.config import EVALUATION_FIELDS
 from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
 from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
-from pipetransformer.tables import text_table
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
     from matplotlib.axes import Axes

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from autopipe.trace import text_table
 from freeze import POLICY_HELP, named_policy
 from pipetransformer.report import new_figure, open_frame, read_decisions
 from pipetransformer.scoring.hindsight import Score, recorded_score, score
-from pipetransformer.tables import text_table
 
 
 def add_score_parser(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Write tables as text."""
+"""Write tables and bytes as text."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
         is_number = all(map(_NUMBER.fullmatch, column[1:]))
         column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def as_bytes(count: float) -> str:
+    """Write bytes with the unit that leaves one to four digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
