@@ -22,7 +22,7 @@ from autopipe.stashing import StagePlace, StashedWork, check_versions
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
-from pipetransformer.stage import Stage, StepResult, TrainWork, broken_down, naming_peers
+from pipetransformer.stage import Stage, StepResult, TrainWork, broken_down
 from pipetransformer.timeline import ComingStep
 
 
@@ -148,13 +148,12 @@ class UnflushedStage(Stage):
             update=update,
         )
         program = unflushed(length, num_steps, len(sizes))[self.index]
-        with naming_peers():
-            if self._layers.side_in is not None:
-                all_sizes = sizes * num_steps
-                self._layers.side_in.begin(all_sizes, range(len(all_sizes)))
-            report = run_program(program, work, self._links, sizes * num_steps)
-            for routes in self._layers.side_out:
-                routes.finish_step()
+        if self._layers.side_in is not None:
+            all_sizes = sizes * num_steps
+            self._layers.side_in.begin(all_sizes, range(len(all_sizes)))
+        report = run_program(program, work, self._links, sizes * num_steps)
+        for routes in self._layers.side_out:
+            routes.finish_step()
         return report
 
     def _update_once(self, coming: ComingStep, work: TrainWork | None) -> Tensor:

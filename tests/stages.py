@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autodp import PeerError
 from autopipe.engine.channel import Peer, Receiver, Sender
 from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.engine.executor import StageLinks, StageWork
@@ -45,15 +46,19 @@ def connect(group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> Stag
     if group is None:
         return links
     rank = dist.get_rank()
+
+    def peer(other: int, tag: int, name: str) -> Peer:
+        return Peer(other, group, tag, name, timeout_s, error=PeerError)
+
     if rank > 0:
         links.below = ProcessLinkBelow(
-            Receiver(Peer(rank - 1, group, 1, "activations", timeout_s), CPU),
-            CountingSender(Peer(rank - 1, group, 2, "gradients", timeout_s)),
+            Receiver(peer(rank - 1, 1, "activations"), CPU),
+            CountingSender(peer(rank - 1, 2, "gradients")),
         )
     if rank < dist.get_world_size() - 1:
         links.above = ProcessLinkAbove(
-            CountingSender(Peer(rank + 1, group, 1, "activations", timeout_s)),
-            Receiver(Peer(rank + 1, group, 2, "gradients", timeout_s), CPU),
+            CountingSender(peer(rank + 1, 1, "activations")),
+            Receiver(peer(rank + 1, 2, "gradients"), CPU),
         )
     return links
 

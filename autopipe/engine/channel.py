@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.engine.watchdog import LinkError, Watchdog
+from autopipe.engine.watchdog import Watchdog
 
 _HEADER_BYTES = 1024
 
@@ -65,6 +65,7 @@ class Peer:
         name: what travels, for error messages.
         timeout_s: longest wait for one message.
         watchdog: limits waits between GPUs; None where all messages are in host memory.
+        error: raised where a wait fails.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Peer:
     name: str
     timeout_s: float
     watchdog: Watchdog | None = None
+    error: type[RuntimeError] = RuntimeError
 
     def start(
         self, transfer: Callable[..., dist.Work | None], message: Tensor
@@ -85,7 +87,7 @@ class Peer:
     def wait(self, work: dist.Work | None, message: Tensor, what: str) -> None:
         """Wait for a message: the host, or the current stream where it is on a GPU.
 
-        Raises a LinkError that says who waited, where it took too long or the other end is gone.
+        Raises `error`, which says who waited, where it took too long or the other end is gone.
         """
         if work is None:
             return
@@ -98,7 +100,7 @@ class Peer:
         except RuntimeError as error:
             if self.watchdog is not None:
                 self.watchdog.check()  # Its abort may be why.
-            raise LinkError(f"{text} (limit {self.timeout_s:g} s): {error}") from error
+            raise self.error(f"{text} (limit {self.timeout_s:g} s): {error}") from error
         assert self.watchdog is not None, "a message between GPUs that nobody watches"
         self.watchdog.watch(text, self.timeout_s)
 

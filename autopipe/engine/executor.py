@@ -148,7 +148,7 @@ class StageRun:
             before_last_backward: called once, when the gradients of the coming backward complete
                 the step's.
         Raises:
-            LinkError: a neighbour did not send or take a micro-batch in time.
+            the links' peers' error: a neighbour did not send or take a micro-batch in time.
             RuntimeError: the input of a checkpointed forward was changed in place.
         """
         self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0}

@@ -28,10 +28,6 @@ _LOGGER = logging.getLogger(__name__)
 _PERIOD_S = 0.1  # Between two looks: a time limit is exceeded by no more.
 
 
-class LinkError(RuntimeError):
-    """Say who waited for what, and why it failed: a time limit, or a neighbour that is gone."""
-
-
 @final
 class Milestone:
     """Mark what the current CUDA stream was given so far."""
@@ -62,17 +58,20 @@ class _Wait:
 class Watchdog:
     """Watch the waits of one stream; `watch`, `check` and `settle` are for the main thread.
 
-    `abort`, which ends all that is under way on the links, is called once, from another thread.
+    Args:
+        abort: ends all that is under way on the links; called once, from another thread.
+        error: raised where a wait has lasted too long.
     """
 
     def __init__(
         self,
         abort: Callable[[], None],
         *,
+        error: type[RuntimeError] = RuntimeError,
         mark: Callable[[], Milestone] = Milestone,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._abort, self._mark, self._clock = abort, mark, clock
+        self._abort, self._error, self._mark, self._clock = abort, error, mark, clock
         self._changed = threading.Condition()
         self._waits: deque[_Wait] = deque()
         self._oldest_since_s = 0.0
@@ -94,9 +93,9 @@ class Watchdog:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise a LinkError where a wait has lasted too long."""
+        """Raise the error where a wait has lasted too long."""
         if self._failure is not None:
-            raise LinkError(self._failure)
+            raise self._error(self._failure)
 
     def settle(self) -> None:
         """Wait until all waits are over, as `check`: only now is what they waited for there."""

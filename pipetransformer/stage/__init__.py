@@ -9,10 +9,8 @@ from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import written_text
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.step_result import StepResult, broken_down
-from pipetransformer.stage.wiring import naming_peers
 from pipetransformer.stage.work import Results, TrainWork
 
 __all__ = [
-    "BatchCut", "Results", "Stage", "StepResult", "TrainWork", "broken_down",
-    "naming_peers", "written_text",
+    "BatchCut", "Results", "Stage", "StepResult", "TrainWork", "broken_down", "written_text",
 ]  # fmt: skip

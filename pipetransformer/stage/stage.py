@@ -34,7 +34,7 @@ from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite import where_it_began
 from pipetransformer.stage.step_result import StepResult, broken_down
-from pipetransformer.stage.wiring import StageWiring, naming_peers
+from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
     LayerWork,
@@ -155,9 +155,8 @@ class Stage:
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, intrusion = time.perf_counter(), self._begin_step()
-        with naming_peers():
-            work = self._train_work(coming, rows, next_ids)
-            report = self._run(work, recorder)
+        work = self._train_work(coming, rows, next_ids)
+        report = self._run(work, recorder)
         wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
@@ -230,10 +229,9 @@ class Stage:
                 differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
-                    with naming_peers():
-                        work = EvaluationWork(self._layers, batches, results=results, probe=probe)
-                        self._run_forwards(work)
-                        differs = probe.finds_difference()
+                    work = EvaluationWork(self._layers, batches, results=results, probe=probe)
+                    self._run_forwards(work)
+                    differs = probe.finds_difference()
                 if any(self._sum_over_world([float(differs)])):
                     probe.refuse()
 
@@ -249,7 +247,7 @@ class Stage:
         """
         if self._wiring.is_spare or self._layers.turn[0]:
             return {}  # There is one micro-batch, the first workers'.
-        with torch.no_grad(), in_mode(self._evaluation_modes), naming_peers():
+        with torch.no_grad(), in_mode(self._evaluation_modes):
             work = LookWork(self._layers, MicroBatches(ids, (len(ids),), rows))
             self._run_forwards(work)
         return work.grams

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from autodp import Groups, Topology
 from autopipe.engine import (
     Link,
-    LinkError,
     Peer,
     ProcessLinkAbove,
     ProcessLinkBelow,
@@ -98,7 +96,7 @@ class StageWiring:
         if self.is_spare:
             return links
         on_cuda = self.world.link_device.type == "cuda"
-        watchdog = Watchdog(self.groups.abort) if on_cuda else None
+        watchdog = Watchdog(self.groups.abort, error=PeerError) if on_cuda else None
         device = self.world.device
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
@@ -143,19 +141,10 @@ class StageWiring:
     def _peer(self, rank: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Peer:
         group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
         assert group is not None
-        return Peer(rank, group, tag, name, self.timeout_s, watchdog)
+        return Peer(rank, group, tag, name, self.timeout_s, watchdog, PeerError)
 
 
 def _routed(links: Iterable[Link]) -> Link:
     """Return a link to one worker as it is, to several by turns."""
     all_links = list(links)
     return all_links[0] if len(all_links) == 1 else RoutedLink(all_links)
-
-
-@contextmanager
-def naming_peers() -> Iterator[None]:
-    """Turn a link's error into the one that users know of: a rank is gone or silent."""
-    try:
-        yield
-    except LinkError as error:
-        raise PeerError(str(error)) from error

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autodp.groups import build_groups
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.watchdog import LinkError, Milestone, Watchdog
+from autopipe.engine.watchdog import Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
 from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain
@@ -83,7 +83,7 @@ def wait_in_vain(folder: str) -> None:
         torch.cuda.Event().record()  # The host goes on: this line is reached at once.
         try:
             sender.flush()
-        except LinkError as error:
+        except RuntimeError as error:
             Path(folder, "error").write_text(f"{tuple(received.shape)} {error}")
     dist.barrier(group=dist.new_group(backend="gloo"))
 

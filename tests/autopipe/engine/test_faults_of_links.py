@@ -7,8 +7,8 @@ import traceback
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autodp import PeerError
 from autopipe.engine.executor import run_program
-from autopipe.engine.watchdog import LinkError
 from autopipe.schedule import SCHEDULES
 from tests.pool import Pool
 from tests.stages import StackWork, connect, layers_of, place, stage_model
@@ -47,7 +47,7 @@ def attempt(fault: str) -> str:
             # The rank at fault is to fail by its own fault, however slow its neighbour is.
             links = connect(group, timeout_s=0.3 if added is None else 30.0)
             run_program(program, work, links, SIZES)
-    except (ValueError, LinkError, ArithmeticError):
+    except (ValueError, PeerError, ArithmeticError):
         return traceback.format_exc()
     finally:
         dist.barrier()
@@ -65,11 +65,11 @@ def test_an_exception_in_a_layer_surfaces_on_its_rank_with_its_traceback(two_ran
     first, second = two_ranks.run(attempt, "layer")
     assert "ArithmeticError: a layer's own trouble" in second
     assert 'raise ArithmeticError("a layer\'s own trouble")' in second
-    assert "LinkError: rank 0 waited for the gradients of rank 1" in first
+    assert "PeerError: rank 0 waited for the gradients of rank 1" in first
 
 
 def test_a_neighbour_that_never_sends_is_named_after_the_timeout(two_ranks: Pool) -> None:
     _, second = two_ranks.run(attempt, "silent 0")
-    assert "LinkError: rank 1 waited for the activations of rank 0 (limit 0.3 s)" in second
+    assert "PeerError: rank 1 waited for the activations of rank 0 (limit 0.3 s)" in second
     first, _ = two_ranks.run(attempt, "silent 1")
-    assert "LinkError: rank 0 waited for the gradients of rank 1 (limit 0.3 s)" in first
+    assert "PeerError: rank 0 waited for the gradients of rank 1 (limit 0.3 s)" in first

@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from autopipe.engine.watchdog import LinkError, Watchdog
+from autodp import PeerError
+from autopipe.engine.watchdog import Watchdog
 
 PATIENCE_S = 30.0
 FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"
@@ -43,7 +44,9 @@ class Stream:
         self.looked = threading.Event()
         self.now_s = 100.0
         self.num_aborts = 0
-        self.watchdog = Watchdog(self.abort, mark=lambda: HandMark(self), clock=lambda: self.now_s)
+        self.watchdog = Watchdog(
+            self.abort, error=PeerError, mark=lambda: HandMark(self), clock=lambda: self.now_s
+        )
 
     def abort(self) -> None:
         """Let the stream go on, as NCCL's kernels do when they are told to end."""
@@ -108,7 +111,7 @@ def test_a_wait_that_exceeds_its_limit_is_logged_once_and_raised_at_every_next_c
         stream.watchdog.settle,
         lambda: stream.watchdog.watch(SECOND, 5.0),
     ):
-        with pytest.raises(LinkError, match=r"^rank 1 waited for the activations .*limit 5 s"):
+        with pytest.raises(PeerError, match=r"^rank 1 waited for the activations .*limit 5 s"):
             call()
     assert len(stream.marks) == 2, "nothing is watched after a failure"
 
@@ -127,7 +130,7 @@ def test_a_wait_s_time_begins_when_the_one_before_it_is_over(
     stream.watchdog.check()
     stream.now_s += 0.1
     stream.watchdog.look()
-    with pytest.raises(LinkError, match="waited for its gradients"):
+    with pytest.raises(PeerError, match="waited for its gradients"):
         stream.watchdog.check()
 
 
@@ -148,7 +151,7 @@ def test_a_device_that_fails_is_a_failed_wait(monkeypatch: pytest.MonkeyPatch) -
     stream.watchdog.watch(FIRST, 5.0)
     stream.marks[0].error = "illegal memory access"
     stream.watchdog.look()
-    with pytest.raises(LinkError, match="rank 0: the device has failed: illegal memory access"):
+    with pytest.raises(PeerError, match="rank 0: the device has failed: illegal memory access"):
         stream.watchdog.check()
     assert stream.num_aborts == 1
 
@@ -183,7 +186,7 @@ def test_a_host_that_sits_in_a_synchronisation_is_freed_by_the_abort_and_told_wh
     stream.watchdog.watch(SECOND, 5.0)
     stream.wait_for_a_look()
     stream.now_s += 5.0
-    with pytest.raises(LinkError, match=r"activations of rank 0 \(limit 5 s\)"):
+    with pytest.raises(PeerError, match=r"activations of rank 0 \(limit 5 s\)"):
         stream.watchdog.settle()  # Returns from the marks only because the thread aborts.
     assert stream.num_aborts == 1
     end_of_thread(stream)
