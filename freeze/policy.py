@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +137,16 @@ class FreezeDecision:
             isinstance(layer, int) for layer in self.resting
         ):
             raise TypeError(f"resting layers must be a tuple of ints, got {self.resting!r}")
+
+
+def frozen_since(before: Sequence[int], num_frozen: int, step: int) -> tuple[int, ...]:
+    """Return the step at which each of so many layers froze, from a decision at a step on.
+
+    Args:
+        before: the same until then.
+    """
+    kept = tuple(before[:num_frozen])
+    return kept + (step,) * (num_frozen - len(kept))
 
 
 class FreezePolicy(ABC):

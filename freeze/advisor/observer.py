@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,8 +20,9 @@ from freeze.policy import (
     PolicyFunction,
     as_policy,
     checked_decision,
+    frozen_since,
 )
-from freeze.signals import WeightChanges
+from freeze.signals import WeightChanges, relative_update
 
 _SIGNALS = frozenset({"relative_update"})
 
@@ -228,8 +228,7 @@ class Observer:
                 f"{self._policy.name} lets layers {decision.resting} rest, which an advisor does "
                 "not; give a policy that freezes the layers below"
             )
-        kept = self._since[: decision.num_frozen]
-        self._since = kept + (step,) * (decision.num_frozen - len(kept))
+        self._since = frozen_since(self._since, decision.num_frozen, step)
         if self.acts and decision.num_frozen != context.num_frozen:
             self._stop_timing()
             apply(self._model, decision.num_frozen, layers=self._blocks)
@@ -259,12 +258,8 @@ class Observer:
         still = [i for i, has in enumerate(self._has_gradient) if not has]
         for index in still if any(self._has_gradient) else ():
             squares.pop(str(index), None)
-        found = []
-        for index in range(len(self._blocks)):
-            moved, size = squares.get(str(index), (0.0, 0.0))
-            share = math.sqrt(moved / size) / self._num_updates if size else math.nan
-            found.append(share if math.isfinite(share) else None)
-        return tuple(found)
+        pairs = [squares.get(str(index), (None, None)) for index in range(len(self._blocks))]
+        return tuple(relative_update(*pair, num_steps=self._num_updates) for pair in pairs)
 
     def _stop_timing(self) -> None:
         if self._times is not None:

@@ -7,6 +7,7 @@ from activations:  Plasticity
 around another:    Guarded, Shadow
 """
 
+from freeze.policies.arguments import metric_sign
 from freeze.policies.auto_freeze import AutoFreeze
 from freeze.policies.freeze_schedules import AlphaSchedule, FreezeOut, FreezeSchedule, Linear
 from freeze.policies.paper_rule import PaperRule
@@ -17,5 +18,5 @@ from freeze.policies.wrappers import Guarded, Shadow
 
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "FreezeOut", "FreezeSchedule", "Guarded", "Linear",
-    "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow",
+    "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow", "metric_sign",
 ]  # fmt: skip

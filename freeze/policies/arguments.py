@@ -45,6 +45,16 @@ def checked_limit(max_frozen: int | None) -> float:
     return math.inf if max_frozen is None else checked_count("max_frozen", max_frozen)
 
 
+def metric_sign(name: str, greater_is_better: bool | None) -> int:
+    """Return 1 where more of a metric is better, else -1; None goes by its name.
+
+    More is better then, unless the name ends in "loss".
+    """
+    if greater_is_better is None:
+        greater_is_better = not name.endswith("loss")
+    return 1 if greater_is_better else -1
+
+
 def checked_count(what: str, value: int) -> int:
     """Return a number that is an int and not negative."""
     if not isinstance(value, int) or isinstance(value, bool):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from freeze.policies.arguments import checked_count
+from freeze.policies.arguments import checked_count, metric_sign
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -14,6 +14,7 @@ from freeze.policy import (
     PolicyFunction,
     as_policy,
     checked_decision,
+    frozen_since,
 )
 
 
@@ -86,9 +87,7 @@ class Guarded(_Around):
         self._min_active = checked_count("min_active", min_active)
         self._at_once = at_once
         self._thaw_on, self._tolerance = thaw_on, tolerance
-        if greater_is_better is None:
-            greater_is_better = not (thaw_on or "").endswith("loss")
-        self._sign = 1 if greater_is_better else -1
+        self._sign = metric_sign(thaw_on or "", greater_is_better)
         self._wanted: list[int] = []
         self._best: float | None = None
         self._frozen_at_best = 0
@@ -161,8 +160,7 @@ class Shadow(_Around):
         """Keep what is frozen and rests, with what the policy wants as reason."""
         seen = context.as_frozen(tuple(self._since), tuple(self._resting))
         wanted = checked_decision(self._policy, seen)
-        kept = self._since[: wanted.num_frozen]
-        self._since = kept + [context.step] * (wanted.num_frozen - len(kept))
+        self._since = list(frozen_since(self._since, wanted.num_frozen, context.step))
         self._resting = list(wanted.resting)
         rests = f" and {self._resting} resting" if self._resting else ""
         text = f"would have {wanted.num_frozen} frozen{rests}: {wanted.reason}"

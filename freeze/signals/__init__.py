@@ -11,9 +11,10 @@ from freeze.signals.gradients import GradientSignals
 from freeze.signals.interval import IntervalSignals, Measured, is_signal_tensor, layer_values
 from freeze.signals.loss_trend import LossTrend
 from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
-from freeze.signals.weight_changes import WeightChanges
+from freeze.signals.weight_changes import WeightChanges, relative_update
 
 __all__ = [
     "GradientSignals", "IntervalSignals", "LossTrend", "Measured", "WeightChanges", "gram",
-    "is_signal_tensor", "layer_values", "linear_cka", "similarity_change", "svcca",
+    "is_signal_tensor", "layer_values", "linear_cka", "relative_update", "similarity_change",
+    "svcca",
 ]  # fmt: skip

@@ -10,7 +10,13 @@ from typing import Any, final
 from torch import Tensor
 
 from freeze.signals.gradients import GradientSignals
-from freeze.signals.weight_changes import GradientSums, KeptTensors, Parameters, WeightChanges
+from freeze.signals.weight_changes import (
+    GradientSums,
+    KeptTensors,
+    Parameters,
+    WeightChanges,
+    relative_update,
+)
 
 _BEFORE, _SUM = "signal:before", "signal:sum"
 """How the tensors are named that a stage keeps beside a parameter."""
@@ -159,9 +165,7 @@ def layer_values(
         "accumulated_gradient": list(sums.get("sum", nothing)),
         "relative_update": [
             # Without a gradient a layer moves by weight decay alone.
-            math.sqrt(change / before) / steps
-            if change is not None and before and square != 0
-            else None
+            relative_update(change, before, num_steps=steps) if square != 0 else None
             for change, before, square in zip(moved, size, squares, strict=True)
         ],
     }

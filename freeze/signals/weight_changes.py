@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import final
 
@@ -10,6 +11,20 @@ from torch import Tensor, nn
 
 Parameters = Mapping[str, Mapping[str, nn.Parameter]]
 """Parameters by name, by the name of what they belong to: a sublayer, or a layer."""
+
+
+def relative_update(moved: float | None, size: float | None, *, num_steps: int) -> float | None:
+    """Return the norm of weights' change over their norm, per step.
+
+    Args:
+        moved, size: squared norms of the change, and of what the weights were.
+    Returns:
+        None where these are not known, there are no weights, or it is no number.
+    """
+    if moved is None or not size:
+        return None
+    update = math.sqrt(moved / size) / num_steps
+    return update if math.isfinite(update) else None
 
 
 class KeptTensors:

@@ -18,6 +18,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from freeze.policies import metric_sign
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import replace_tensors
 from pipetransformer.errors import CorruptCheckpointError
@@ -35,8 +36,7 @@ class BestModel:
 
     def __init__(self, config: TrainConfig) -> None:
         self._name = config.metric_for_best_model
-        greater = config.greater_is_better
-        self._sign = 1 if (not self._name.endswith("loss") if greater is None else greater) else -1
+        self._sign = metric_sign(self._name, config.greater_is_better)
         self._threshold = config.early_stopping_threshold
         self._patience = config.early_stopping_patience
         self._folder = None if config.folder is None else Path(config.folder) / BEST_FOLDER
