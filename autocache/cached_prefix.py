@@ -45,6 +45,7 @@ from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.prefix_chunks import (
     NO_ROW,
     NOTHING,
+    FoundSamples,
     SampleRows,
     filling,
     of_ids,
@@ -164,19 +165,21 @@ class PrefixCache:
                 "least one id (for an empty micro-batch fetch any one id and slice [:0])"
             )
         num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
-        sample_ids, row_ids, _ = self._filled_up(own, later, depth)
-        found, rows = self._read(own[1], row_ids[num:], depth)
-        wanted, due, reads = self._to_load(sample_ids, found, self._reads)
+        samples = self._filled_up(own, later, depth)
+        samples.found, rows = self._read(own[1], samples.row_ids[num:], depth)
+        wanted, due, reads = self._to_load(samples, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
         self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
-        if len(due) and not self._is_current(sample_ids[due], rows[DIGEST][due], wanted, loaded):
-            found, rows, wanted = torch.zeros_like(found), {}, sample_ids.unique()
+        if len(due) and not self._is_current(samples.ids[due], rows[DIGEST][due], wanted, loaded):
+            samples.found, rows = torch.zeros_like(samples.found), {}
+            wanted = samples.ids.unique()
             loaded = self._load(wanted, load)
-        rows, loaded = self._content.brought_together(found, rows, loaded)
-        kept_ids = row_ids if keeps else row_ids.index_fill(0, torch.arange(num), NO_ROW)
-        for first, last in pairwise(sorted({*found.tolist(), depth})):
-            positions = (found <= first).nonzero().flatten()
-            ids, inverse = sample_ids[positions].unique(return_inverse=True)
+        rows, loaded = self._content.brought_together(samples.found, rows, loaded)
+        if not keeps:
+            samples.row_ids = samples.row_ids.index_fill(0, torch.arange(num), NO_ROW)
+        for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
+            positions = (samples.found <= first).nonzero().flatten()
+            ids, inverse = samples.ids[positions].unique(return_inverse=True)
             if first:
                 batch = {name: one_each(row, positions, inverse) for name, row in rows.items()}
             else:
@@ -184,9 +187,9 @@ class PrefixCache:
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
+                self._write(one_each(samples.row_ids, positions, inverse), fresh, depth)
             place(rows, positions, fresh, inverse)
-        self._count(found[:num], depth)
+        self._count(samples.found[:num], depth)
         rows.pop(DIGEST, None)
         return self._content.first(rows, num)
 
@@ -203,11 +206,11 @@ class PrefixCache:
         """
         reads, done = self._reads, NOTHING[0]
         for own, later in coming:
-            sample_ids, row_ids, found = self._filled_up(own, later, depth, done)
-            done = torch.cat((done[~torch.isin(done, own[1])], row_ids[len(own[1]) :]))
+            samples = self._filled_up(own, later, depth, done)
+            done = torch.cat((done[~torch.isin(done, own[1])], samples.row_ids[len(own[1]) :]))
             num_rows = 0 if self._store is None else self._store.num_rows
-            stored = bool(((found < depth) & (row_ids < num_rows)).any())
-            wanted, _, reads = self._to_load(sample_ids, found, reads)
+            stored = bool(((samples.found < depth) & (samples.row_ids < num_rows)).any())
+            wanted, _, reads = self._to_load(samples, reads)
             yield wanted, stored
 
     def take_stats(self) -> CacheStats:
@@ -240,26 +243,25 @@ class PrefixCache:
 
     def _filled_up(
         self, own: SampleRows, later: SampleRows, depth: int, done: Tensor = NOTHING[0]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add later samples to a fetch's own; return all, and the depths they will be found at.
+    ) -> FoundSamples:
+        """Add later samples to a fetch's own.
 
         Args:
             done: rows that will be there by then.
         """
         store = self._store
         if store is None or store.is_condemned:
-            return *own, torch.zeros_like(own[1])
+            return FoundSamples(*own, torch.zeros_like(own[1]))
         stamps = self._up_to(depth)
         found = store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
         room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
         if self._has_warned or not len(later[1]) or not room:
-            return *own, found
+            return FoundSamples(*own, found)
         there = torch.isin(later[1], torch.cat((own[1], done))) | (later[1] >= store.num_rows)
         later_found = store.find(later[1], stamps).masked_fill(there, depth)
         more = filling(room, later_found)
         pairs = zip((*own, found), (*later, later_found), strict=True)
-        ids, rows, depths = (torch.cat((one, other[more])) for one, other in pairs)
-        return ids, rows, depths
+        return FoundSamples(*(torch.cat((mine, others[more])) for mine, others in pairs))
 
     def _read(self, own: Tensor, later: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (B,) depth each row was found at, and the rows if any was found."""
@@ -275,19 +277,17 @@ class PrefixCache:
             read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
             return read.depth, read.rows
 
-    def _to_load(
-        self, sample_ids: Tensor, found: Tensor, reads: int
-    ) -> tuple[Tensor, Tensor, int]:
+    def _to_load(self, samples: FoundSamples, reads: int) -> tuple[Tensor, Tensor, int]:
         """Return which ids to load, the positions of those only to be checked, and how many rows
         have been read by then.
         """
-        misses, due = found == 0, torch.empty(0, dtype=torch.int64)
+        misses, due = samples.found == 0, torch.empty(0, dtype=torch.int64)
         if self._store is not None and self._content.checked:
-            hits = found.nonzero().flatten()
+            hits = samples.found.nonzero().flatten()
             numbers = torch.arange(reads + 1, reads + 1 + len(hits))
             every = torch.where(numbers <= self._store.num_rows, _DENSE_CHECKS, _SPARSE_CHECKS)
             due, reads = hits[numbers % every == 0], reads + len(hits)
-        return torch.cat((sample_ids[misses], sample_ids[due])).unique(), due, reads
+        return torch.cat((samples.ids[misses], samples.ids[due])).unique(), due, reads
 
     def _is_current(
         self, sample_ids: Tensor, digests: Tensor, wanted: Tensor, loaded: dict[str, Tensor]

@@ -11,6 +11,7 @@ samples of later fetches, which then find their rows::
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -21,6 +22,20 @@ SampleRows: TypeAlias = tuple[Tensor, Tensor]
 where they have none."""
 NOTHING: SampleRows = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 NO_ROW = torch.iinfo(torch.int64).max
+
+
+@dataclass
+class FoundSamples:
+    """Hold the samples of a fetch, those of later ones behind its own; (B,) int64 each, on CPU.
+
+    Args:
+        ids, row_ids: see `SampleRows`.
+        found: the depths at which their rows are found, or will be.
+    """
+
+    ids: Tensor
+    row_ids: Tensor
+    found: Tensor
 
 
 def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, int]:
