@@ -47,6 +47,7 @@ from autocache.prefix_chunks import (
     NOTHING,
     FoundSamples,
     SampleRows,
+    each_once,
     filling,
     of_ids,
     one_each,
@@ -144,8 +145,8 @@ class PrefixCache:
 
         Args:
             sample_ids: (B,) int64 on CPU, B >= 1; dataset indices, duplicates allowed.
-            load: reads the dataset for the (N,) ids given, ascending and each once: those that
-                miss, and some to check. All entries, (N, ...) each.
+            load: reads the dataset for the (N,) ids given, each once: those that miss, in the
+                order of the samples, and some to check. All entries, (N, ...) each.
             depth: number of layers to have passed, at least 1.
             row_ids: (B,) int64, each sample's row in the store, out of its range where it has
                 none; None where they are the samples' ids.
@@ -172,14 +173,14 @@ class PrefixCache:
         self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
         if len(due) and not self._is_current(samples.ids[due], rows[DIGEST][due], wanted, loaded):
             samples.found, rows = torch.zeros_like(samples.found), {}
-            wanted = samples.ids.unique()
+            wanted, _ = each_once(samples.ids)
             loaded = self._load(wanted, load)
         rows, loaded = self._content.brought_together(samples.found, rows, loaded)
         if not keeps:
             samples.row_ids = samples.row_ids.index_fill(0, torch.arange(num), NO_ROW)
         for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
             positions = (samples.found <= first).nonzero().flatten()
-            ids, inverse = samples.ids[positions].unique(return_inverse=True)
+            ids, inverse = each_once(samples.ids[positions])
             if first:
                 batch = {name: one_each(row, positions, inverse) for name, row in rows.items()}
             else:
@@ -287,7 +288,8 @@ class PrefixCache:
             numbers = torch.arange(reads + 1, reads + 1 + len(hits))
             every = torch.where(numbers <= self._store.num_rows, _DENSE_CHECKS, _SPARSE_CHECKS)
             due, reads = hits[numbers % every == 0], reads + len(hits)
-        return torch.cat((samples.ids[misses], samples.ids[due])).unique(), due, reads
+        wanted, _ = each_once(torch.cat((samples.ids[misses], samples.ids[due])))
+        return wanted, due, reads
 
     def _is_current(
         self, sample_ids: Tensor, digests: Tensor, wanted: Tensor, loaded: dict[str, Tensor]

@@ -71,6 +71,16 @@ def filling(room: Mapping[int, int], later: Tensor) -> Tensor:
     return torch.cat(chosen)
 
 
+def each_once(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids each once, in the order in which they first come, and where among them each is.
+
+    Not sorted: a collate function gets the samples of a step in the order of the step.
+    """
+    places: dict[int, int] = {}
+    inverse = [places.setdefault(number, len(places)) for number in ids.tolist()]
+    return torch.tensor([*places], dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
+
+
 def one_each(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
     """Return the values at the given positions, each id's once: `inverse` says which each is."""
     # Any one position of each id will do.
@@ -79,10 +89,11 @@ def one_each(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
 
 
 def of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the rows of some ids of those that a batch holds, ascending."""
+    """Return the rows of some ids of those that a batch holds."""
     if torch.equal(held, ids):
         return batch
-    index = torch.searchsorted(held, ids)
+    ascending, order = held.sort()
+    index = order[torch.searchsorted(ascending, ids)]
     return {name: entry[index.to(entry.device)] for name, entry in batch.items()}
 
 

@@ -104,8 +104,9 @@ class TrainConfig:
         prefetch_factor: steps that each of them is ahead.
         pin_memory: read into page-locked memory where training is on GPUs.
         collate_fn: makes a batch, a mapping or a tuple, of a list of the dataset's items; it gets
-            a replica's samples of a step, which are so padded to their longest. One that draws
-            random numbers gives others to other numbers of replicas. None stacks equal shapes.
+            a replica's samples of a step, in their order, which are so padded to their longest;
+            before the first step also a few, to measure. One that draws random numbers, or mixes
+            samples, gives others to other numbers of replicas. None stacks equal shapes.
         remove_unused_columns: keep columns that the model does not take from collate_fn.
         sample_order: (epoch) -> (N,) int64, every index of the training set once, in the order of
             that epoch; the same on every rank and in a run that resumes. None shuffles.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -88,6 +88,42 @@ class Samples:
             _seed(mix_seed(self.seed, view, *ids))
         return collation.collate(items, ids)
 
+    def probe(self, ids: Sequence[int], *, view: int = 0) -> Batch:
+        """Read samples to look at them, or to measure by.
+
+        Where collate_fn takes no odd number, as timm's Mixup, the last one is there twice to it.
+        """
+        try:
+            return self.read(ids, view=view)
+        except ValueError:
+            if self.collation.function is None:
+                raise
+            with suppress(ValueError):
+                return part_of(self.read([*ids, ids[-1]], view=view), slice(0, len(ids)))
+            raise
+
+    def mix_in_batches(self) -> bool:
+        """Tell whether collate_fn gives samples other values together than one by one.
+
+        Entries that it pads are not compared. What mixes every second batch goes unseen with a
+        chance of 2 ** -(_MOST_PROBED / 2).
+        """
+        if self.collation.function is None:
+            return False
+        chosen = self.spread(_MOST_PROBED)
+        for pair in zip(chosen[::2], chosen[1::2], strict=False):
+            together = self.read(pair, view=0)
+            for place, index in enumerate(pair):
+                alone = self.probe([index])
+                rows = {name: entry[place : place + 1] for name, entry in together.items()}
+                if any(
+                    alone[name].shape == row.shape and not torch.equal(alone[name], row)
+                    for name, row in rows.items()
+                    if name in alone
+                ):
+                    return True
+        return False
+
     def vary_between_reads(self, *, same_seed: bool = False) -> bool:
         """Tell whether a sample changes from epoch to epoch, by reading some twice.
 
@@ -95,7 +131,7 @@ class Samples:
         a chance of 2 ** -_MOST_PROBED.
         """
         for index in self.spread(_MOST_PROBED):
-            first, second = (self.read([index], view=view) for view in (1, 1 if same_seed else 2))
+            first, second = (self.probe([index], view=v) for v in (1, 1 if same_seed else 2))
             if any(not torch.equal(first[name], second[name]) for name in first):
                 return True
         return False

@@ -132,7 +132,7 @@ class RowMaker:
         self._was_compared = True
         mask = self._task.model.padding_mask
         chosen = self._samples.spread(_MOST_COMPARED) if mask is None else self._extremes(mask)
-        singly = [self._samples.read([index], view=0) for index in chosen]
+        singly = [self._samples.probe([index]) for index in chosen]
         names = [n for n in singly[0] if len({one[n].shape for one in singly}) > 1]
         if not names:
             return
@@ -162,13 +162,13 @@ class RowMaker:
         lengths = [_tokens_of(item, mask) for item in items]
         if None in lengths:  # Made by collate_fn.
             every = range(len(lengths))
-            batches = (samples.read([index], view=0) for index in every)
+            batches = (samples.probe([index]) for index in every)
             lengths = [int(own_lengths(b[mask])) if mask in b else 0 for b in batches]
         found = torch.tensor(lengths)
         return [int(found.argmin()), int(found.argmax())]
 
     def _first_sample(self) -> Batch:
-        return self._samples.read([0], view=0)
+        return self._samples.probe([0])
 
     def _kept_of(self, batch: Mapping[str, Tensor]) -> tuple[str, ...]:
         return tuple(name for name in self._known if name in batch)

@@ -87,7 +87,7 @@ class SampleFeed:
 
     def have_targets(self) -> bool:
         """Tell by the first sample whether they have the model's targets."""
-        first = self._samples.read([0], view=0)
+        first = self._samples.probe([0])
         return all(name in first for name in self._task.model.targets)
 
     def warn_of_padding(self) -> None:
@@ -105,28 +105,37 @@ class SampleFeed:
         return self._task.config.cache and not self._gave_up
 
     def look_for_randomness(self) -> None:
-        """Keep no rows of samples that change from one read to the next, and say so. Collective.
+        """Keep no rows of samples that change from one read to the next, or with those that they
+        are collated with, and say so. Collective.
 
         Raises:
-            ValueError: on every rank: fixed views were asked for, and samples change whatever the
-                seed.
+            ValueError: on every rank: fixed views were asked for, and there are none.
         """
         views = self._task.config.cache_views is not None
         varies = self._samples.vary_between_reads(same_seed=views)
-        if not any(gather_json(varies, group=self._world.group)):
+        told = varies, not varies and self._samples.mix_in_batches()
+        varies, mix = map(any, zip(*gather_json(told, group=self._world.group), strict=True))
+        if not varies and not mix:
             return
         if views:
             raise ValueError(
-                "the training set gives other values each time a sample is read, whatever the "
-                "seed, so that there are no fixed views of it; draw random numbers from torch, "
-                "numpy or random, or leave cache_views= out"
+                "collate_fn gives samples other values together than one by one, so that there "
+                "are no fixed views of them; leave cache_views= out"
+                if mix
+                else "the training set gives other values each time a sample is read, whatever "
+                "the seed, so that there are no fixed views of it; draw random numbers from "
+                "torch, numpy or random, or leave cache_views= out"
             )
         self._gave_up = True
         if self._world.is_main:
             _LOGGER.warning(
-                "no cache: the training set gives other values each time a sample is read (random "
-                "augmentation); the frozen prefix is computed at every step. cache_views= keeps a "
-                "few fixed views of each sample, cache=False says that none are to be kept"
+                "no cache: collate_fn gives samples other values together than one by one (it "
+                "mixes those of a batch); the frozen prefix is computed at every step. "
+                "cache=False says that none are to be kept"
+                if mix
+                else "no cache: the training set gives other values each time a sample is read "
+                "(random augmentation); the frozen prefix is computed at every step. cache_views= "
+                "keeps a few fixed views of each sample, cache=False says that none are to be kept"
             )
 
     def most_bytes(self, profile: Profile) -> int:
@@ -142,8 +151,8 @@ class SampleFeed:
         return min(needed, config.cache_limit_bytes or needed)
 
     def read(self, ids: Tensor, *, view: int = 0) -> Batch:
-        """Read samples as they are in an epoch, or in a view; ids may exceed their number."""
-        return self._samples.read((ids % len(self.dataset)).tolist(), view=view)
+        """Read samples to measure by, as they are in a view; ids may exceed their number."""
+        return self._samples.probe((ids % len(self.dataset)).tolist(), view=view)
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.
