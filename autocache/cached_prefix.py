@@ -77,7 +77,6 @@ class CacheStats:
         read_s: reading rows and moving them to the device.
         run_s: running layers; loading from the dataset is in none of the times. On CUDA this is
             the time to launch them, and `write_s` or whoever uses the result waits for them.
-        write_s: storing rows.
     """
 
     hits: int = 0
@@ -115,7 +114,6 @@ class PrefixCache:
             stamps: of the first frozen layer, the first two, ..., as `chain_hash` gives them; read
                 only where there is a store.
             device: where layers run and results lie.
-            content: what rows hold.
         Raises:
             ValueError: `chunk_size` is below 1.
         """
@@ -203,7 +201,6 @@ class PrefixCache:
 
         Args:
             coming: the samples of every fetch to come, and those later than it.
-            depth: of these fetches.
         """
         reads, done = self._reads, NOTHING[0]
         for own, later in coming:

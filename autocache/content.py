@@ -125,7 +125,6 @@ class RowContent:
 
 
 def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
-    """Refuse a batch that lacks an entry to keep."""
     if missing := [name for name in keep if name not in batch]:
         raise ValueError(
             f"the dataset gives {sorted(batch)}, without {missing} of keep = {keep}; "

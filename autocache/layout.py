@@ -29,7 +29,6 @@ _PAGE_BYTES = 4096
 
 
 def round_up(num_bytes: int, unit: int) -> int:
-    """Return the next multiple of a unit."""
     return -(-num_bytes // unit) * unit
 
 
@@ -40,7 +39,6 @@ class RowField:
     Args:
         name: unique in the row.
         shape: one sample's, without the batch dimension; the longest where it varies.
-        dtype: as it is stored.
         varies: whether a row may hold fewer entries along the first dimension; the others are not
             stored, and read as zeros.
     """
@@ -97,12 +95,10 @@ class FileShape:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the file."""
         return self.rows_start + self.num_rows * self.layout.row_bytes
 
     @property
     def fingerprint(self) -> np.uint64:
-        """Return what tells this shape from others."""
         text = repr((self.layout, self.num_rows))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return np.uint64(int.from_bytes(digest, "little"))

@@ -46,7 +46,6 @@ def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, i
 
     Args:
         found: (B,) the depths at which the rows of a fetch were found.
-        chunk_size: samples that run together.
         depth: what is wanted; rows found there are not run.
     Returns:
         by depth, ascending; {} if there is no room.

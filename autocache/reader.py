@@ -21,8 +21,6 @@ _NUM_BUFFERS = 3
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Hold what is read ahead, and for what."""
-
     row_ids: Tensor
     stamps: tuple[int, ...]
     read: Future[RowRead]
@@ -32,7 +30,6 @@ class RowReader:
     """Read rows of a store for one process.
 
     Args:
-        store: whose rows.
         pinned: whether rows go on to a GPU, for which their memory is page-locked.
     """
 
@@ -66,7 +63,6 @@ class RowReader:
         self._ahead = _Ahead(row_ids, stamps, read)
 
     def close(self) -> None:
-        """End the thread."""
         self._drop()
         if self._thread is not None:
             self._thread.shutdown()

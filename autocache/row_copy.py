@@ -20,7 +20,6 @@ _BLOCK_BYTES = 1 << 21
 
 
 def num_words(field: RowField) -> int:
-    """Return the words of a row's field."""
     return round_up(field.num_bytes, WORD_BYTES) // WORD_BYTES
 
 

@@ -134,7 +134,6 @@ class RowStore:
 
         Args:
             folder: on the file system that gives the space.
-            num_rows: see `create`.
         Raises:
             ValueError, OSError: see `create`.
             NamelessFilesError: the platform or the file system has no such files.

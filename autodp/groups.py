@@ -112,7 +112,6 @@ class GroupPool:
         return groups
 
     def close(self) -> None:
-        """Destroy all groups."""
         for groups in self._built.values():
             groups.destroy()
         self._built.clear()

@@ -71,7 +71,6 @@ def check_holders(before: Holders, after: Holders) -> None:
 
 
 def largest_incoming_bytes(moves: Sequence[Move], num_bytes: Mapping[str, int]) -> int:
-    """Return the bytes of the rank that receives most."""
     incoming: Counter[int] = Counter()
     for move in moves:
         incoming[move.destination] += num_bytes[move.piece]

@@ -43,7 +43,6 @@ class _Bucket:
         ]
 
     def send(self, sums: Sums) -> None:
-        """Begin to add up what the backward has found."""
         # Flags are filled in place: a copy from the host would stall a GPU's backward.
         self._in_use.fill_(1)
         for i, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
@@ -128,7 +127,6 @@ class GradientReducer:
 
     Args:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
-        group: the replicas of the stage.
         bucket_bytes: gradients are summed in vectors of about this size.
         tables: those of the parameters of whose rows a batch touches few, (rows, width) on the
             CPU; the same on every replica. A gradient of theirs is read once more, and only the
@@ -217,7 +215,6 @@ class GradientReducer:
             self.own_gradients.update(bucket.put_back())
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._buckets.clear()

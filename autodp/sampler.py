@@ -20,7 +20,6 @@ class EpochSampler:
     """Cut an epoch's dataset indices into global batches.
 
     Args:
-        num_samples: of the dataset.
         order: of an epoch's samples: a function of nothing but the epoch, the same on every rank.
     """
 
@@ -72,7 +71,6 @@ def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochO
 
     Args:
         lengths: (N,) of the samples.
-        seed: of the shuffling.
         batch_size: of a global batch; samples of several batches at a time are sorted, the
             longest first.
     Source: the grouping of transformers' LengthGroupedSampler.

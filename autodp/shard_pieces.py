@@ -69,7 +69,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all its tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 

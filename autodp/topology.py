@@ -99,7 +99,6 @@ class Topology:
         return tuple(rank for rank in range(self.num_ranks) if self.is_spare(rank))
 
     def is_spare(self, rank: int) -> bool:
-        """Tell whether no pipeline has a stage for a rank."""
         return self.replica_of(rank) == self.replicas
 
     def stage_of(self, rank: int) -> int:

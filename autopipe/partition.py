@@ -40,9 +40,6 @@ def best_split(
     no split is feasible.
 
     Args:
-        num_units: of the chain.
-        num_parts: to split it into.
-        part_cost: to be balanced.
         feasible: None allows every part.
         grows: whether no part's cost shrinks as it takes in more units below, so that the search
             may stop at the first that is too dear.
@@ -83,7 +80,6 @@ def best_split(
 
 
 def per_part(part_cost: PartCost, boundaries: tuple[int, ...]) -> list[float]:
-    """Return the cost of each part of a split."""
     return [part_cost(part, *ends) for part, ends in enumerate(pairwise(boundaries))]
 
 

@@ -79,8 +79,6 @@ Schedule = tuple[StageProgram, ...]
 class StageWorkers:
     """Number the workers of replicated stages, stage by stage; they take micro-batches in turn.
 
-    Args:
-        replicas: workers of each stage.
     Raises:
         ValueError: there is no stage, or one without a worker.
     """
@@ -98,7 +96,6 @@ class StageWorkers:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Return each worker's stage."""
         return tuple(stage for stage, count in enumerate(self.replicas) for _ in range(count))
 
     def of(self, stage: int, micro_batch: int) -> int:
@@ -110,7 +107,6 @@ class StageWorkers:
         return (self.firsts[-1] - 1 - self.firsts[stage]) // self.replicas[stage]
 
     def names(self) -> list[str]:
-        """Name each worker by its stage, and its place among several."""
         return [
             f"stage {stage}" + f".{number}" * (count > 1)
             for stage, count in enumerate(self.replicas)
@@ -144,7 +140,6 @@ def replicated_one_f_one_b(
     """Alternate forward and backward on stages of several workers each.
 
     Args:
-        replicas: workers of each stage.
         num_micro_batches: of one batch, or of all.
         recomputed: micro-batches of which only the inputs are kept.
         update_every: micro-batches of a batch, behind each of which the stages update their

@@ -58,7 +58,6 @@ def apply(
     Args:
         model: not wrapped by DistributedDataParallel, which counts on every gradient it found at
             the start: freeze, then wrap anew.
-        num_frozen: layers from the bottom.
         layers: the blocks, bottom first, as they are registered; None takes those of
             `find_layers`.
     Returns:
@@ -85,7 +84,6 @@ def apply(
 
 
 def _checked_number(num_frozen: int, most: int) -> int:
-    """Return how many layers freeze, as an int that is possible."""
     if isinstance(num_frozen, bool) or not hasattr(num_frozen, "__index__"):
         raise TypeError(
             f"num_frozen is {num_frozen!r} ({type(num_frozen).__name__}); give how many layers "
@@ -100,11 +98,7 @@ def _checked_number(num_frozen: int, most: int) -> int:
 
 
 def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0.
-
-    Args:
-        model, layers: as for `apply`.
-    """
+    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0."""
     first = _bottom(model, layers, 1)
     own = first.parameters - first.shared
     bottom = {name: p for name, p in model.named_parameters() if p in own}

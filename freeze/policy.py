@@ -92,7 +92,6 @@ class FreezeContext:
 
     @property
     def num_layers(self) -> int:
-        """Return L."""
         return len(self.layers)
 
     def as_frozen(self, since: tuple[int, ...], resting: tuple[int, ...] = ()) -> FreezeContext:
@@ -112,8 +111,6 @@ class FreezeDecision:
     """Say how many bottom layers are frozen from now on, and why, in one line for the records.
 
     Args:
-        num_frozen: layers at the bottom.
-        reason: in one line.
         resting: layers above them whose weights do not train until the next decision. Their
             gradients are not computed, and they are not updated; all else stays as it is: they
             run as in training, and nothing is moved or cached. The lowest layer that is not

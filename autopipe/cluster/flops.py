@@ -65,7 +65,6 @@ def _grouped_mm(left: Tensor, right: Tensor, *options: Any, **named: Any) -> int
 
 
 def _mv(matrix: Tensor, vector: Tensor) -> int:
-    """Count the product of an (M, N) matrix and a vector."""
     return 2 * matrix.numel()
 
 

@@ -99,7 +99,6 @@ def _count(
 def _train(
     sublayer: ProfiledSublayer, below: Tensor | None, batch: Mapping[str, Tensor]
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...], Tensor]:
-    """Run forward and backward; return the kernels of both, and the output."""
     sublayer.module.train()
     hidden = None
     if below is not None:

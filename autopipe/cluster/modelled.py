@@ -123,7 +123,6 @@ def _cost(
 def _seconds(
     small: Sequence[Kernel], large: Sequence[Kernel], size: int, kernel_s: _KernelTime
 ) -> float:
-    """Return the time of all kernels for any number of samples."""
     steps = (size - _COUNTED[0]) / (_COUNTED[1] - _COUNTED[0])
     return sum(
         kernel_s(

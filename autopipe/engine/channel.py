@@ -63,7 +63,6 @@ class Peer:
         group: with a CPU backend, and one for the device where that is a GPU.
         tag: keeps channels between the same two ranks apart.
         name: what travels, for error messages.
-        timeout_s: longest wait for one message.
         watchdog: limits waits between GPUs; None where all messages are in host memory.
         error: raised where a wait fails.
     """

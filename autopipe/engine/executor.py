@@ -75,8 +75,6 @@ class StageWork(ABC):
 
 @dataclass
 class StageLinks:
-    """Hold a stage's links; the ends of a pipeline lack one of them."""
-
     below: Link | None = None
     above: Link | None = None
 
@@ -86,8 +84,6 @@ class StageLinks:
 
 @dataclass(frozen=True)
 class StageReport:
-    """Report what a stage did."""
-
     compute_s: float
     """In forwards, recomputations, backwards and updates; on a GPU, of launching them."""
     wait_s: float
@@ -170,7 +166,6 @@ class StageRun:
         return gradients
 
     def _record(self, recorder: Recorder, instruction: Instruction) -> None:
-        """Execute an instruction; note when, what it sends, and what is kept then."""
         op, i = instruction.op, instruction.micro_batch
         sent_bytes = 0
         if op is Op.SEND_ACTIVATION:

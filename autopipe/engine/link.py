@@ -49,11 +49,7 @@ class Link(ABC):
 
 
 class RoutedLink(Link):
-    """Connect with a stage of several workers, which take micro-batches in turn.
-
-    Args:
-        links: to each of them, in their order.
-    """
+    """Connect with each worker of a stage: they take micro-batches in turn, in this order."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)

@@ -43,7 +43,6 @@ class Milestone:
             return self._event.query()
 
     def wait(self) -> None:
-        """Wait until the device has come there."""
         self._event.synchronize()
 
 

@@ -138,7 +138,6 @@ class GPipe(nn.Module):
         `loss.backward()`.
 
         Args:
-            input: as for `forward`.
             target: on `devices[-1]`: a tensor or a tuple of tensors, split like the input.
             loss_fn: (output, target) -> 0-dim mean over the samples; or (sum, count), for means
                 over something else than samples. Called once a micro-batch.

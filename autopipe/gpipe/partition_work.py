@@ -65,8 +65,6 @@ class Ends:
 
 
 class PartitionWork(StageWork):
-    """Run a partition's layers on the micro-batches of one mini-batch."""
-
     def __init__(
         self, partition: Partition, ends: Ends, settings: CallerSettings, randomness: Randomness
     ) -> None:

@@ -71,7 +71,6 @@ class StashedPipeline(GPipe):
         Args:
             batches: (input, target) pairs as for `step`, equally long or not; a DataLoader is
                 read while the stages compute.
-            loss_fn: as for `step`.
         Returns:
             each batch's mean loss, as the forwards of its micro-batches found it.
         Raises:

@@ -86,8 +86,6 @@ def left_out(graph: LayerGraph, states: Sequence[CutState]) -> list[str]:
 
 
 class _Bits:
-    """Hold each node's relations as bits."""
-
     def __init__(self, graph: LayerGraph) -> None:
         self.graph = graph
         number = {node.name: index for index, node in enumerate(graph.nodes)}

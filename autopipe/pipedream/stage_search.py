@@ -109,7 +109,6 @@ class ReplicatedPlan:
 
     @property
     def leaves(self) -> tuple[ReplicatedStage, ...]:
-        """Return the innermost stages, with all their replicas."""
         return tuple(leaf for stage in self.stages for leaf in stage.leaves)
 
     @property
@@ -143,7 +142,6 @@ def optimize(
     """Return the fastest pipeline.
 
     Args:
-        states: cuts of a graph, in order.
         levels: of the cluster, innermost first.
         activations: count the transfers of activations between stages.
         memory_bytes: that the stashed weights and activations of a stage may take on a machine.
@@ -263,7 +261,6 @@ class _Level:
         return np.maximum(before, self._last(lower, j, m, last)[:, None, :])
 
     def _single(self, m: int) -> Array:
-        """Return the seconds of every single stage on m machines."""
         sums = self._sums
         if self._limits.straight and m > 1:
             return np.full_like(self._compute, np.inf)

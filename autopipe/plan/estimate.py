@@ -23,9 +23,6 @@ from autopipe.schedule import peak_in_flight, schedule_of
 class StepModel:
     """Answer for any split, schedule and micro-batch sizes what a step costs.
 
-    Args:
-        profile: the measurements.
-        request: what is planned.
     Raises:
         ValueError: nothing is left to train.
     """

@@ -22,8 +22,6 @@ _NO_LINK = LinkCost(0.0, float("inf"))
 
 @dataclass(frozen=True)
 class StepParts:
-    """Hold the parts of a step, in seconds."""
-
     compute_s: float
     bubble_s: float
     transfer_s: float
@@ -69,7 +67,6 @@ class ExplainedPlan:
 
 
 def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> ExplainedPlan:
-    """Divide a plan's step into its parts."""
     unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)

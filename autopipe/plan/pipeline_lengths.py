@@ -63,9 +63,7 @@ def rings_of(
     """Return each stage's ring; pipelines fill one node, or consecutive ones, after the other.
 
     Args:
-        workers: of each stage of a pipeline.
         num_replicas: pipelines that train; the ranks of further ones are spares.
-        num_ranks, slots_per_node: of the cluster.
     """
     length = sum(workers)
     block = max(length, slots_per_node)

@@ -33,7 +33,6 @@ def plan_as_published(
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 
     Args:
-        profile, request: as for `plan_pipeline`.
         frozen_cost: lambda. The printed algorithm amounts to 0, and so do the paper's K.
     Raises:
         ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.

@@ -23,7 +23,6 @@ class PipelinePlan:
             with, boundaries[j + 1]; stage 0 also holds the frozen ones below boundaries[0].
         num_micro_batches: micro-batches of a replica's step (M).
         schedule: a name of `schedule.SCHEDULES`.
-        predicted_step_s: seconds of a step.
         peak_bytes: modelled bytes of each stage.
         fetch_s: those of the seconds in which stage 0 gets the step's samples behind the frozen
             prefix.
@@ -47,12 +46,10 @@ class PipelinePlan:
         return replace(self, predicted_step_s=self.fetch_s + factor * self.training_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> PipelinePlan:
-        """Rebuild a plan from `to_json`."""
         return PipelinePlan(**with_tuples(values))
 
 
@@ -62,9 +59,7 @@ class PlanRequest:
 
     Args:
         num_ranks: device slots that train.
-        slots_per_node: device slots of a node.
         global_batch: samples of a step over all replicas.
-        num_frozen: layers frozen at the bottom.
         memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
         prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
             are computed in each step.
@@ -148,14 +143,12 @@ class PlanRequest:
         return self.replicas_of(length) * sum(self.workers_of(length))
 
     def replicas_of(self, length: int) -> int:
-        """Return how many pipelines of a length train side by side."""
         if self._is_shared(length):
             return 1
         room = replicas_of(length, self.num_ranks, self.slots_per_node)
         return room if self.max_replicas is None else min(room, self.max_replicas)
 
     def workers_of(self, length: int) -> tuple[int, ...]:
-        """Return how many workers each stage of a pipeline has."""
         return (self.stage_workers or ()) if self._is_shared(length) else (1,) * length
 
     def rings_of(self, length: int) -> tuple[Ring, ...]:
@@ -186,7 +179,6 @@ class PlanRequest:
         """Return the sizes of the largest replica's micro-batches.
 
         Args:
-            length: of its pipeline.
             num_micro_batches: how many they are, where their size is not fixed.
         """
         return micro_batch_sizes(

@@ -172,7 +172,6 @@ def _possible_shapes(model: StepModel) -> list[list[tuple[int, tuple[int, ...]]]
 
 
 def _shapes(model: StepModel, wanted: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """List the possible lengths with the micro-batch sizes of the largest replica."""
     request = model.request
     lengths = [
         length

@@ -86,7 +86,6 @@ def simulate(
 
     Args:
         schedule: a program a stage; or one a worker, where stages are replicated.
-        times: of each stage.
         replicas: workers of each stage, where there are several; each pair has a link of its own.
     Raises:
         ValueError: the times are not those of the schedule's stages; or its stages wait for each
@@ -133,8 +132,6 @@ class _Link:
 
 
 class _Clock:
-    """Hold the workers' clocks and the links between them."""
-
     def __init__(self, times: StageTimes, workers: StageWorkers) -> None:
         num_stages = len(workers.replicas)
         lead_s = times.lead_s or (0.0,) * num_stages
@@ -188,7 +185,6 @@ class _Clock:
         self.busy_s[worker] += seconds
 
     def unread(self) -> list[str]:
-        """Name the messages that were sent and that no stage received."""
         return [
             f"{kind} {i} between {below} and {above} is never received"
             for (kind, below, above), link in sorted(self._links.items(), key=lambda it: it[0])

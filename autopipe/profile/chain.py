@@ -18,9 +18,7 @@ class ProfiledSublayer:
     """Name a sublayer to measure, and how it is called.
 
     Args:
-        name: unique name.
         layer: the layer that it freezes with; the number of layers for the head.
-        module: holds its parameters and buffers.
         call: takes the output of the sublayer below (None for the first) and the batch.
     """
 

@@ -30,11 +30,8 @@ class LayerNode:
     """State what a layer costs for a minibatch.
 
     Args:
-        name: unique in its graph.
         description: what the layer is; "Input..." for what is fed in.
-        forward_s, backward_s: seconds.
         activation_bytes: of its outputs, one entry for each of them.
-        parameter_bytes: of its parameters.
     Raises:
         ValueError: a cost is negative, or no number.
     """
@@ -67,7 +64,6 @@ class LayerGraph:
 
     Args:
         nodes: in the order in which they are written.
-        edges: pairs of names.
     Raises:
         ValueError: there are no nodes, a name comes twice or is not known, or edges form a cycle.
     """

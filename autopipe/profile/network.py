@@ -30,7 +30,6 @@ class LinkCost:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the time of one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -39,7 +38,6 @@ class Ring:
     """State the way of a stage's sum.
 
     Args:
-        num_ranks: ranks that sum.
         num_sharing: rings, it included, that leave the busiest of its nodes at once, over that
             node's one link; 0 where all its ranks are on one node.
     """
@@ -74,7 +72,6 @@ class AllReduceCost:
     """State what it was measured to cost to sum gradients over the replicas of a stage.
 
     Args:
-        num_replicas: ranks that sum.
         num_bytes: measured sizes, ascending.
         seconds: one a size.
     """

@@ -30,7 +30,6 @@ class SublayerCost:
     """State a sublayer's cost; times have one entry per `Profile.batch_sizes`.
 
     Args:
-        name: unique name.
         layer: the layer that it freezes with; the number of layers for the head.
         forward_s: forward in train mode with gradients recorded.
         input_backward_s: the part of the backward that the input's gradient takes.
@@ -59,7 +58,6 @@ class SublayerCost:
 
     @property
     def backward_s(self) -> tuple[float, ...]:
-        """Return the seconds of the whole backward."""
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
 
 
@@ -74,7 +72,6 @@ class Profile:
         batch_sizes: measured micro-batch sizes, ascending.
         sublayers: bottom first.
         read_s: reading a sample of the dataset, beside what a step costs at any size.
-        optimizer_s_per_byte: optimizer step, seconds per byte of trained parameters.
         step_overhead_s: a step's time outside of all else here.
         link: a message between neighbouring stages on one node.
         node_link: a message between neighbouring stages on two nodes.
@@ -116,15 +113,12 @@ class Profile:
                 )
 
     def forward_s(self, index: int, batch: int) -> float:
-        """Return the seconds of a sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].forward_s, batch)
 
     def backward_s(self, index: int, batch: int) -> float:
-        """Return the seconds of a sublayer's backward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].backward_s, batch)
 
     def frozen_s(self, index: int, batch: int) -> float:
-        """Return the seconds of a frozen sublayer's forward on a micro-batch."""
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
 
     def first_active(self, num_frozen: int) -> int:
@@ -178,12 +172,10 @@ class Profile:
         return replace(self, sublayers=tuple(map(changed, self.sublayers)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
-        """Rebuild a profile from `to_json`."""
         rebuilt = {
             "batch_sizes": tuple(values["batch_sizes"]),
             "sublayers": tuple(SublayerCost(**with_tuples(one)) for one in values["sublayers"]),

@@ -20,11 +20,9 @@ class StashedWork(StageWork):
     they are of.
 
     Args:
-        work: what the stage computes.
         modules: all that hold its parameters as attributes: what it runs, and a model whose
             methods that calls.
         parameters: those that it updates; others have no versions.
-        place: which stage it is.
         versions: a name of `VERSION_RULES`.
         update: given a batch, changes the parameters in place by their `grad`.
     Attributes:
@@ -88,7 +86,6 @@ class StashedWork(StageWork):
         return found
 
     def update(self, micro_batch: int) -> None:
-        """Change the weights by a batch's gradients."""
         # Not every micro-batch had a backward.
         self._used = {i: leaves for i, leaves in self._used.items() if i > micro_batch}
         self._note_peak()

@@ -22,10 +22,6 @@ class WeightVersions:
 
     Args:
         modules: all that hold the parameters as attributes; a forward may read them from any.
-        parameters: those that are updated.
-    Attributes:
-        parameters: these by name.
-        newest: the number of the newest version.
     """
 
     def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
@@ -63,7 +59,6 @@ class WeightVersions:
         """Make a version: let something change the parameters in place, and drop their gradients.
 
         Args:
-            change: what updates them.
             oldest: version that is still asked for; those before it are forgotten.
             in_use: versions whose memory graphs need.
         """

@@ -20,9 +20,6 @@ class ThreadPipeline:
 
     Args:
         schedule: a program a stage.
-        works: what each stage computes.
-        devices: of each stage.
-        settings: the caller's.
         skips: ways beside those between neighbours.
         trace: takes down what runs when; None for no trace.
     """
@@ -62,7 +59,6 @@ class ThreadPipeline:
         """Run a portion of the schedule, to its end.
 
         Args:
-            programs: of each stage.
             grad_enabled: whether forwards keep graphs.
             order: tells how early the schedule has a stage's present instruction: of several
                 failures the earliest is raised.

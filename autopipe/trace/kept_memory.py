@@ -53,7 +53,6 @@ class KeptMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes kept now."""
         while self._released:
             self._let_go(self._released.popleft())
         return self._num_bytes

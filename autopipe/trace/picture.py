@@ -35,7 +35,6 @@ def save_picture(
 
     Args:
         spans: measured, or simulated.
-        path: the picture to write.
         heading: title and subtitle; None takes the summary's, which speaks of measurements.
     Raises:
         ValueError: nothing was computed.
@@ -129,7 +128,6 @@ def _draw_bars(axes: Any, lane: _Lane, start_s: float, total_ms: float) -> None:
 
 
 def _dress(figure: Any, axes: Any, heading: tuple[str, str], legend: Sequence[Any]) -> None:
-    """Add title, scale and legend."""
     height_inches = figure.get_size_inches()[1]
     title, subtitle = heading
     figure.text(_LEFT, 1 - 0.36 / height_inches, title, color=_INK, fontsize=13, weight="bold")

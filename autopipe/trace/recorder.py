@@ -59,7 +59,6 @@ class Recorder:
     """Note what one stage does in one step: when, what it sends and what it keeps.
 
     Args:
-        stage: whose.
         step: number of the mini-batch; each has its own recorder.
         device: where the stage computes; a CUDA device tells its own times.
         clocks: shared by the recorders of a trace.
@@ -97,7 +96,6 @@ class Recorder:
         """Note when the instruction inside ran, also one that fails.
 
         Args:
-            instruction: what runs.
             sent_bytes: what it gives to a link. If the link notes no transfer, it goes to the
                 neighbour's memory, and its span is the instruction's.
         """

@@ -16,9 +16,7 @@ class Span:
     Spans are numbers only, so that processes can send them to each other.
 
     Args:
-        stage: whose.
         op: what was done; a receive lasts as long as the stage waited in it.
-        micro_batch: on which micro-batch.
         start_s, end_s: seconds of `time.perf_counter`, which processes of one machine share. On a
             CUDA device, when its stream came to the instruction and was done with it.
         num_bytes: of a transfer, what was copied; 0 where it was handed over in shared memory.
@@ -47,22 +45,18 @@ class Span:
     peak_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as values that JSON holds."""
         return {**asdict(self), "op": self.op.value}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Span:
-        """Undo `to_json`."""
         return Span(**{**fields, "op": Op(fields["op"])})
 
     @property
     def is_compute(self) -> bool:
-        """Tell forwards, recomputations and backwards from waits and transfers."""
         return self.op in LETTERS
 
     @property
     def duration_s(self) -> float:
-        """Return how long it took."""
         return self.end_s - self.start_s
 
     @property

@@ -45,8 +45,6 @@ class Summary:
     Args:
         schedule: a name of `SCHEDULES`, "forward only", or "another order", as of a step that
             failed.
-        num_stages, num_micro_batches, num_checkpointed: of a step.
-        num_steps: that were traced.
         step_s: mean time from a step's first span to its last; between a forward and a backward
             of its own the caller's work counts.
         bubble: part of the stages' time in which they did not compute.
@@ -68,7 +66,6 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """Return what ran, in one line."""
         checkpointed = f" ({self.num_checkpointed} checkpointed)" if self.num_checkpointed else ""
         steps = "" if self.num_steps == 1 else f", mean of {self.num_steps} steps"
         return (
@@ -79,7 +76,6 @@ class Summary:
 
     @property
     def times(self) -> str:
-        """Return step time and bubble, in one line."""
         return (
             f"step {self.step_s * 1e3:.2f} ms, bubble {self.bubble:.1%} measured, "
             f"{self.formula_bubble:.1%} by (K-1)/(M+K-1)"

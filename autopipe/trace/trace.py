@@ -64,7 +64,6 @@ class Trace:
 
     @property
     def steps(self) -> list[Trace]:
-        """Return a trace for each mini-batch."""
         spans = self.spans
         return [
             Trace.of(span for span in spans if span.step == step)

@@ -20,7 +20,6 @@ class Look:
         step: after which it was taken.
         num_frozen: layers that the policy would have frozen by now, or has.
         updates: each layer's relative update per step; None where it does not train.
-        reason: the policy's.
     """
 
     step: int

@@ -34,7 +34,6 @@ def frozen_forward_s(
 
     Args:
         block: which has just run.
-        inputs, options: that it was called with.
         now: returns seconds; waits for the device.
     """
     modes = [(module, module.training) for module in block.modules()]

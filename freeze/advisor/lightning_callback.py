@@ -31,7 +31,6 @@ class LightningFreezeAdvisor(Observer, Callback):
     _seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch."""
         if self.acts and trainer.world_size > 1:
             raise ValueError(
                 "LightningFreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has "

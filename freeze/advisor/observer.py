@@ -97,7 +97,6 @@ class Observer:
 
         Args:
             model: not wrapped by DistributedDataParallel where layers are to freeze.
-            max_steps, steps_per_epoch: of the whole training.
             scaler: a `GradScaler`, if there is one.
         """
         if self._times is not None:
@@ -162,13 +161,11 @@ class Observer:
         self._evaluated_at = step
 
     def end(self) -> Advice:
-        """Stop watching; return the advice."""
         self._stop_timing()
         return self.advice
 
     @property
     def advice(self) -> Advice:
-        """Return what was seen so far."""
         layers = len(self._blocks) if self._model is not None else 0
         return Advice(layers, self.acts, tuple(self._looks), self._costs)
 

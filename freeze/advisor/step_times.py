@@ -29,7 +29,6 @@ class StepCosts:
     """Hold the seconds of a step.
 
     Args:
-        step_s: the whole.
         forward_s, backward_s, update_s: by layer; an embedding's are in layer 0's. Updates are
             split as the times to copy the weights.
         frozen_s: forwards of frozen layers, which need neither dropout nor a graph.
@@ -54,8 +53,6 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class _Step:
-    """Hold a step's seconds, those of blocks by block."""
-
     step_s: float
     embedding_s: float
     forward_s: tuple[float, ...]
@@ -96,11 +93,9 @@ class StepTimes:
             self._hooks.append(block.register_forward_hook(after, with_kwargs=True))
 
     def end_update(self) -> None:
-        """Note that the optimizer's step is done."""
         self._mark("updated", 0)
 
     def end_step(self) -> None:
-        """Note the end of a step."""
         now = self._now()
         if self._trial is not None:
             self._trials.append(self._trial)

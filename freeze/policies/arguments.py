@@ -14,8 +14,6 @@ def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) 
     Layers without weights that train go with the next one above that has some.
 
     Args:
-        context: says what is frozen.
-        most: layers that may freeze.
         is_quiet: asked for layers with weights, from the bottom, until one is not.
     """
     num_frozen = context.num_frozen
@@ -28,13 +26,11 @@ def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) 
 
 
 def rounded_up(level: float) -> int:
-    """Round a number of layers up."""
     # A sum of products that is 6 on paper may come out as 6.0000000001: no seventh layer for that.
     return math.ceil(level - 1e-6)
 
 
 def checked_alpha(alpha: float) -> float:
-    """Return an alpha that lies between 0 and 1."""
     if not 0 < alpha < 1:
         raise ValueError(f"alpha is {alpha}; give a number between 0 and 1, e.g. 1 / 3")
     return alpha
@@ -56,7 +52,6 @@ def metric_sign(name: str, greater_is_better: bool | None) -> int:
 
 
 def checked_count(what: str, value: int) -> int:
-    """Return a number that is an int and not negative."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); give an int")
     if value < 0:

@@ -60,7 +60,6 @@ class AutoFreeze(FreezePolicy):
 
 
 def _change(before: float | None, now: float | None) -> float | None:
-    """Return the relative change; None where it is not known."""
     if not before or not now or not (math.isfinite(before) and math.isfinite(now)):
         return None
     return abs(before - now) / before

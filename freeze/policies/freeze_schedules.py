@@ -59,7 +59,6 @@ class FreezeSchedule(FreezePolicy):
         return FreezeDecision(self.at(context.epoch), f"schedule of epoch {context.epoch}")
 
     def at(self, epoch: int) -> int:
-        """Return the frozen layers of an epoch."""
         return self._num_frozen_at[max(begin for begin in self._num_frozen_at if begin <= epoch)]
 
 
@@ -135,8 +134,6 @@ class FreezeOut(FreezePolicy):
 
     Args:
         t0: when the first layer freezes, before cubing; between 0, exclusive, and 1.
-        cubed: whether times are cubed.
-        scaled: whether rates are divided by t_i.
     Raises:
         ValueError: t0 is out of its range.
     Source: FreezeOut (2017), sections 2 and 3. Layers freeze at the first decision after t_i; the

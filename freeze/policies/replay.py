@@ -46,7 +46,6 @@ class Replay(FreezePolicy):
         self._asked: int | None = None
 
     def at(self, step: int) -> int:
-        """Return what was frozen at a step."""
         return [0, *(num for begin, num in self._frozen_from.items() if begin <= step)][-1]
 
     def decide(self, context: FreezeContext) -> FreezeDecision:

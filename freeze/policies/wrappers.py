@@ -19,8 +19,6 @@ from freeze.policy import (
 
 
 class _Around(FreezePolicy):
-    """Ask another policy, whose state is part of this one's."""
-
     def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
         self._policy = as_policy(policy)
         self.signals = self._policy.signals
@@ -42,7 +40,6 @@ class Guarded(_Around):
     """Hold a policy back: not early, not on one measurement, not fast, not far, and not at a loss.
 
     Args:
-        policy: a policy, or a function of the context.
         warmup: steps, or as a float below 1 a share of the run, before which nothing freezes.
         patience: decisions in a row in which the policy must want more than is frozen; the least
             of what it wanted in them then freezes. It thaws without.

@@ -33,7 +33,6 @@ class GradientSignals:
         parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
             parameter counts in the first sublayer that lists it, so that the total is the norm of
             the whole gradient.
-        absolute: whether to add up absolute values, too.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class GradientSignals:
         return total
 
     def reset(self) -> None:
-        """Start a new interval."""
         self._sums.zero_()
 
     def state(self) -> dict[str, Any]:

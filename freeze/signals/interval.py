@@ -97,7 +97,6 @@ class IntervalSignals:
         return Measured(num_steps, sums)
 
     def reset(self) -> None:
-        """Start a new interval."""
         self._gradients.reset()
         for kept in self._kept.values():
             kept.reset()

@@ -15,7 +15,6 @@ class LossTrend:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new interval."""
         self._count, self._times, self._squares = 0, 0.0, 0.0
         self._losses, self._products = 0.0, 0.0
 
@@ -48,6 +47,5 @@ class LossTrend:
         return {name.lstrip("_"): value for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict`."""
         for name, value in state.items():
             setattr(self, f"_{name}", value)

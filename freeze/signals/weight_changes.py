@@ -46,7 +46,6 @@ class KeptTensors:
         self.tensors: dict[str, dict[str, Tensor]] = {}
 
     def reset(self) -> None:
-        """Let go of the tensors."""
         self.tensors = {}
 
     def put(self, owner: str, tensors: Mapping[str, Tensor]) -> None:
@@ -111,6 +110,5 @@ class GradientSums(KeptTensors):
                 torch._foreach_add_(sums, gradients)
 
     def absolute(self) -> dict[str, float]:
-        """Return the L1 norm of each owner's sum."""
         rows = {o: [[t.abs().sum() for t in own.values()]] for o, own in self.tensors.items()}
         return {owner: total for owner, (total,) in self._add_up(rows).items()}
