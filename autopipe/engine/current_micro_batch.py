@@ -22,7 +22,7 @@ class ForwardPass:
 
 
 class _Current(threading.local):
-    task: ForwardPass | None = None
+    forward_pass: ForwardPass | None = None
 
 
 _current = _Current()
@@ -30,21 +30,21 @@ _current = _Current()
 
 def current_forward_pass() -> ForwardPass | None:
     """Return the forward that runs in this thread; None outside of a pipeline."""
-    return _current.task
+    return _current.forward_pass
 
 
 @contextmanager
-def running(task: ForwardPass) -> Iterator[None]:
-    before, _current.task = _current.task, task
+def running(forward_pass: ForwardPass) -> Iterator[None]:
+    before, _current.forward_pass = _current.forward_pass, forward_pass
     try:
         yield
     finally:
-        _current.task = before
+        _current.forward_pass = before
 
 
 def is_checkpointing() -> bool:
     """Tell whether the forward that runs now will be repeated before its backward."""
-    return _current.task is not None and _current.task.checkpointing
+    return _current.forward_pass is not None and _current.forward_pass.checkpointing
 
 
 def is_recomputing() -> bool:
@@ -57,4 +57,4 @@ def is_recomputing() -> bool:
                 self.counter += 1
             return input
     """
-    return _current.task is not None and _current.task.recomputing
+    return _current.forward_pass is not None and _current.forward_pass.recomputing

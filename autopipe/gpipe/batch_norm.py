@@ -57,13 +57,13 @@ class DeferredBatchNorm(_BatchNorm):
 
     # Moments gathered so far: one entry for each call of this layer within a forward.
     _gathered: tuple[Moments, ...] = ()
-    _task: ForwardPass | None = None
+    _latest: ForwardPass | None = None
     _num_calls: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch (B, C, ...), and gather its statistics unless it is repeated."""
-        task, like = current_forward_pass(), self.running_mean
-        if task is None or like is None or not (self.training and self.track_running_stats):
+        current, like = current_forward_pass(), self.running_mean
+        if current is None or like is None or not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
         # With momentum 1 the kernel leaves the micro-batch's own statistics in these.
@@ -71,25 +71,25 @@ class DeferredBatchNorm(_BatchNorm):
         output = F.batch_norm(
             input, mean, variance, self.weight, self.bias, training=True, momentum=1, eps=self.eps
         )
-        if not task.recomputing:
+        if not current.recomputing:
             with torch.no_grad():
                 if mean.dtype in (torch.float16, torch.bfloat16):
                     others = [dim for dim in range(input.dim()) if dim != 1]
                     variance, mean = torch.var_mean(input.float(), others)
                 count = input.numel() // input.shape[1]
-                self._gather(task, Moments(count, mean, variance * (count - 1)))
+                self._gather(current, Moments(count, mean, variance * (count - 1)))
         return output
 
-    def _gather(self, task: ForwardPass, moments: Moments) -> None:
-        if task is not self._task:
+    def _gather(self, current: ForwardPass, moments: Moments) -> None:
+        if current is not self._latest:
             # A mini-batch that broke off never came to its last micro-batch.
-            if self._task is None or task.micro_batch <= self._task.micro_batch:
+            if self._latest is None or current.micro_batch <= self._latest.micro_batch:
                 self._gathered = ()
-            self._task, self._num_calls = task, 0
+            self._latest, self._num_calls = current, 0
         call, self._num_calls = self._num_calls, self._num_calls + 1
         if call < len(self._gathered):
             moments = self._gathered[call].merged(moments)
-        if task.micro_batch == task.num_micro_batches - 1:
+        if current.micro_batch == current.num_micro_batches - 1:
             self._commit(moments)
         self._gathered = (*self._gathered[:call], moments, *self._gathered[call + 1 :])
 
@@ -166,7 +166,7 @@ def restore_batch_norm(module: nn.Module) -> nn.Module:
     """Make every deferred BatchNorm in a module a plain one again in place; return the module."""
     for child in module.modules():
         if type(child) in _PLAIN:
-            for name in ("_gathered", "_task", "_num_calls"):
+            for name in ("_gathered", "_latest", "_num_calls"):
                 vars(child).pop(name, None)
             child.__class__ = _PLAIN[type(child)]
     return module

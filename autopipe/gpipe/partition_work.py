@@ -80,26 +80,28 @@ class PartitionWork(StageWork):
         return self._ends.input_of(micro_batch)
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
-        module, task = self._partition.module, _present()
+        module, current = self._partition.module, _present()
         first_skip = len(inputs.tensors) - len(self._arriving)
         store = dict(zip(self._arriving, inputs.tensors[first_skip:], strict=True))
         hidden = as_batch(replace(inputs, tensors=inputs.tensors[:first_skip]))
         # A tensor that only this frame held would live as long as the partition's forward.
         del inputs
-        statistics = running_statistics_kept(module) if task.recomputing else nullcontext()
-        with using(store), self._settings.autocast(), statistics, self._randomness.of(task):
+        statistics = running_statistics_kept(module) if current.recomputing else nullcontext()
+        with using(store), self._settings.autocast(), statistics, self._randomness.of(current):
             value = module(hidden)
         outputs = as_payload(value, what="a partition's output")
         skips = tuple(store.pop(key) for key in self._leaving)
         return Payload(outputs.tensors + skips, outputs.is_bare)
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
-        task = _present()
+        current = _present()
         if self._ends.loss is None:
-            if not task.recomputing:
+            if not current.recomputing:
                 self._ends.outputs[micro_batch] = cut(outputs)
             return None
-        if task.checkpointing and any(t is not None and t.requires_grad for t in outputs.tensors):
+        if current.checkpointing and any(
+            t is not None and t.requires_grad for t in outputs.tensors
+        ):
             return None  # The repetition computes it.
         with self._settings.autocast():
             return self._ends.loss(micro_batch, outputs)
@@ -146,9 +148,9 @@ class PartitionWork(StageWork):
 
 
 def _present() -> ForwardPass:
-    task = current_forward_pass()
-    assert task is not None
-    return task
+    current = current_forward_pass()
+    assert current is not None
+    return current
 
 
 @contextmanager
