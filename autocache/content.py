@@ -96,8 +96,8 @@ class RowContent:
             for digest, row, end in zip(digests, rows, ends, strict=True):
                 digest.update(name.encode())
                 digest.update(row[:end])
-        found = [int.from_bytes(digest.digest(), "little", signed=True) for digest in digests]
-        return torch.tensor(found)
+        values = [int.from_bytes(digest.digest(), "little", signed=True) for digest in digests]
+        return torch.tensor(values)
 
     def brought_together(
         self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
@@ -118,10 +118,10 @@ class RowContent:
 
     def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Return so many of a batch's rows, without positions that only the others need."""
-        own = {name: row[:num] for name, row in rows.items()}
+        first = {name: row[:num] for name, row in rows.items()}
         if len(rows[HIDDEN]) == num or self.positions is None:
-            return own
-        return self.positions.bring(own, int(own_lengths(own[self.positions.mask]).max()))
+            return first
+        return self.positions.bring(first, int(own_lengths(first[self.positions.mask]).max()))
 
 
 def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:

@@ -126,7 +126,7 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
         return Groups(forward, forward, stage)
     backward = _own_group(topology.pipelines, rank, timeout_s)
     replica, device = topology.replica_of(rank), torch.device("cuda")
-    layers = [topology.stage_of_replica(replica, one) for one in range(topology.length)]
+    layers = [topology.stage_of_replica(replica, stage) for stage in range(topology.length)]
     ways = [way for below, above in pairwise(layers) for way in product(below, above)]
     for way in ways:
         open_links(way, rank, group=forward, device=device)

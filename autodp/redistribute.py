@@ -95,12 +95,12 @@ def _describe(
     shards: Sequence[str], before: Holders, store: ShardStore, *, group: dist.ProcessGroup | None
 ) -> dict[str, Piece]:
     """Learn what shards consist of, each from the lowest rank that holds it, and cut them."""
-    own = {
+    described_here = {
         shard: [asdict(PieceTensor.of(name, t)) for name, t in store.read(shard).items()]
         for shard in shards
         if min(before[shard]) == dist.get_rank()
     }
-    described = ChainMap(*gather_json(own, group=group))
+    described = ChainMap(*gather_json(described_here, group=group))
     return {
         f"{shard} from {piece.tensors[0].name} on": piece
         for shard in shards

@@ -58,12 +58,12 @@ class _Bucket:
 
     def put_back(self) -> dict[nn.Parameter, Tensor | None]:
         """Give the parameters their sums; return what this replica brought."""
-        own = {parameter: parameter.grad for parameter in self.parameters}
-        all_here = all(gradient is not None for gradient in own.values())
-        used = [True] * len(own) if all_here else (self._in_use > 0).tolist()
+        brought = {parameter: parameter.grad for parameter in self.parameters}
+        all_here = all(gradient is not None for gradient in brought.values())
+        used = [True] * len(brought) if all_here else (self._in_use > 0).tolist()
         for parameter, view, in_use in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if in_use else None
-        return own
+        return brought
 
 
 class _Table:
@@ -149,15 +149,17 @@ class GradientReducer:
         on_one_node: bool = True,
     ) -> None:
         filled = _fill_buckets(parameters, bucket_bytes, frozenset(tables))
-        num_bytes = sum(reserved_bytes(sum(_parts(own)), own[0].dtype) for own in filled)
-        num_bytes += sum(reserved_bytes(len(one) + 1, torch.int32) for one in tables)
+        num_bytes = sum(reserved_bytes(sum(_parts(bucket)), bucket[0].dtype) for bucket in filled)
+        num_bytes += sum(reserved_bytes(len(table) + 1, torch.int32) for table in tables)
         device = parameters[0].device
         self._sums = (
             sums_of(group, device, num_bytes) if on_one_node else MessageSums(group, device)
         )
         self._buckets = [
-            _Table(own[0], self._sums) if own[0] in frozenset(tables) else _Bucket(own, self._sums)
-            for own in filled
+            _Table(bucket[0], self._sums)
+            if bucket[0] in frozenset(tables)
+            else _Bucket(bucket, self._sums)
+            for bucket in filled
         ]
         self._has_tables = bool(tables)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}

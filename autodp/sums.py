@@ -98,7 +98,7 @@ class SharedSums:
         vectors = []
         for of_ranks, work in begun:
             _await(work, self._group)
-            vectors.append([one.chunk(len(self._pieces)) for one in of_ranks])
+            vectors.append([vector.chunk(len(self._pieces)) for vector in of_ranks])
         # A short vector has fewer parts than there are ranks.
         for parts in vectors:
             if self._rank < len(parts[0]):

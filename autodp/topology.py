@@ -82,9 +82,9 @@ class Topology:
         ranks = range(self.num_ranks)
         packed = (ranks[start : start + block] for start in ranks[::block])
         pipelines = tuple(
-            tuple(own[i : i + self.length])
-            for own in packed
-            for i in range(0, len(own) - self.length + 1, self.length)
+            tuple(block_ranks[i : i + self.length])
+            for block_ranks in packed
+            for i in range(0, len(block_ranks) - self.length + 1, self.length)
         )
         return pipelines[: self.max_replicas]
 
@@ -120,8 +120,8 @@ class Topology:
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to; R for a spare."""
-        own = (replica for replica, ranks in enumerate(self.pipelines) if rank in ranks)
-        return next(own, self.replicas)
+        holders = (replica for replica, ranks in enumerate(self.pipelines) if rank in ranks)
+        return next(holders, self.replicas)
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage: of each replica all its workers."""

@@ -117,14 +117,14 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
         and len(module) > 1
-        and len({type(one) for one in module}) == 1
+        and len({type(block) for block in module}) == 1
     }
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
         )
     sizes = {
-        path: sum(p.numel() for one in module for p in one.parameters())
+        path: sum(p.numel() for block in module for p in block.parameters())
         for path, module in lists.items()
     }
     largest = max(sizes, key=sizes.__getitem__)

@@ -332,5 +332,5 @@ def _place(error: Exception) -> str:
     passed, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parent
     # A policy of this package may ask one of the user's.
     theirs = [frame for frame in passed if ours not in Path(frame.filename).parents]
-    own = [frame for frame in theirs if frame.filename == theirs[0].filename]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    frames = [frame for frame in theirs if frame.filename == theirs[0].filename]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

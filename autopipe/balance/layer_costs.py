@@ -85,8 +85,8 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
         activations = _measure_layers(module, sample, measure)
     parameters = unshared(layer.parameters() for layer in module)
     return [
-        param_scale * sum(parameter.nbytes for parameter in own) + kept
-        for own, kept in zip(parameters, activations, strict=True)
+        param_scale * sum(parameter.nbytes for parameter in weights) + kept
+        for weights, kept in zip(parameters, activations, strict=True)
     ]
 
 

@@ -58,16 +58,16 @@ def modelled_profile(
     counts = count_kernels(sublayers, small), count_kernels(sublayers, large)
     sizes = count_bytes(sublayers, large)
     parameters_of = unshared(sublayer.module.parameters() for sublayer in sublayers)
-    for own, parameters in zip(sizes, parameters_of, strict=True):
-        own["optimizer_bytes"] = sum(
+    for sublayer_bytes, parameters in zip(sizes, parameters_of, strict=True):
+        sublayer_bytes["optimizer_bytes"] = sum(
             _ADAMW_MOMENTS * p.nbytes + _ADAMW_STEP_BYTES for p in parameters if p.requires_grad
         )
     kernel_s = partial(cluster.kernel_s, dtype)
     return Profile(
         batch_sizes=BATCH_SIZES,
         sublayers=tuple(
-            _cost(sublayer, counts, kernel_s, own)
-            for sublayer, own, *counts in zip(sublayers, sizes, *counts, strict=True)
+            _cost(sublayer, counts, kernel_s, sublayer_bytes)
+            for sublayer, sublayer_bytes, *counts in zip(sublayers, sizes, *counts, strict=True)
         ),
         read_s=cluster.read_s,
         optimizer_s_per_byte=_UPDATE_PASSES / cluster.memory_bytes_per_s,

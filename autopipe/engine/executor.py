@@ -277,8 +277,8 @@ class StageRun:
             if self._links.above is None:
                 gradients = self._work.output_gradients(i)
             assert gradients is not None, "a backward before its gradient"
-            found = {n: gradient for n in roots if (gradient := gradients[n]) is not None}
-            starts, values = [roots[n] for n in found], list(found.values())
+            known = {n: gradient for n in roots if (gradient := gradients[n]) is not None}
+            starts, values = [roots[n] for n in known], list(known.values())
         if starts:
             self._input_gradients[i] = self._work.backward(
                 i, starts, values, anchors, retain=again

@@ -25,8 +25,8 @@ def roots_of(outputs: Payload, loss: Tensor | None) -> Roots:
     """Start from the loss, or where there is none from a stage's outputs."""
     if loss is not None:
         return loss if loss.requires_grad else None
-    found = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
-    return {n: get_gradient_edge(tensor) for n, tensor in found.items()} or None
+    needing = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
+    return {n: get_gradient_edge(tensor) for n, tensor in needing.items()} or None
 
 
 def needs_gradient(tensor: Tensor | None) -> TypeGuard[Tensor]:

@@ -154,8 +154,8 @@ class _Forward(torch.autograd.Function):
         with torch.no_grad():
             ctx.run.backward(gradients, retain=retain)
             of_inputs, of_parameters = ctx.run.take_gradients()
-        found = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
-        return (None, *(_refusing(found) if torch.is_grad_enabled() else found))
+        gradients = (*of_inputs, *(of_parameters.get(p) for p in ctx.run.parameters))
+        return (None, *(_refusing(gradients) if torch.is_grad_enabled() else gradients))
 
 
 def _refusing(gradients: Gradients) -> Gradients:

@@ -206,8 +206,8 @@ class GPipe(nn.Module):
 
     def _sizes(self, payload: Payload) -> tuple[int, ...]:
         """Check an input; return the samples of every micro-batch."""
-        found = {tensor.device for tensor in payload.tensors if tensor is not None}
-        if wrong := {str(device) for device in found if device != self.devices[0]}:
+        devices = {tensor.device for tensor in payload.tensors if tensor is not None}
+        if wrong := {str(device) for device in devices if device != self.devices[0]}:
             raise ValueError(
                 f"the input is on {', '.join(sorted(wrong))}, the first partition on "
                 f"{self.devices[0]}; move the input to devices[0]"

@@ -138,13 +138,13 @@ def _refuse(pipeline: GPipe) -> None:
     """Refuse what stages that update by themselves would train wrongly."""
     seen: set[nn.Parameter] = set()
     for part in pipeline.partitions:
-        own = {parameter for parameter in part.parameters() if parameter.requires_grad}
-        if own & seen:
+        trained = {parameter for parameter in part.parameters() if parameter.requires_grad}
+        if trained & seen:
             raise ValueError(
                 "a trained parameter is in two partitions, which would each update it; choose a "
                 "balance that puts its layers into one"
             )
-        seen |= own
+        seen |= trained
     if any(isinstance(layer, DeferredBatchNorm) for layer in pipeline.modules()):
         raise ValueError(
             "DeferredBatchNorm waits for the end of a batch, which a stream does not have; use "

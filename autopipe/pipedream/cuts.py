@@ -93,7 +93,9 @@ class _Bits:
             [number[child] for child in graph.children[node.name]] for node in graph.nodes
         ]
         self.first = next(
-            index for index in range(len(number)) if all(index not in own for own in self.children)
+            index
+            for index in range(len(number))
+            if all(index not in children for children in self.children)
         )
         self.above, self.below = [0] * len(number), [0] * len(number)
         order = [number[name] for name in graph.in_order]
@@ -103,7 +105,7 @@ class _Bits:
         for index in reversed(order):
             for child in self.children[index]:
                 self.above[index] |= self.above[child] | 1 << child
-        child_bits = [sum(1 << child for child in set(own)) for own in self.children]
+        child_bits = [sum(1 << child for child in set(children)) for children in self.children]
         # Nodes below each node whose outputs go elsewhere, too.
         self.wanted = [
             sum(
@@ -132,22 +134,22 @@ class _Bits:
 def _explore(bits: _Bits) -> tuple[list[int], list[list[int]]]:
     """Return the antichains in the order in which they are found, and which follow each."""
     first = 1 << bits.first
-    found, number = [first], {first: 0}
+    antichains, number = [first], {first: 0}
     followers: list[list[int]] = [[]]
-    for antichain in found:  # It grows meanwhile.
-        own = followers[number[antichain]]
+    for antichain in antichains:  # It grows meanwhile.
+        nexts = followers[number[antichain]]
         for following in dict.fromkeys(_next(bits, antichain)):
             if following not in number:
-                if len(found) == _MOST_STATES:
+                if len(antichains) == _MOST_STATES:
                     raise ValueError(
                         f"the graph can be cut in more than {_MOST_STATES} places; join nodes of "
                         "parallel branches"
                     )
-                number[following] = len(found)
-                found.append(following)
+                number[following] = len(antichains)
+                antichains.append(following)
                 followers.append([])
-            own.append(number[following])
-    return found, followers
+            nexts.append(number[following])
+    return antichains, followers
 
 
 def _next(bits: _Bits, antichain: int) -> Iterator[int]:
@@ -158,7 +160,7 @@ def _next(bits: _Bits, antichain: int) -> Iterator[int]:
             if antichain >> child & 1 or bits.above[child] & frontier:
                 continue
             grown = frontier & ~(1 << index) | 1 << child
-            yield sum(1 << one for one in _ones(grown) if not bits.above[one] & grown)
+            yield sum(1 << node for node in _ones(grown) if not bits.above[node] & grown)
 
 
 def _in_order(followers: list[list[int]]) -> list[int]:
@@ -168,7 +170,7 @@ def _in_order(followers: list[list[int]]) -> list[int]:
     path = [(0, iter(followers[0]))]
     while path:
         state, left = path[-1]
-        following = next((one for one in left if one not in seen), None)
+        following = next((follower for follower in left if follower not in seen), None)
         if following is None:
             order.append(state)
             path.pop()

@@ -211,8 +211,8 @@ def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
 
 def _fitting(model: StepModel) -> list[_Candidate]:
     """Return the candidates of the first choice of lengths that has any, of none if none has."""
-    found = (list(_split_all(model, shapes)) for shapes in _possible_shapes(model))
-    return next(filter(None, found), [])
+    by_choice = (list(_split_all(model, shapes)) for shapes in _possible_shapes(model))
+    return next(filter(None, by_choice), [])
 
 
 def _split_all(

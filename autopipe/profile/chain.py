@@ -107,9 +107,9 @@ def chain_bytes(
         with saved_storages(dtypes) as saved:
             output = sublayer.run(hidden, batch)
         held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
-        own = {address: saved[address] for address in saved.keys() - held.keys()}
-        copies.append(_take_copies(own, dtypes, sublayer.module.parameters()))
-        return output, sum(own.values())
+        activations = {address: saved[address] for address in saved.keys() - held.keys()}
+        copies.append(_take_copies(activations, dtypes, sublayer.module.parameters()))
+        return output, sum(activations.values())
 
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
@@ -119,14 +119,16 @@ def chain_bytes(
     num_samples = len(next(iter(batch.values())))
     return [
         {
-            "parameter_bytes": sum(p.nbytes for p in own),
-            "gradient_bytes": sum(p.nbytes for p in own if p.requires_grad),
+            "parameter_bytes": sum(p.nbytes for p in weights),
+            "gradient_bytes": sum(p.nbytes for p in weights if p.requires_grad),
             "buffer_bytes": sum(b.nbytes for b in beside),
             "saved_bytes": forward.measured / num_samples,
             "output_bytes": forward.output.nbytes / num_samples,
             "copy_bytes": copied,
         }
-        for own, beside, forward, copied in zip(parameters, buffers, forwards, copies, strict=True)
+        for weights, beside, forward, copied in zip(
+            parameters, buffers, forwards, copies, strict=True
+        )
     ]
 
 
@@ -155,9 +157,9 @@ def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
     seen: set[int] = set()
     left = []
     for group in groups:
-        own = {id(tensor): tensor for tensor in group if id(tensor) not in seen}
-        seen.update(own)
-        left.append(list(own.values()))
+        fresh = {id(tensor): tensor for tensor in group if id(tensor) not in seen}
+        seen.update(fresh)
+        left.append(list(fresh.values()))
     return left
 
 

@@ -150,7 +150,7 @@ def graph_of(profile: Profile, batch: int) -> LayerGraph:
         )
         for index, cost in enumerate(profile.sublayers)
     )
-    return LayerGraph(nodes, tuple((one.name, other.name) for one, other in pairwise(nodes)))
+    return LayerGraph(nodes, tuple((below.name, above.name) for below, above in pairwise(nodes)))
 
 
 def _read_node(parts: Sequence[str]) -> LayerNode:

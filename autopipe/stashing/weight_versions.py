@@ -25,7 +25,7 @@ class WeightVersions:
     """
 
     def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
-        own = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
         self.parameters: dict[str, nn.Parameter] = {}
         # Where a forward finds them: a module's own dictionary, and the name there.
         self._slots: list[tuple[dict[str, Any], str, str]] = []
@@ -33,7 +33,7 @@ class WeightVersions:
         for number, module in enumerate(modules):
             for prefix, part in module.named_modules(prefix=str(number)):
                 for key, parameter in part._parameters.items():
-                    if parameter is not None and id(parameter) in own:
+                    if parameter is not None and id(parameter) in trained:
                         name = names.setdefault(id(parameter), f"{prefix}.{key}")
                         self.parameters[name] = parameter
                         self._slots.append((part._parameters, key, name))

@@ -138,13 +138,13 @@ class StepTimes:
 
         Large ones take longer than their number says, as fresh memory has to be found for them.
         """
-        found = []
+        seconds = []
         for _ in range(repeats):
             start = self._now()
             for weight in weights:
                 weight.detach().clone()
-            found.append(self._now() - start)
-        return statistics.median(found)
+            seconds.append(self._now() - start)
+        return statistics.median(seconds)
 
     def _begin_forward(self, module: nn.Module, *_: object) -> None:
         if self._depth == 0:

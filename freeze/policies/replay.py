@@ -75,15 +75,15 @@ def _read_journal(path: Path) -> list[_Entry]:
     path = path / "journal.jsonl" if path.is_dir() else path
     try:
         entries = [_read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        found = [(one["step"], *_read_decision(one["decision"])) for one in entries]
+        decisions = [(entry["step"], *_read_decision(entry["decision"])) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error
-    if any(one.get("sets_rates") for one in entries):
+    if any(entry.get("sets_rates") for entry in entries):
         raise ValueError(
             f"the policy of the run in {path} set learning rates by layer, too, which its journal "
             "does not hold; give that policy itself"
         )
-    return found
+    return decisions
 
 
 def _read_line(line: bytes) -> dict[str, Any]:

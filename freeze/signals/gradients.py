@@ -43,9 +43,9 @@ class GradientSignals:
         self._small: list[list[nn.Parameter]] = []
         self._large: list[list[nn.Parameter]] = []
         for name, listed in parameters.items():
-            own = [p for p in dict.fromkeys(listed) if distinct[p] == name]
-            self._small.append([p for p in own if p.numel() <= _SMALL])
-            self._large.append([p for p in own if p.numel() > _SMALL])
+            counted = [p for p in dict.fromkeys(listed) if distinct[p] == name]
+            self._small.append([p for p in counted if p.numel() <= _SMALL])
+            self._large.append([p for p in counted if p.numel() > _SMALL])
         device = next((p.device for p in distinct), torch.device("cpu"))
         self._kinds = ("squared_sums", "absolute_sums")[: 1 + absolute]
         measures: list[Measure] = [_square, _AbsoluteSum()]

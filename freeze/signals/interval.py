@@ -111,7 +111,7 @@ class IntervalSignals:
         whole = dict(states[0])
         for quantity in ("squared_sums", "absolute_sums"):
             if quantity in whole:
-                whole[quantity] = {k: v for one in states for k, v in one[quantity].items()}
+                whole[quantity] = {k: v for state in states for k, v in state[quantity].items()}
         return whole
 
     def load(self, state: Mapping[str, Any]) -> None:
