@@ -165,7 +165,7 @@ class PrefixCache:
             )
         num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
         samples = self._filled_up(own, later, depth)
-        samples.found, rows = self._read(own[1], samples.row_ids[num:], depth)
+        samples.found, rows = self._read(samples, num, depth)
         wanted, due, reads = self._to_load(samples, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
         self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
@@ -261,14 +261,23 @@ class PrefixCache:
         pairs = zip((*own, found), (*later, later_found), strict=True)
         return FoundSamples(*(torch.cat((mine, others[more])) for mine, others in pairs))
 
-    def _read(self, own: Tensor, later: Tensor, depth: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the (B,) depth each row was found at, and the rows if any was found."""
+    def _read(
+        self, samples: FoundSamples, num: int, depth: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the (B,) depth each row was found at, and the rows if any was found.
+
+        Args:
+            num: samples of this fetch, before those of later ones.
+        """
         if self._reader is None or self._store is None:
-            return torch.zeros_like(own), {}
+            return samples.found, {}
+        if not samples.found.any():  # As in all steps of an epoch that fills the cache.
+            self._reader.forget()
+            return samples.found, {}
         with self._timed("read_s"):
-            read = self._reader.read(own, self._up_to(depth))
-            if len(later):
-                read = read.joined(self._store.read(later, self._up_to(depth)))
+            read = self._reader.read(samples.row_ids[:num], self._up_to(depth))
+            if len(samples.ids) > num:
+                read = read.joined(self._store.read(samples.row_ids[num:], self._up_to(depth)))
             if not read.depth.any():
                 return read.depth, {}
             hidden = read.rows[HIDDEN].to(self._device, non_blocking=True)

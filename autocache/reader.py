@@ -53,7 +53,7 @@ class RowReader:
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
         """Have a thread read what `read` will be asked for next."""
-        self._drop()
+        self.forget()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         into = self._next_buffers(len(row_ids))
@@ -63,12 +63,13 @@ class RowReader:
         self._ahead = _Ahead(row_ids, stamps, read)
 
     def close(self) -> None:
-        self._drop()
+        self.forget()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
-    def _drop(self) -> None:
+    def forget(self) -> None:
+        """Drop what was read ahead."""
         if self._ahead is not None:
             self._ahead.read.result()
             self._ahead = None
