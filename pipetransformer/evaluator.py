@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autodp import gather_json
 from pipetransformer.data import SizedDataset, check_dataset
-from pipetransformer.feed import FrozenPrefix, SampleFeed
+from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task
 from pipetransformer.predictions import (
     OUTPUT,
@@ -119,11 +119,5 @@ class Evaluator:
             stage = self._deployment.active_stage
             return ((0, stage.share.read_of_slice(ids)) for ids in stage.rounds(len(dataset)))
 
-        return SampleFeed(
-            self._prefix,
-            self._world,
-            dataset,
-            to_come=to_come,
-            keeps=keeps,
-            needs_targets=needs_targets,
-        )
+        samples = samples_of(self._task, dataset, needs_targets=needs_targets, evaluates=True)
+        return SampleFeed(self._prefix, self._world, samples, to_come=to_come, keeps=keeps)

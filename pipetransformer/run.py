@@ -34,7 +34,7 @@ from pipetransformer.checkpoint import Part, RunState, resumes
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.data import Batch, SizedDataset, check_dataset
 from pipetransformer.evaluator import Evaluator
-from pipetransformer.feed import FrozenPrefix, SampleFeed
+from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
 from pipetransformer.model_files import BestModel, DescribedModel
@@ -121,7 +121,7 @@ class Run:
         self.feed = SampleFeed(
             prefix,
             world,
-            train_dataset,
+            samples_of(task, train_dataset),
             to_come=self._own_to_come,
             keeps=config.cache_views or 1,
         )

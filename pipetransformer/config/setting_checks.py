@@ -127,6 +127,7 @@ _RULES: Mapping[str, _Rule] = {
     "prefetch_factor": _COUNT,
     "pin_memory": _FLAG,
     "collate_fn": _optional(_FUNCTION),
+    "eval_collate_fn": _optional(_FUNCTION),
     "remove_unused_columns": _FLAG,
     "sample_order": _optional(_FUNCTION),
     "group_by_length": _FLAG,

@@ -107,6 +107,8 @@ class TrainConfig:
             a replica's samples of a step, in their order, which are so padded to their longest;
             before the first step also a few, to measure. One that draws random numbers, or mixes
             samples, gives others to other numbers of replicas. None stacks equal shapes.
+        eval_collate_fn: likewise in evaluations and predictions, where mixup for instance has no
+            place; None takes collate_fn, torch's default_collate stacks.
         remove_unused_columns: keep columns that the model does not take from collate_fn.
         sample_order: (epoch) -> (N,) int64, every index of the training set once, in the order of
             that epoch; the same on every rank and in a run that resumes. None shuffles.
@@ -185,6 +187,7 @@ class TrainConfig:
     prefetch_factor: int = 2
     pin_memory: bool = True
     collate_fn: CollateFunction | None = None
+    eval_collate_fn: CollateFunction | None = None
     remove_unused_columns: bool = True
     sample_order: Callable[[int], Tensor] | None = None
     group_by_length: bool = False

@@ -6,6 +6,6 @@ frozen_prefix ─────►┘  ├─ row_maker, node_store: the rows that
 """
 
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.sample_feed import Rows, SampleFeed
+from pipetransformer.feed.sample_feed import Rows, SampleFeed, samples_of
 
-__all__ = ["FrozenPrefix", "Rows", "SampleFeed"]
+__all__ = ["FrozenPrefix", "Rows", "SampleFeed", "samples_of"]

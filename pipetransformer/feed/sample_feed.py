@@ -18,6 +18,7 @@ from pipetransformer.feed.fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store
 from pipetransformer.feed.row_maker import RowMaker
+from pipetransformer.job import Task
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,38 +34,25 @@ class SampleFeed:
     Args:
         prefix: the frozen layers of what is trained.
         world: where.
-        dataset: whose samples.
+        samples: which; see `samples_of`.
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
-        needs_targets: whether samples without targets are refused.
     """
 
     def __init__(
         self,
         prefix: FrozenPrefix,
         world: World,
-        dataset: SizedDataset,
+        samples: Samples,
         *,
         to_come: Coming = tuple,
         keeps: int = 1,
-        needs_targets: bool = True,
     ) -> None:
         self.prefix = prefix
-        self.dataset = dataset
-        self._task = task = prefix.task
-        self._world = world
+        self.dataset = samples.dataset
+        self._samples, self._task, self._world = samples, prefix.task, world
         self._to_come, self._followed = to_come, FollowedFetches(to_come)
-        model, config = task.model, task.config
-        names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
-        collation = Collation(
-            tuple(dict.fromkeys(names)),
-            inputs=model.inputs[:1],
-            targets=model.targets,
-            needs_targets=needs_targets,
-            function=config.collate_fn,
-            drops_unknown=config.remove_unused_columns,
-        )
-        self._samples = Samples(dataset, collation, config.seed)
+        config = prefix.task.config
         self._foreseen = ForeseenSamples(
             self._samples,
             self._requests,
@@ -131,7 +119,8 @@ class SampleFeed:
             _LOGGER.warning(
                 "no cache: collate_fn gives samples other values together than one by one (it "
                 "mixes those of a batch); the frozen prefix is computed at every step. "
-                "cache=False says that none are to be kept"
+                "cache=False says that none are to be kept, eval_collate_fn= how evaluations' "
+                "batches are made"
                 if mix
                 else "no cache: the training set gives other values each time a sample is read "
                 "(random augmentation); the frozen prefix is computed at every step. cache_views= "
@@ -254,7 +243,8 @@ class SampleFeed:
         """Return those later samples, and their rows, which may be read together with others: all,
         unless a sample depends in unknown ways on those with which it is collated.
         """
-        if self._task.config.collate_fn is not None and self._rows.content.positions is None:
+        is_stacked = self._samples.collation.function is None
+        if not is_stacked and self._rows.content.positions is None:
             ids = ids[:0]
         return ids, self.row_ids(ids, epoch)
 
@@ -327,6 +317,28 @@ class SampleFeed:
             return
         self._store = share_store(self._world, self._task.config.cache_folder, layout, num_rows)
         self._gave_up = self._store is None
+
+
+def samples_of(
+    task: Task, dataset: SizedDataset, *, needs_targets: bool = True, evaluates: bool = False
+) -> Samples:
+    """Return what reads a data set as a task's model takes it.
+
+    Args:
+        needs_targets: whether samples without targets are refused.
+        evaluates: whether batches are made as evaluations' are.
+    """
+    model, config = task.model, task.config
+    names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
+    collation = Collation(
+        tuple(dict.fromkeys(names)),
+        inputs=model.inputs[:1],
+        targets=model.targets,
+        needs_targets=needs_targets,
+        function=(evaluates and config.eval_collate_fn) or config.collate_fn,
+        drops_unknown=config.remove_unused_columns,
+    )
+    return Samples(dataset, collation, config.seed)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from autodp import gather_json
 from freeze.signals import linear_cka, similarity_change
 from pipetransformer.durable_files import replace_tensors
-from pipetransformer.feed import SampleFeed
+from pipetransformer.feed import SampleFeed, samples_of
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 from pipetransformer.stage import Stage
@@ -50,7 +50,8 @@ class Probe:
         self._task, self._world = task, world
         num = min(task.config.probe_samples, len(feed.dataset))
         self._ids = torch.arange(num) * len(feed.dataset) // num
-        self._feed = SampleFeed(feed.prefix, world, feed.dataset, keeps=0, needs_targets=False)
+        samples = samples_of(feed.prefix.task, feed.dataset, needs_targets=False)
+        self._feed = SampleFeed(feed.prefix, world, samples, keeps=0)
         folder = task.config.folder
         self._folder = None if folder is None else Path(folder) / PROBE_FOLDER
         self._first: Grams = {}

@@ -20,7 +20,7 @@ from autodp import broadcast_json, broadcast_tensor, gather_json
 from autopipe.plan import PipelinePlan
 from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
-from pipetransformer.feed import FrozenPrefix, SampleFeed
+from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 from pipetransformer.timeline import ComingStep
@@ -52,7 +52,7 @@ def compare_steps(
         task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
     samples = [{name: t[i] for name, t in batch.items()} for i in range(num_samples)]
-    feed = SampleFeed(FrozenPrefix(task, world.device), world, samples)
+    feed = SampleFeed(FrozenPrefix(task, world.device), world, samples_of(task, samples))
     deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import autocache.cached_prefix
 from pipetransformer import FreezeSchedule, Trainer
@@ -92,6 +92,19 @@ def test_a_batch_is_collated_in_its_order_where_layers_are_frozen(
     assert_as_loop(result, loop(job))
     warned = [text for text in caplog.messages if "collate_fn gives samples other values" in text]
     assert len(warned) == ("cache" not in settings)
+
+
+def test_evaluations_are_not_mixed_where_they_have_a_collate_function_of_their_own() -> None:
+    data = tiny_data(num_samples=24)
+    with Trainer(
+        tiny_model(), data, eval_dataset=data, loss_fn=nn.CrossEntropyLoss(), collate_fn=mixed,
+        eval_collate_fn=default_collate, progress=False,
+    ) as trainer:  # fmt: skip
+        loss, predicted = trainer.evaluate()["loss"], trainer.predict(data)
+    inputs, targets = data.tensors
+    outputs = tiny_model()(inputs)
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(outputs, targets)), rel=1e-9)
+    assert torch.equal(torch.from_numpy(predicted.label_ids), targets)
 
 
 def test_fixed_views_of_samples_that_are_mixed_are_refused() -> None:

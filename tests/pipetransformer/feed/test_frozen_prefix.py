@@ -25,7 +25,7 @@ from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig
 from pipetransformer.data.samples import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.sample_feed import SampleFeed
+from pipetransformer.feed.sample_feed import SampleFeed, samples_of
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.processes.world import World, connect
@@ -84,7 +84,9 @@ class Feed:
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
         self.prefix = FrozenPrefix(task, ALONE.device)
         keeps = config.cache_views or 1
-        self.samples = SampleFeed(self.prefix, world, self.data, keeps=keeps)
+        self.samples = SampleFeed(
+            self.prefix, world, samples_of(self.prefix.task, self.data), keeps=keeps
+        )
 
     def set_depth(self, depth: int, *, use_cache: bool = True, on_stage_0: bool = True) -> None:
         self.prefix.set_depth(depth, on_stage_0=on_stage_0, use_cache=use_cache)
