@@ -78,6 +78,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         ("no", 1, None),
     ),
     "collate_fn": ("pad", 1),
+    "eval_collate_fn": ("pad", 1),
     "sample_order": ("shuffled", 1),
     "resume": ("no", "Auto", 1, 0, None),
     "learning_rate_schedule": (0.1, "cosin", None),
