@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+)
 
 from pipetransformer.events import Callback
 from pipetransformer.stage import StepResult
@@ -62,7 +69,7 @@ class CallbackBridge(Callback):
         )
         # Without one transformers warns, but our Trainer has its own flow.
         self._handler.remove_callback(DefaultFlowCallback)
-        for callback in callbacks:
+        for callback in (*callbacks, LogLines):
             self.add(callback)
         self._handler.on_init_end(args, self.state, self.control)
 
@@ -93,7 +100,8 @@ class CallbackBridge(Callback):
             )
 
     def remove(self, callback: Any) -> None:
-        self._handler.remove_callback(callback)
+        writes_lines = PrinterCallback if self._args.disable_tqdm else ProgressCallback
+        self._handler.remove_callback(LogLines if callback is writes_lines else callback)
 
     def on_train_begin(self, trainer: Any) -> None:
         state, steps = self.state, trainer.max_steps
@@ -196,6 +204,30 @@ class CallbackBridge(Callback):
             )
         if self.control.should_training_stop and not trainer.is_over:
             trainer.stop()
+
+
+class LogLines(TrainerCallback):
+    """Write the lines of transformers' ProgressCallback, or of its PrinterCallback without a bar.
+
+    The former does so while training only.
+    """
+
+    _trains = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self._trains = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self._trains = False
+
+    def on_log(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        if state.is_world_process_zero and (self._trains or args.disable_tqdm):
+            line = {
+                name: f"{value:.4g}" if isinstance(value, float) else value
+                for name, value in facts["logs"].items()
+                if name != "total_flos"
+            }
+            tqdm.write(str(line))  # A bar that is there goes on below it.
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
