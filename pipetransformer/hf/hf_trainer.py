@@ -150,6 +150,7 @@ class HFTrainer:
             raise ValueError("train() has been called before; make another Trainer to go on")
         samples_before = trainer.report.samples
         trainer.fit()
+        self._write_best(trainer)
         steps, mean_loss = len(bridge.losses), sum(bridge.losses) / max(1, len(bridge.losses))
         num_samples = trainer.report.samples - samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
@@ -309,6 +310,15 @@ class HFTrainer:
                 **self._settings,
             },
         )
+
+    def _write_best(self, trainer: Trainer) -> None:
+        """Write the best model, which `fit` has ended with, for `from_pretrained`. Collective."""
+        config = trainer.config
+        if config.load_best_model_at_end and trainer.report.best_step is not None:
+            # Beside the weights from which a run that goes on takes the best.
+            folder = Path(str(config.folder), "best")
+            trainer.save_pretrained(folder, self.processing_class)
+            self.state.best_model_checkpoint = str(folder)
 
     def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
         assert self.compute_metrics is not None
