@@ -43,6 +43,9 @@ _BUILDERS: Builders = {
     **transformers_vit.builders(),
 }
 
+_WRAPPED = ("_orig_mod", "module", "base_model.model")
+"""Where torch.compile, DataParallel and its kin, and PEFT hold the model that they wrap."""
+
 
 def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
     """Present a model as a sequence of sublayers, by the adapter of its class or nearest base.
@@ -56,19 +59,12 @@ def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
     """
     if isinstance(model, LayeredModel):
         return model
-    for kind in type(model).__mro__:
-        build = _BUILDERS.get(kind) or _BUILDERS.get(qualified_name(kind))
-        if build is not None:
-            _check_forward(model, kind)
-            return build(model)
-    known = ", ".join(
-        kind if isinstance(kind, str) else qualified_name(kind) for kind in _BUILDERS
-    )
-    raise TypeError(
-        f"no adapter knows a {qualified_name(type(model))}; known: {known}. Give an "
-        "nn.Sequential, a LayeredModel built from its sublayers, or call "
-        "register_adapter(class, build)"
-    )
+    kind = _known_kind(model)
+    if kind is None:
+        raise TypeError(f"no adapter knows a {qualified_name(type(model))}{_way_out(model)}")
+    _check_forward(model, kind)
+    build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
+    return build(model)
 
 
 def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
@@ -79,6 +75,48 @@ def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], Layered
             subclasses that have no adapter of their own and do not override `forward`.
     """
     _BUILDERS[kind] = build
+
+
+def _known_kind(model: object) -> type[Any] | None:
+    """Return a model's class, or the nearest base, that has an adapter; None if none has."""
+    kinds = type(model).__mro__
+    return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
+
+
+def _way_out(model: nn.Module) -> str:
+    """Say what to give instead: what a wrapper holds, or a model of another kind."""
+    for path in _WRAPPED:
+        held: Any = model
+        for name in path.split("."):
+            held = getattr(held, name, None)
+        if _known_kind(held) is not None:
+            return (
+                f", but one knows the {type(held).__name__} that it wraps: give model.{path} (a "
+                "wrapper's own forward would not be called)"
+            )
+    return (
+        f"; known: {', '.join(_known_names())}. Give an nn.Sequential, a LayeredModel built from "
+        "its sublayers, or call register_adapter(class, build)"
+    )
+
+
+def _known_names() -> list[str]:
+    """Name what has an adapter, families of transformers that have the same tasks together."""
+    tasks_of: dict[str, list[str]] = {}
+    for kind in _BUILDERS:
+        name = kind if isinstance(kind, str) else qualified_name(kind)
+        if name.startswith("transformers.models."):
+            family, _, task = name.rpartition(".")[2].partition("For")
+            tasks_of.setdefault(family, []).append(f"For{task}")
+        else:
+            tasks_of[name] = []
+    families_of: dict[str, list[str]] = {}
+    for family, tasks in tasks_of.items():
+        families_of.setdefault("/".join(tasks), []).append(family)
+    return [
+        f"{'/'.join(families)} {tasks}" if tasks else ", ".join(families)
+        for tasks, families in families_of.items()
+    ]
 
 
 def _check_forward(model: nn.Module, kind: type[Any]) -> None:

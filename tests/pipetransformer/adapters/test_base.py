@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +186,38 @@ def test_unknown_models_are_refused_until_registered(monkeypatch: pytest.MonkeyP
     )
     layered = adapt(model)
     assert layered.model is model and adapt(layered) is layered
+
+
+def wrapped_as_by_peft(model: nn.Module) -> nn.Module:
+    outer, inner = nn.Module(), nn.Module()
+    outer.base_model, inner.model = inner, model
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (torch.compile, "_orig_mod"),
+        (nn.DataParallel, "module"),
+        (wrapped_as_by_peft, "base_model.model"),
+    ],
+)
+def test_of_a_wrapper_the_model_in_it_is_asked_for(wrap: Any, path: str) -> None:
+    model = sequential()
+    wrapper = wrap(model)
+    with pytest.raises(TypeError, match=rf"Sequential that it wraps: give model\.{path} "):
+        adapt(wrapper)
+    assert adapt(operator.attrgetter(path)(wrapper)).model is model
+    with pytest.raises(TypeError, match="no adapter knows a .*; known: "):
+        adapt(wrap(Tied()))
+
+
+def test_known_models_are_named_by_family_and_task() -> None:
+    texts = "ForSequenceClassification/ForTokenClassification/ForQuestionAnswering"
+    families = "Bert/Roberta/XLMRoberta/Electra/DistilBert/ModernBert"
+    images = "ViT/DeiT/Dinov2/Dinov2WithRegisters ForImageClassification"
+    with pytest.raises(TypeError, match=f"known: .*, {families} {texts}, {images}. Give"):
+        adapt(Tied())
 
 
 class Doubled(nn.Sequential):
