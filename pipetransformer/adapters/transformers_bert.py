@@ -1,4 +1,4 @@
-"""Present transformers' BERT and those with its very blocks: RoBERTa, XLM-RoBERTa, ELECTRA."""
+"""Present transformers' BERT and those with its very blocks: RoBERTa and its kin, ELECTRA."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _FAMILIES = (
     Family("bert", "Bert", "bert"),
     Family("roberta", "Roberta", "roberta"),
     Family("xlm_roberta", "XLMRoberta", "roberta"),
+    Family("camembert", "Camembert", "roberta"),
     Family("electra", "Electra", "electra"),
 )
 

@@ -73,7 +73,9 @@ def test_running_in_parts_equals_running_at_once(model: nn.Module) -> None:
         assert torch.equal(layered.run(batch, first=cut, hidden=hidden), whole)
 
 
-@pytest.mark.parametrize("name", ["bert_sdpa", "roberta", "xlm_roberta", "distilbert"])
+@pytest.mark.parametrize(
+    "name", ["bert_sdpa", "roberta", "xlm_roberta", "camembert", "distilbert"]
+)
 def test_texts_without_positions_and_segments_are_the_models_own_however_far_they_are_padded(
     name: str,
 ) -> None:

@@ -214,7 +214,7 @@ def test_of_a_wrapper_the_model_in_it_is_asked_for(wrap: Any, path: str) -> None
 
 def test_known_models_are_named_by_family_and_task() -> None:
     texts = "ForSequenceClassification/ForTokenClassification/ForQuestionAnswering"
-    families = "Bert/Roberta/XLMRoberta/Electra/DistilBert/ModernBert"
+    families = "Bert/Roberta/XLMRoberta/Camembert/Electra/DistilBert/ModernBert"
     images = "ViT/DeiT/Dinov2/Dinov2WithRegisters ForImageClassification"
     with pytest.raises(TypeError, match=f"known: .*, {families} {texts}, {images}. Give"):
         adapt(Tied())

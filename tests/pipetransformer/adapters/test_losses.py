@@ -67,7 +67,9 @@ def test_classification_loss_is_the_models_own_in_any_split(
     torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
 
 
-@pytest.mark.parametrize("kind", ["bert_tokens", "roberta_tokens", "distilbert_tokens"])
+@pytest.mark.parametrize(
+    "kind", ["bert_tokens", "roberta_tokens", "camembert_tokens", "distilbert_tokens"]
+)
 def test_token_loss_is_the_models_own_in_any_split(kind: str) -> None:
     model = MODELS[kind]().eval()
     layered, batch = adapt(model), batch_for(model)
