@@ -30,6 +30,12 @@ def build(model: Any) -> LayeredModel:
             f"{type(model).__name__} overrides forward_features of VisionTransformer, "
             "which its adapter stands for; build a LayeredModel for it yourself"
         )
+    if getattr(model, "dist_token", None) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} has a token and a head for distillation, which the "
+            "adapter of VisionTransformer does not know; give a model without them, such as "
+            "deit_small_patch16_224 instead of deit_small_distilled_patch16_224"
+        )
     refuse_checkpointing(model)
     require_class(f"{MODULE}.Block", *model.blocks)
     blocks = [

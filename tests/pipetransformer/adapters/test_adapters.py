@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, BertModel
@@ -264,6 +265,12 @@ def test_timm_models_with_features_or_blocks_of_their_own_are_refused() -> None:
         adapt(Averaged(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2))
     with pytest.raises(TypeError, match="holds a .*ParallelScalingBlock where"):
         adapt(timm_vit(block_fn=ParallelScalingBlock))
+
+
+def test_a_distilled_timm_model_is_refused_for_its_second_head() -> None:
+    distilled = VisionTransformerDistilled(img_size=8, patch_size=4, embed_dim=16, num_heads=2)
+    with pytest.raises(ValueError, match="VisionTransformerDistilled has a token and a head for"):
+        adapt(distilled)
 
 
 def test_settings_that_sublayers_would_ignore_are_refused() -> None:
