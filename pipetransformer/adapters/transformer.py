@@ -147,6 +147,12 @@ def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
         # What is saved says it, too: a pipeline turns scores into probabilities by it.
         problem = config.problem_type = config.problem_type or guess(target)
         if problem == "regression":
+            if target.numel() != output.numel():
+                raise ValueError(
+                    f"a regression with num_labels={config.num_labels} has outputs of shape "
+                    f"{tuple(output.shape)}, but targets are {tuple(target.shape)}; give each "
+                    "sample num_labels values, or build the model with another num_labels"
+                )
             return F.mse_loss(output, target.reshape(output.shape))
         if problem == "single_label_classification":
             keywords = {"label_smoothing": label_smoothing}

@@ -67,6 +67,14 @@ def test_classification_loss_is_the_models_own_in_any_split(
     torch.testing.assert_close(ours, model(**batch, labels=labels).loss)
 
 
+@pytest.mark.parametrize("build", [classifier, hf_vit])
+def test_regression_with_too_few_values_is_refused_in_words(build: Callable[..., Any]) -> None:
+    loss_fn = adapt(build(problem_type="regression", num_labels=2)).loss_fn
+    assert loss_fn is not None
+    with pytest.raises(ValueError, match=r"shape \(4, 2\), but targets are \(4,\); give each"):
+        loss_fn(torch.zeros(4, 2), torch.zeros(4))
+
+
 @pytest.mark.parametrize(
     "kind", ["bert_tokens", "roberta_tokens", "camembert_tokens", "distilbert_tokens"]
 )
