@@ -206,6 +206,19 @@ def test_samples_without_labels_are_predicted_beside_labelled_ones(tmp_path: Pat
             trainer.predict(bare)
 
 
+def test_accumulated_steps_log_the_epochs_that_the_documentation_says(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+    logged = {}
+    for kind in (transformers.Trainer, Trainer):
+        folder = tmp_path / kind.__module__
+        with made(folder, kind=kind, options=options, train_dataset=rows(100)) as trainer:
+            trainer.train()
+            logged[kind] = [log["epoch"] for log in trainer.state.log_history]
+    assert (logged[Trainer][0], logged[Trainer][-1]) == (1 / 7, 1)
+    assert (logged[transformers.Trainer][0], logged[transformers.Trainer][-1]) == (2 / 13, 1)
+    assert len(logged[Trainer]) == len(logged[transformers.Trainer])
+
+
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_a_model_that_returns_more_than_logits_is_refused(tmp_path: Path, name: str) -> None:
     model = hf_vit()
