@@ -264,14 +264,10 @@ class PrefixCache:
     def _read(
         self, samples: FoundSamples, num: int, depth: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the (B,) depth each row was found at, and the rows if any was found.
-
-        Args:
-            num: samples of this fetch, before those of later ones.
-        """
+        """Return the (B,) depths rows were found at, and the rows; the first `num` are its own."""
         if self._reader is None or self._store is None:
             return samples.found, {}
-        if not samples.found.any():  # As in all steps of an epoch that fills the cache.
+        if not samples.found.any():  # As in every step that fills the cache.
             self._reader.forget()
             return samples.found, {}
         with self._timed("read_s"):
@@ -294,8 +290,7 @@ class PrefixCache:
             numbers = torch.arange(reads + 1, reads + 1 + len(hits))
             every = torch.where(numbers <= self._store.num_rows, _DENSE_CHECKS, _SPARSE_CHECKS)
             due, reads = hits[numbers % every == 0], reads + len(hits)
-        wanted, _ = each_once(torch.cat((samples.ids[misses], samples.ids[due])))
-        return wanted, due, reads
+        return each_once(torch.cat((samples.ids[misses], samples.ids[due])))[0], due, reads
 
     def _is_current(
         self, sample_ids: Tensor, digests: Tensor, wanted: Tensor, loaded: dict[str, Tensor]

@@ -184,8 +184,7 @@ class Run:
     def take_best_weights(self) -> None:
         """Go back to the weights of the best evaluation, if that is asked for. Collective."""
         if self.task.config.load_best_model_at_end and self.best.step is not None:
-            state = on_rank_0(self.best.read, group=self.world.group)
-            self.deployment.put_weights(state or {})
+            self.deployment.put_weights(on_rank_0(self.best.read, group=self.world.group) or {})
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
         """Go on to the next step, and record what this one tells. Collective after an epoch."""
@@ -239,8 +238,7 @@ class Run:
         result = self._stream.popleft()
         if self._stream:
             return result
-        all_stop = gather_json(stops, group=self.world.group)
-        return replace(result, stops=any(all_stop))
+        return replace(result, stops=any(gather_json(stops, group=self.world.group)))
 
     def _saved_parts(self) -> dict[str, Part]:
         """Return what saves itself into checkpoints, beside weights, moments and transitions."""
@@ -317,21 +315,26 @@ class Run:
                 if self.world.is_main:
                     text = "the weights of step %d, the best so far, cannot be kept: %s"
                     _LOGGER.warning(text, step, error)
-        self.log.report.best_metric, self.log.report.best_step = best.value, best.step
+        self._report_best()
         if best.is_out_of_patience:
             self.timeline.stop()
 
+    def _report_best(self) -> None:
+        report, best = self.log.report, self.best
+        report.best_metric, report.best_step = best.value, best.step
+
     def _take_up_selection(self) -> None:
         """Go on from a checkpoint's best evaluation, if its weights are still there."""
-        if self.task.config.load_best_model_at_end:
-            if broadcast_json(self.best.has_lost_weights, group=self.world.group):
-                if self.world.is_main:
-                    _LOGGER.warning(
-                        "the best weights, of step %s, are no longer in the folder: the best is "
-                        "looked for among the evaluations to come",
-                        self.best.step,
-                    )
-                self.best.forget()
+        takes_best, group = self.task.config.load_best_model_at_end, self.world.group
+        if takes_best and broadcast_json(self.best.has_lost_weights, group=group):
+            if self.world.is_main:
+                _LOGGER.warning(
+                    "the best weights, of step %s, are no longer in the folder: the best is "
+                    "looked for among the evaluations to come",
+                    self.best.step,
+                )
+            self.best.forget()
+            self._report_best()
         if self.best.is_out_of_patience:
             self.timeline.stop()
 
@@ -351,9 +354,8 @@ class Run:
 
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile
-        feeds = [one for one in (self.feed, self.evaluator.feed) if one is not None]
-        cached = [one for one in feeds if self._caches and one.may_cache]
-        cache_bytes = sum(one.most_bytes(profile) for one in cached)
+        feeds = [f for f in (self.feed, self.evaluator.feed) if f is not None and f.may_cache]
+        cache_bytes = sum(feed.most_bytes(profile) for feed in feeds if self._caches)
         self.log.start(
             self.transitions.clock(),
             profile,

@@ -267,7 +267,14 @@ def test_best_weights_that_are_gone_are_looked_for_among_those_to_come(
 ) -> None:
     settings = {"checkpoint_every_epochs": 1, "resume": "auto"}
     stop_after(tmp_path, 6, settings)
+    with trainer_of(tmp_path, **settings) as trainer:
+        trainer.begin()
+        assert trainer.report.best_step == 6
     (tmp_path / "best" / "step-00000006.safetensors").unlink()
+    with trainer_of(tmp_path, **settings) as trainer:
+        trainer.begin()
+        # It named the best of evaluations whose weights nobody has.
+        assert (trainer.report.best_step, trainer.report.best_metric) == (None, None)
     with caplog.at_level(logging.WARNING):
         found = fit_with_marks(tmp_path, 2, settings)
     assert "the best weights, of step 6, are no longer in the folder" in caplog.text
