@@ -43,7 +43,6 @@ from torch import Tensor
 
 from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.prefix_chunks import (
-    NO_ROW,
     NOTHING,
     FoundSamples,
     SampleRows,
@@ -174,8 +173,7 @@ class PrefixCache:
             wanted, _ = each_once(samples.ids)
             loaded = self._load(wanted, load)
         rows, loaded = self._content.brought_together(samples.found, rows, loaded)
-        if not keeps:
-            samples.row_ids = samples.row_ids.index_fill(0, torch.arange(num), NO_ROW)
+        kept_ids = samples.row_ids if keeps else samples.without_rows(num)
         for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
             positions = (samples.found <= first).nonzero().flatten()
             ids, inverse = each_once(samples.ids[positions])
@@ -186,10 +184,9 @@ class PrefixCache:
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                self._write(one_each(samples.row_ids, positions, inverse), fresh, depth)
+                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
             place(rows, positions, fresh, inverse)
         self._count(samples.found[:num], depth)
-        rows.pop(DIGEST, None)
         return self._content.first(rows, num)
 
     def foresee(

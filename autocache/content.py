@@ -117,8 +117,10 @@ class RowContent:
         return positions.bring(rows, num), positions.bring(loaded, num)
 
     def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
-        """Return so many of a batch's rows, without positions that only the others need."""
-        first = {name: row[:num] for name, row in rows.items()}
+        """Return so many of a batch's rows, without digests and positions that only the others
+        need.
+        """
+        first = {name: row[:num] for name, row in rows.items() if name != DIGEST}
         if len(rows[HIDDEN]) == num or self.positions is None:
             return first
         return self.positions.bring(first, int(own_lengths(first[self.positions.mask]).max()))

@@ -37,6 +37,10 @@ class FoundSamples:
     row_ids: Tensor
     found: Tensor
 
+    def without_rows(self, num: int) -> Tensor:
+        """Return the ids of the rows, where the first samples have none."""
+        return self.row_ids.index_fill(0, torch.arange(num), NO_ROW)
+
 
 def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, int]:
     """Return how many samples more, found at a depth or below it, run in the chunks of a fetch.

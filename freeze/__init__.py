@@ -38,6 +38,7 @@ from freeze.policy import (
     as_policy,
     checked_decision,
     checked_scale,
+    frozen_since,
     sets_rates,
 )
 from freeze.policy_names import POLICY_HELP, named_policy
@@ -47,5 +48,6 @@ __all__ = [
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
     "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
     "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy",
-    "checked_decision", "checked_scale", "find_layers", "named_policy", "sets_rates",
+    "checked_decision", "checked_scale", "find_layers", "frozen_since", "named_policy",
+    "sets_rates",
 ]  # fmt: skip

@@ -139,9 +139,9 @@ class SampleFeed:
         needed = int(row_bytes * self._num_views * len(self.dataset))
         return min(needed, config.cache_limit_bytes or needed)
 
-    def read(self, ids: Tensor, *, view: int = 0) -> Batch:
-        """Read samples to measure by, as they are in a view; ids may exceed their number."""
-        return self._samples.probe((ids % len(self.dataset)).tolist(), view=view)
+    def read(self, ids: Tensor) -> Batch:
+        """Read samples to measure by; ids may exceed their number."""
+        return self._samples.probe((ids % len(self.dataset)).tolist())
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.

@@ -33,6 +33,7 @@ from pipetransformer.hf.unhonoured import (
     refuse_shares,
     refuse_unlabelled,
 )
+from pipetransformer.model_files import BEST_FOLDER
 from pipetransformer.predictions import EvalPrediction as OwnPrediction
 from pipetransformer.processes import world_size
 from pipetransformer.trainer import Trainer
@@ -316,7 +317,7 @@ class HFTrainer:
         config = trainer.config
         if config.load_best_model_at_end and trainer.report.best_step is not None:
             # Beside the weights from which a run that goes on takes the best.
-            folder = Path(str(config.folder), "best")
+            folder = Path(str(config.folder), BEST_FOLDER)
             trainer.save_pretrained(folder, self.processing_class)
             self.state.best_model_checkpoint = str(folder)
 

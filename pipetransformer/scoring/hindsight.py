@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from freeze import FreezeDecision, FreezePolicy, checked_decision
+from freeze import FreezeDecision, FreezePolicy, checked_decision, frozen_since
 from pipetransformer.report import RecordedDecision
 
 
@@ -76,8 +76,7 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
             decision = FreezeDecision(len(since), why, resting)
         else:
             decision = checked_decision(policy, seen.as_frozen(since, resting))
-        kept = since[: decision.num_frozen]
-        since = kept + (seen.step,) * (decision.num_frozen - len(kept))
+        since = frozen_since(since, decision.num_frozen, seen.step)
         resting, rests = decision.resting, rests or bool(decision.resting)
         frozen[seen.step], reasons[seen.step] = decision.num_frozen, decision.reason
     return _scored(policy.name, decisions, frozen, reasons, unseen=unseen, rests=rests)

@@ -12,7 +12,14 @@ from typing import Any
 
 from autodp import broadcast_json
 from autopipe.plan import PipelinePlan
-from freeze import FreezeContext, FreezePolicy, PolicyError, checked_decision, sets_rates
+from freeze import (
+    FreezeContext,
+    FreezePolicy,
+    PolicyError,
+    checked_decision,
+    frozen_since,
+    sets_rates,
+)
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observed
 from pipetransformer.processes import World
@@ -132,8 +139,7 @@ class Decider:
         """Note that a decision holds now, and what the transition cost."""
         if seconds is not None and self.current is not None:
             self.planner.note_transition(self.current.plan, decision.plan, seconds)
-        kept = self.frozen_since[: decision.num_frozen]
-        self.frozen_since = kept + (decision.step,) * (decision.num_frozen - len(kept))
+        self.frozen_since = frozen_since(self.frozen_since, decision.num_frozen, decision.step)
         self.current = decision
 
     def state_dict(self) -> dict[str, Any]:
