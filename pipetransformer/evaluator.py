@@ -17,6 +17,7 @@ from pipetransformer.predictions import (
     EvalPrediction,
     KeptOutputs,
     PredictionOutput,
+    as_labels,
     gather_outputs,
     judge,
 )
@@ -80,14 +81,14 @@ class Evaluator:
             self.feed.close()
 
     def _predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
-        compute, group, kept = self._task.config.compute_metrics, self._world.group, KeptOutputs()
+        config, group = self._task.config, self._world.group
+        kept = KeptOutputs(config.preprocess_logits_for_metrics)
         metrics = self._collect(dataset, targets, kept)
         arrays = gather_outputs(kept, group=group)
-        labels = tuple(arrays[name] for name in targets)
-        label_ids = (labels[0] if len(labels) == 1 else labels) if labels else None
-        if compute is not None and labels:
+        label_ids = as_labels(arrays[name] for name in targets)
+        if config.compute_metrics is not None and targets:
             judged = EvalPrediction(arrays[OUTPUT], label_ids)
-            metrics |= judge(compute, judged, group=group)
+            metrics |= judge(config.compute_metrics, judged, group=group)
         return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
 
     def _collect(

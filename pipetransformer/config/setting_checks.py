@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # It is checked by this as it is made.
 Metric = Callable[[Tensor, Any], tuple[float, float]]
 ComputeMetrics = Callable[[Any], Mapping[str, float]]
 """Judges an `EvalPrediction`."""
+PreprocessLogits = Callable[[Tensor, Any], Tensor]
+"""Makes of a micro-batch's outputs what is kept of them."""
 
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
@@ -145,6 +147,7 @@ _RULES: Mapping[str, _Rule] = {
         _Rule(_are_metrics, f"functions by names other than {', '.join(EVALUATION_FIELDS)}")
     ),
     "compute_metrics": _optional(_FUNCTION),
+    "preprocess_logits_for_metrics": _optional(_FUNCTION),
     "metric_for_best_model": _Rule(lambda value: isinstance(value, str), "a name"),
     "greater_is_better": _one_of(None, False, True),
     "load_best_model_at_end": _FLAG,

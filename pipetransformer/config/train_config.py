@@ -11,7 +11,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pipetransformer.config.setting_checks import ComputeMetrics, Metric, check_settings
+from pipetransformer.config.setting_checks import (
+    ComputeMetrics,
+    Metric,
+    PreprocessLogits,
+    check_settings,
+)
 from pipetransformer.data import CollateFunction
 from pipetransformer.optimizer import LearningRateSchedule, constant
 from pipetransformer.planning import Planner, usual_prefix_chunk
@@ -131,6 +136,9 @@ class TrainConfig:
             class indices.
         compute_metrics: a function of an `EvalPrediction` of the whole data set that returns more
             metrics by name; called on rank 0 for all. Without it an evaluation keeps no outputs.
+        preprocess_logits_for_metrics: a function (outputs, targets) -> a tensor of as many rows,
+            called for each micro-batch of a data set where outputs are kept; what it returns
+            is kept instead of them. Targets are a tensor, a tuple of several, or None.
         metric_for_best_model: which of an evaluation's metrics tells the best.
         greater_is_better: whether more of it is better; None is no for names that end in "loss",
             and yes for others.
@@ -201,6 +209,7 @@ class TrainConfig:
     evaluate_every_steps: int = 0
     metrics: Mapping[str, Metric] | None = None
     compute_metrics: ComputeMetrics | None = None
+    preprocess_logits_for_metrics: PreprocessLogits | None = None
     metric_for_best_model: str = "loss"
     greater_is_better: bool | None = None
     load_best_model_at_end: bool = False

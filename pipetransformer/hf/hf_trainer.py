@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import transformers
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -55,6 +56,7 @@ class HFTrainer:
         compute_metrics: of a transformers EvalPrediction.
         callbacks: of transformers; events within a step are not told.
         optimizers: (None, None), as optimizers here are built over parts of a model.
+        preprocess_logits_for_metrics: makes of a batch's logits and labels what is kept of them.
         optimizer_cls_and_kwargs: the optimizer's class and keywords; None is args.optim.
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
         settings: further fields of `TrainConfig`; they win over what args stand for.
@@ -80,7 +82,7 @@ class HFTrainer:
         callbacks: list[Any] | None = None,
         optimizers: tuple[None, None] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Tensor] | None = None,
         *,
         freeze: FreezePolicy | PolicyFunction | None = None,
         **settings: Any,
@@ -88,7 +90,6 @@ class HFTrainer:
         unhonoured = {
             "model_init": model_init,
             "compute_loss_func": compute_loss_func,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             "optimizers": None if tuple(optimizers) == (None, None) else optimizers,
         }
         refuse_given(unhonoured)
@@ -102,6 +103,7 @@ class HFTrainer:
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         pads = isinstance(
             processing_class, (transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor)
         )
@@ -205,7 +207,7 @@ class HFTrainer:
         self.model.eval()
         metrics = self._named(output.metrics, metric_key_prefix, start, len(test_dataset))
         self._bridge.tell(trainer, "on_predict", metrics=metrics)
-        return PredictionOutput(self._shaped(output.predictions), output.label_ids, metrics)
+        return PredictionOutput(self._kept(output.predictions), output.label_ids, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write model and tokenizer, for `from_pretrained`."""
@@ -258,6 +260,7 @@ class HFTrainer:
             "eval_dataset": self.eval_dataset,
             "data_collator": self.data_collator,
             "compute_metrics": self.compute_metrics,
+            "preprocess_logits_for_metrics": self.preprocess_logits_for_metrics,
             "args": self.args.to_dict(),
         }
         if self._trainer is None:
@@ -307,6 +310,9 @@ class HFTrainer:
                 "callbacks": [self._bridge],
                 "collate_fn": self.data_collator,
                 "compute_metrics": self._judge if self.compute_metrics else None,
+                "preprocess_logits_for_metrics": (
+                    self._preprocess if self.preprocess_logits_for_metrics else None
+                ),
                 "resume": resumes,
                 **self._settings,
             },
@@ -324,18 +330,26 @@ class HFTrainer:
     def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
         assert self.compute_metrics is not None
         labels: Any = prediction.label_ids
-        given = EvalPrediction(self._shaped(prediction.predictions), labels)
+        given = EvalPrediction(self._kept(prediction.predictions), labels)
         prefix = f"{self._bridge.prefix}_"  # Which `prefixed` gives to those that lack it.
         metrics = self.compute_metrics(given)
         if not isinstance(metrics, Mapping):
             return metrics  # And be told what it is.
         return {name.removeprefix(prefix): value for name, value in metrics.items()}
 
-    def _shaped(self, predictions: np.ndarray[Any, Any]) -> Any:
+    def _preprocess(self, output: Tensor, labels: Any) -> Tensor:
+        assert self.preprocess_logits_for_metrics is not None
+        return self.preprocess_logits_for_metrics(self._shaped(output), labels)
+
+    def _kept(self, predictions: np.ndarray[Any, Any]) -> Any:
+        """Return predictions in transformers' shape, or as they were preprocessed."""
+        return predictions if self.preprocess_logits_for_metrics else self._shaped(predictions)
+
+    def _shaped(self, output: Any) -> Any:
         """Give outputs the shape that transformers' model returns them in."""
         if type(self.model).__name__.endswith("ForQuestionAnswering"):
-            return predictions[..., 0], predictions[..., 1]
-        return predictions
+            return output[..., 0], output[..., 1]
+        return output
 
     def _named(
         self, metrics: Mapping[str, float], prefix: str, start: float, num_samples: int

@@ -5,8 +5,9 @@ kept_outputs: on each replica's last stage ─► gathering: on every rank ─�
 
 from pipetransformer.predictions.gathering import gather_outputs
 from pipetransformer.predictions.judged import EvalPrediction, PredictionOutput, judge
-from pipetransformer.predictions.kept_outputs import OUTPUT, KeptOutputs
+from pipetransformer.predictions.kept_outputs import OUTPUT, KeptOutputs, as_labels
 
 __all__ = [
-    "EvalPrediction", "KeptOutputs", "OUTPUT", "PredictionOutput", "gather_outputs", "judge",
+    "EvalPrediction", "KeptOutputs", "OUTPUT", "PredictionOutput", "as_labels",
+    "gather_outputs", "judge",
 ]  # fmt: skip

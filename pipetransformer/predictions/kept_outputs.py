@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
+
+from pipetransformer.config import PreprocessLogits
+from pipetransformer.errors import CallbackError
 
 OUTPUT = "output of the model"
 """Its name beside the targets, which have their own."""
 IDS = "place in the data set"
 """The name of what says which row is which sample's."""
+
+_Entry = TypeVar("_Entry")
+
+
+def as_labels(targets: Iterable[_Entry]) -> _Entry | tuple[_Entry, ...] | None:
+    """Return a model's only target, a tuple of several, or None for none."""
+    labels = tuple(targets)
+    return (labels[0] if len(labels) == 1 else labels) if labels else None
 
 
 @final
@@ -20,13 +31,26 @@ class KeptOutputs:
 
     Nothing of it stays on a device. Floating numbers are kept in float32: numpy knows no bfloat16,
     and nobody asks for float64.
+
+    Args:
+        preprocess: makes of a micro-batch's outputs and targets what is kept of the outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preprocess: PreprocessLogits | None = None) -> None:
+        self._preprocess = preprocess
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, output: Tensor, targets: Mapping[str, Tensor], ids: Tensor) -> None:
-        """Keep a micro-batch's output and targets, (n, ...) each, and which samples these are."""
+        """Keep a micro-batch's output and targets, (n, ...) each, and which samples these are.
+
+        Raises:
+            CallbackError: `preprocess` raised.
+            TypeError: it returned no tensor of as many rows.
+        """
+        if self._preprocess is not None:
+            # Copies, as the loss and the metrics are still to see what the model put out.
+            labels = as_labels(target.clone() for target in targets.values())
+            output = _preprocessed(self._preprocess, output.detach().clone(), labels)
         for name, tensor in {OUTPUT: output, IDS: ids, **targets}.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             # A copy in any case: a loss may write into what it is given.
@@ -43,3 +67,18 @@ class KeptOutputs:
             }
             for name, parts in self.parts.items()
         }
+
+
+def _preprocessed(preprocess: PreprocessLogits, output: Tensor, labels: Any) -> Tensor:
+    try:
+        made = preprocess(output, labels)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CallbackError(f"preprocess_logits_for_metrics raised {what}") from error
+    if not isinstance(made, Tensor) or made.ndim == 0 or len(made) != len(output):
+        shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise TypeError(
+            f"preprocess_logits_for_metrics returned {shape} for outputs of "
+            f"{tuple(output.shape)}; return a tensor of as many rows"
+        )
+    return made

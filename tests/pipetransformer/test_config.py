@@ -96,6 +96,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "device": ("gpu", None, 0),
     "folder": (3,),
     "compute_metrics": ("f1", {"f1": len}),
+    "preprocess_logits_for_metrics": ("argmax", {"logits": len}),
     "metric_for_best_model": (None, 3),
     "greater_is_better": ("yes", 2),
     "early_stopping_threshold": (-0.1, None, "0.1", math.nan),

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
@@ -47,7 +49,15 @@ def trained_at(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics"]
+    "name",
+    [
+        "model",
+        "train_dataset",
+        "eval_dataset",
+        "data_collator",
+        "compute_metrics",
+        "preprocess_logits_for_metrics",
+    ],
 )
 def test_what_is_changed_after_the_first_evaluation_is_refused(tmp_path: Path, name: str) -> None:
     with made(tmp_path, train_dataset=None) as trainer:
@@ -292,3 +302,22 @@ def test_a_vit_with_a_loss_of_its_own_is_refused() -> None:
     model.loss_function = lambda *given: torch.zeros(())
     with pytest.raises(ValueError, match="model.loss_function was set"):
         adapt(model)
+
+
+def test_what_is_made_of_logits_is_kept_as_in_transformers(tmp_path: Path) -> None:
+    def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
+        assert len(labels) == len(logits)
+        return logits.argmax(-1)
+
+    def right(prediction: Any) -> dict[str, float]:
+        return {"right": (prediction.predictions == prediction.label_ids).mean()}
+
+    given = {"preprocess_logits_for_metrics": likeliest, "compute_metrics": right}
+    found = []
+    for kind in (Trainer, transformers.Trainer):
+        with made(tmp_path / kind.__name__, kind=kind, **given) as trainer:
+            trainer.train()
+            found.append((trainer.evaluate()["eval_right"], trainer.predict(rows(9)).predictions))
+    (ours, mine), (theirs, other) = found
+    assert ours == theirs and mine.shape == (9,)
+    np.testing.assert_array_equal(mine, other)

@@ -263,3 +263,60 @@ def test_metrics_that_are_no_numbers_by_name_are_refused(
 ) -> None:
     for text in two_ranks.run(judged, 1, function):
         assert re.match(message, text)
+
+
+def likeliest(logits: Tensor, labels: Any) -> Tensor:
+    """Keep the class alone, and write into what it is given, as users' functions may."""
+    classes = logits.argmax(-1)
+    logits.zero_()
+    labels += 1
+    return classes
+
+
+def reduced(length: int, preprocess: Any) -> Any:
+    """Predict with a function that makes of outputs what is kept, or return the error."""
+    data = tiny_data(num_samples=NUM_ROWS)
+    options = {"preprocess_logits_for_metrics": preprocess, "compute_metrics": of_classes}
+    trainer = trainer_of(length, tiny_model(), tiny_data(), nn.CrossEntropyLoss(), **options)
+    with trainer:
+        try:
+            return trainer.predict(data)
+        except (CallbackError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def of_classes(prediction: EvalPrediction) -> dict[str, float]:
+    predicted, labels = prediction
+    return {"right": (predicted == labels).mean()}
+
+
+@shapes
+def test_what_is_kept_of_outputs_may_be_less(
+    request: pytest.FixtureRequest, length: int, replicas: int
+) -> None:
+    run = pools(request, length * replicas)
+    for found, whole in zip(
+        run(reduced, length, likeliest), run(predicted, length, "tiny"), strict=True
+    ):
+        np.testing.assert_array_equal(found.predictions, whole.predictions.argmax(-1))
+        np.testing.assert_array_equal(found.label_ids, whole.label_ids)
+        assert found.metrics == {
+            **whole.metrics,
+            "right": pytest.approx(whole.metrics["accuracy"]),
+        }
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda logits, labels: logits.nothing, r"CallbackError: .* raised AttributeError: "),
+        (
+            lambda logits, labels: None,
+            r"TypeError: .* returned NoneType for outputs of \(\d+, 3\)",
+        ),
+        (lambda logits, labels: logits.mean(), r"TypeError: .* returned \(\) for outputs of"),
+        (lambda logits, labels: logits[1:], r"TypeError: .* returned \(\d+, 3\) for outputs of"),
+    ],
+)
+def test_what_is_kept_must_be_a_row_for_each_sample(function: Any, message: str) -> None:
+    assert re.match(message, reduced(1, function))
