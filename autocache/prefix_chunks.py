@@ -54,7 +54,10 @@ def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, i
     Returns:
         by depth, ascending; {} if there is no room.
     """
-    depths, numbers = found[found < depth].unique(return_counts=True)
+    below = found[found < depth]
+    if not len(below):  # As in every step that reads all of its rows.
+        return {}
+    depths, numbers = below.unique(return_counts=True)
     # Of a depth, and of those above it, which what comes from below passes through, too.
     room = (-numbers.cumsum(0) % chunk_size).flip(0).cummin(0).values.flip(0)
     return dict(zip(depths.tolist(), room.tolist(), strict=True)) if bool(room.any()) else {}

@@ -196,12 +196,16 @@ class LayeredModel:
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by its model name, as it is now."""
-        module, attribute = self._slots[name][0]
+        module, attribute = self.holder(name)
         # Asked for each parameter in each step; a module finds its own ones slowly.
         tensor = module._parameters.get(attribute)
         tensor = getattr(module, attribute) if tensor is None else tensor
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def holder(self, name: str) -> tuple[nn.Module, str]:
+        """Return the first module that holds a tensor, given by its model name, and as what."""
+        return self._slots[name][0]
 
     def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
         """Put other tensors in the place of a sublayer's, wherever the model holds them.

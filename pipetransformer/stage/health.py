@@ -30,17 +30,18 @@ class _Watched:
 
 
 class StageWatch:
-    """Watch the tensors of a stage's sublayers, which are given by index."""
+    """Watch the tensors of a stage's sublayers, which are given by index.
+
+    It looks twice a step, while devices wait: at what is as it was in few operations each.
+    """
 
     def __init__(self, task: Task, frozen: Sequence[int], trained: Sequence[int]) -> None:
-        self._model = task.model
-        self._children = [
-            (module._modules, tuple(module._modules.values()))
-            for module in task.model.model.modules()
-        ]
+        self._model = model = task.model
+        self._modules = [module._modules for module in model.model.modules()]
+        self._children = [tuple(children.values()) for children in self._modules]
         self._watched = [
             _Watched(
-                task.model.sublayers[index].name,
+                model.sublayers[index].name,
                 name,
                 tensor.requires_grad,
                 tensor,
@@ -48,22 +49,23 @@ class StageWatch:
                 None if isinstance(tensor, nn.Parameter) else tensor.clone(),
             )
             for index in (*frozen, *trained)
-            for name, tensor in task.model.tensors(index).items()
+            for name, tensor in model.tensors(index).items()
+        ]
+        self._parameters = [
+            (one, *model.holder(one.name)) for one in self._watched if one.values is None
         ]
 
     def begin(self) -> str:
         """Say what the user has changed since the last step, or ""; forget what was written."""
         for one in self._watched:
             one.version = one.tensor._version
-        if any(tuple(now.values()) != then for now, then in self._children):
+        if [tuple(children.values()) for children in self._modules] != self._children:
             return (
                 "modules of the model were added or replaced between two steps; change weights "
                 "in place, or start another Trainer"
             )
-        for one in self._watched:
-            if not isinstance(one.tensor, nn.Parameter):
-                continue
-            if self._model.tensor(one.name) is not one.tensor:
+        for one, holder, attribute in self._parameters:
+            if holder._parameters.get(attribute) is not one.tensor:
                 return (
                     f"parameter {one.name!r} was replaced between two steps; write into it, as "
                     "load_state_dict does without assign=True"
@@ -85,10 +87,10 @@ class StageWatch:
             trained: whether trained parameters count; an update writes into them, too.
         """
         for one in self._watched:
-            if one.trains and not trained:
-                continue
             now = one.tensor if one.values is None else self._model.tensor(one.name)
             if now is one.tensor and now._version == one.version:
+                continue
+            if one.trains and not trained:
                 continue
             one.tensor, one.version = now, now._version
             if one.values is None or not torch.equal(now, one.values):
