@@ -126,7 +126,7 @@ class PrefixCache:
         self._content = content
         self._stats = CacheStats()
         self._reads, self._has_warned = 0, False
-        self._reader = None if store is None else RowReader(store, pinned=device.type == "cuda")
+        self._reader = None if store is None else RowReader(store, device=device)
 
     def fetch(
         self,
@@ -270,10 +270,12 @@ class PrefixCache:
         with self._timed("read_s"):
             read = self._reader.read(samples.row_ids[:num], self._up_to(depth))
             if len(samples.ids) > num:
-                read = read.joined(self._store.read(samples.row_ids[num:], self._up_to(depth)))
+                more = self._store.read(samples.row_ids[num:], self._up_to(depth))
+                more.rows[HIDDEN] = more.rows[HIDDEN].to(self._device)
+                read = read.joined(more)
             if not read.depth.any():
                 return read.depth, {}
-            hidden = read.rows[HIDDEN].to(self._device, non_blocking=True)
+            hidden = read.rows[HIDDEN]
             read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
             return read.depth, read.rows
 

@@ -2,6 +2,8 @@
 
 step          t: fetch      computes ........  t + 1: fetch   computes ........
 thread               reads t + 1                      reads t + 2
+
+On a GPU the thread also brings the activations there, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autocache.content import HIDDEN
 from autocache.store import RowRead, RowStore
 
 _NUM_BUFFERS = 3
@@ -30,12 +33,14 @@ class RowReader:
     """Read rows of a store for one process.
 
     Args:
-        pinned: whether rows go on to a GPU, for which their memory is page-locked.
+        device: where the activations of what is read lie; the other fields stay in host memory,
+            which is page-locked for a GPU.
     """
 
-    def __init__(self, store: RowStore, *, pinned: bool) -> None:
-        self._store = store
-        self._pinned = pinned
+    def __init__(self, store: RowStore, *, device: torch.device) -> None:
+        self._store, self._device = store, device
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._buffers: deque[dict[str, Tensor]] = deque(maxlen=_NUM_BUFFERS)
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: _Ahead | None = None
@@ -48,8 +53,11 @@ class RowReader:
             is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
             if is_asked_for and not self._store.is_condemned:
                 self._store.warn_of_damage(read)
+                if self._stream is not None:  # Whose memory it would be again too early.
+                    read.rows[HIDDEN].record_stream(torch.cuda.current_stream(self._device))
                 return read
-        return self._store.read(row_ids, stamps, into=self._next_buffers(len(row_ids)))
+        into = self._next_buffers(len(row_ids))
+        return self._brought(self._store.read(row_ids, stamps, into=into))
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
         """Have a thread read what `read` will be asked for next."""
@@ -57,9 +65,7 @@ class RowReader:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         into = self._next_buffers(len(row_ids))
-        read = self._thread.submit(
-            self._store.read, row_ids, stamps, into=into, in_background=True
-        )
+        read = self._thread.submit(self._read_in_background, row_ids, stamps, into)
         self._ahead = _Ahead(row_ids, stamps, read)
 
     def close(self) -> None:
@@ -74,11 +80,26 @@ class RowReader:
             self._ahead.read.result()
             self._ahead = None
 
+    def _read_in_background(
+        self, row_ids: Tensor, stamps: tuple[int, ...], into: dict[str, Tensor]
+    ) -> RowRead:
+        read = self._store.read(row_ids, stamps, into=into, in_background=True)
+        if self._stream is None:
+            return self._brought(read)
+        with torch.cuda.stream(self._stream):
+            self._brought(read)
+        self._stream.synchronize()  # Only this thread waits.
+        return read
+
+    def _brought(self, read: RowRead) -> RowRead:
+        read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device, non_blocking=True)
+        return read
+
     def _next_buffers(self, num: int) -> dict[str, Tensor]:
         """Return memory for so many rows, which the read before the last no longer needs."""
         full = len(self._buffers) == _NUM_BUFFERS
         if not full or min(map(len, self._buffers[0].values())) < num:
-            self._buffers.append(self._store.buffers(num, pinned=self._pinned))
+            self._buffers.append(self._store.buffers(num, pinned=self._stream is not None))
         else:
             self._buffers.rotate(-1)
         return self._buffers[-1]

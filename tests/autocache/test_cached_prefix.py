@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autocache.cached_prefix import PrefixCache
-from autocache.content import RowContent
+from autocache.content import HIDDEN, RowContent
 from autocache.stamp import chain_hash
 from autocache.store import RowStore
 
@@ -285,8 +285,11 @@ def test_on_a_gpu_cached_equals_uncached_bitwise(tmp_path: Path) -> None:
         uncached = make_cache(prefix, prefix.stamps(NUM_LAYERS), None, device)
         for step, ids in enumerate(random_batches(0, 20)):
             depth = 1 + step * NUM_LAYERS // 20
+            if step % 3:
+                cache.read_ahead(ids, depth=depth)
             found = cache.fetch(ids, samples.load, depth=depth)
-            assert {entry.device.type for entry in found.values()} == {"cuda"}
+            where = {name: entry.device.type for name, entry in found.items()}
+            assert where.pop(HIDDEN) == "cuda" and set(where.values()) == {"cpu"}
             assert_bitwise_equal(found, uncached.fetch(ids, samples.load, depth=depth))
 
 

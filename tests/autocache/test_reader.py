@@ -9,16 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from autocache.content import HIDDEN
 from autocache.layout import RowField, RowLayout
 from autocache.reader import RowReader
 from autocache.store import RowStore
 
 NUM_ROWS, WIDTH = 12, 1 << 16
-LAYOUT = RowLayout((RowField("x", (WIDTH,), torch.float32), RowField("y", (), torch.int64)))
+LAYOUT = RowLayout((RowField(HIDDEN, (WIDTH,), torch.float32), RowField("y", (), torch.int64)))
 
 
 def rows(ids: torch.Tensor, shift: int = 0) -> dict[str, torch.Tensor]:
-    return {"x": (ids[:, None] + torch.arange(WIDTH)).float() + shift, "y": ids * 3 + shift}
+    return {HIDDEN: (ids[:, None] + torch.arange(WIDTH)).float() + shift, "y": ids * 3 + shift}
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def store() -> Iterator[RowStore]:
 
 @pytest.fixture
 def reader(store: RowStore) -> Iterator[RowReader]:
-    made = RowReader(store, pinned=False)
+    made = RowReader(store, device=torch.device("cpu"))
     yield made
     made.close()
 
@@ -82,7 +83,7 @@ def test_rows_of_a_store_condemned_meanwhile_are_misses(
 
 
 def test_rows_stay_as_they_are_until_the_read_after_the_next(reader: RowReader) -> None:
-    first = reader.read(torch.tensor([0, 1]), (1,)).rows["x"]
+    first = reader.read(torch.tensor([0, 1]), (1,)).rows[HIDDEN]
     kept = first.clone()
     reader.read_ahead(torch.tensor([2, 3]), (1,))
     check(reader, torch.tensor([2, 3]))
@@ -100,21 +101,32 @@ def test_of_damage_a_warning_tells_once_where_rows_were_read_ahead_too(
     assert caplog.text.count("fail their check") == 1
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_activations_alone_go_to_the_device(store: RowStore, ahead: bool) -> None:
+    reader, ids = RowReader(store, device=torch.device("meta")), torch.tensor([1, 2])
+    if ahead:
+        reader.read_ahead(ids, (1,))
+    found = reader.read(ids, (1,)).rows
+    assert {name: row.device.type for name, row in found.items()} == {HIDDEN: "meta", "y": "cpu"}
+    assert torch.equal(found["y"], rows(ids)["y"])
+    reader.close()
+
+
 def test_a_closed_reader_leaves_no_thread(store: RowStore) -> None:
     before = threading.active_count()
-    reader = RowReader(store, pinned=False)
+    reader = RowReader(store, device=torch.device("cpu"))
     reader.read_ahead(torch.tensor([1]), (1,))
     reader.close()
     assert threading.active_count() == before
 
 
 def test_a_row_s_length_is_part_of_what_is_checked() -> None:
-    layout = RowLayout((RowField("x", (4, 2), torch.float32, varies=True),))
+    layout = RowLayout((RowField(HIDDEN, (4, 2), torch.float32, varies=True),))
     with RowStore.in_memory(layout, 3) as store:
         values = torch.arange(1.0, 25.0).view(3, 4, 2)
-        store.write(torch.arange(3), 1, {"x": values}, torch.tensor([4, 1, 2]))
+        store.write(torch.arange(3), 1, {HIDDEN: values}, torch.tensor([4, 1, 2]))
         read = store.read(torch.arange(3), [1])
-        for row, wanted, length in zip(read.rows["x"], values, (4, 1, 2), strict=True):
+        for row, wanted, length in zip(read.rows[HIDDEN], values, (4, 1, 2), strict=True):
             assert torch.equal(row[:length], wanted[:length]) and not row[length:].any()
         store._tags[1, 2] = 2
         read = store.read(torch.arange(3), [1])
