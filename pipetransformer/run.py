@@ -3,23 +3,22 @@
 task: what is trained                 feed: whose samples, through the cache
 world: on which ranks                 deployment: what this rank holds of it
 timeline: where the run is            transitions: what is decided, and carried out
-evaluator: loss, metrics, outputs     best: which evaluation was
+evaluator: loss, metrics, outputs     selection: the best evaluation, and its weights
 state: what checkpoints hold          log: records, progress and the report
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autodp import broadcast_json, gather_json
+from autodp import gather_json
 from autopipe.trace import Span, Trace
 from freeze import (
     FreezePolicy,
@@ -37,7 +36,7 @@ from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
-from pipetransformer.model_files import BestModel, DescribedModel
+from pipetransformer.model_files import DescribedModel
 from pipetransformer.optimizer import (
     OptimizerFactory,
     OptimizerTraits,
@@ -53,7 +52,6 @@ from pipetransformer.processes import (
     give_back_freed_memory,
     keep_freed_memory,
     likely_device,
-    on_rank_0,
     slots_of_a_node,
     world_size,
 )
@@ -66,13 +64,12 @@ from pipetransformer.refusals import (
     warn_of_low_weights,
 )
 from pipetransformer.report import RunLog
+from pipetransformer.selection import Selection
 from pipetransformer.stage import StepResult
 from pipetransformer.timeline import Clock, ComingBatches, ComingStep, Timeline
 from pipetransformer.transition import Change, Deployment, Transitions
 from pipetransformer.unflushed import UnflushedStage
 from pipetransformer.verification import Verification, verify
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class Run:
@@ -112,11 +109,13 @@ class Run:
         )
         self._coming = ComingBatches(task, train_dataset, self.timeline)
 
-        self.world = world = connect(config.device, timeout_s=config.setup_timeout_s)
+        self.world = world = replace(
+            connect(config.device, timeout_s=config.setup_timeout_s),
+            max_replicas=config.most_replicas(),
+            stage_workers=config.stage_workers and tuple(config.stage_workers),
+        )
         if world.device.type == "cpu":
             keep_freed_memory()
-        world.max_replicas = config.most_replicas()
-        world.stage_workers = config.stage_workers and tuple(config.stage_workers)
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(
             prefix,
@@ -137,7 +136,14 @@ class Run:
         self.transitions = Transitions(
             task, world, policy=policy, deployment=self.deployment, timeline=self.timeline
         )
-        self.log, self.best = RunLog(world, config), BestModel(config)
+        self.log = RunLog(world, config)
+        self.selection = Selection(
+            config,
+            world,
+            deployment=self.deployment,
+            timeline=self.timeline,
+            report=self.log.report,
+        )
         parts = self._saved_parts()
         self.state = RunState(
             task, world, transitions=self.transitions, parts=parts, optimizer=traits
@@ -154,7 +160,7 @@ class Run:
         checkpoint = self.state.open()
         self._refuse_what_runs_wrongly(trains)
         self.state.begin(checkpoint)
-        self._take_up_selection()
+        self.selection.take_up()
         self._start_log()
         return self.decide_if_due()
 
@@ -178,13 +184,8 @@ class Run:
         metrics = self.evaluator.evaluate(dataset)
         seconds = time.perf_counter() - start
         self.log.evaluation(position.step, position.epoch, metrics, seconds)
-        self._select(metrics)
+        self.selection.judge(metrics)
         return metrics
-
-    def take_best_weights(self) -> None:
-        """Go back to the weights of the best evaluation, if that is asked for. Collective."""
-        if self.task.config.load_best_model_at_end and self.best.step is not None:
-            self.deployment.put_weights(on_rank_0(self.best.read, group=self.world.group) or {})
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
         """Go on to the next step, and record what this one tells. Collective after an epoch."""
@@ -234,7 +235,7 @@ class Run:
             replicas, review = self.transitions.replicas, self.transitions.review_step
             steps = self._coming.to_next_pause(replicas, review)
             self._stream = stage.train_stream(steps, rows)
-            timeline.trained_to = steps[-1].step + 1
+            timeline.note_trained(steps[-1].step)
         result = self._stream.popleft()
         if self._stream:
             return result
@@ -246,7 +247,7 @@ class Run:
         parts: dict[str, Part] = {
             "report": self.log.report,
             "log": self.log,
-            "best": self.best,
+            "best": self.selection.best,
             "coming": self._coming,
             "model": DescribedModel(self.task.model.model),
         }
@@ -301,42 +302,6 @@ class Run:
             if not failed:
                 self.world.close()
             give_back_freed_memory()
-
-    def _select(self, metrics: Mapping[str, float]) -> None:
-        """Keep the weights of the best evaluation; end without improvement. Collective."""
-        best, step = self.best, self.timeline.position.step
-        former = best.value, best.step
-        if best.note(metrics, step) and self.task.config.load_best_model_at_end:
-            state = self.deployment.copy_weights()
-            try:
-                on_rank_0(lambda: best.write(state), group=self.world.group)
-            except OSError as error:
-                best.value, best.step = former
-                if self.world.is_main:
-                    text = "the weights of step %d, the best so far, cannot be kept: %s"
-                    _LOGGER.warning(text, step, error)
-        self._report_best()
-        if best.is_out_of_patience:
-            self.timeline.stop()
-
-    def _report_best(self) -> None:
-        report, best = self.log.report, self.best
-        report.best_metric, report.best_step = best.value, best.step
-
-    def _take_up_selection(self) -> None:
-        """Go on from a checkpoint's best evaluation, if its weights are still there."""
-        takes_best, group = self.task.config.load_best_model_at_end, self.world.group
-        if takes_best and broadcast_json(self.best.has_lost_weights, group=group):
-            if self.world.is_main:
-                _LOGGER.warning(
-                    "the best weights, of step %s, are no longer in the folder: the best is "
-                    "looked for among the evaluations to come",
-                    self.best.step,
-                )
-            self.best.forget()
-            self._report_best()
-        if self.best.is_out_of_patience:
-            self.timeline.stop()
 
     def _refuse_what_runs_wrongly(self, trains: bool) -> None:
         if self._caches:

@@ -112,7 +112,7 @@ class Trainer:
         run.transitions.look_back()
         run.log.finish()
         run.deployment.gather_weights(run.deployment.roomy_device())
-        run.take_best_weights()
+        run.selection.put_best_weights()
         events.tell(Callback.on_train_end, self.report)
         return self.report
 

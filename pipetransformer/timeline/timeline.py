@@ -41,8 +41,7 @@ class Clock:
 class Timeline:
     """Advance a position through the epochs of a training set of so many samples.
 
-    The peak learning rate is the first parameter group's, at a factor of 1. `trained_to` counts
-    the steps that weights have seen, where several are trained at once.
+    The peak learning rate is the first parameter group's, at a factor of 1.
 
     Args:
         scale_of: returns a layer's rate over the peak rate at a share of the run, None where the
@@ -67,7 +66,7 @@ class Timeline:
             )
         self._schedule = schedule
         self.position = Position()
-        self.trained_to = 0
+        self._num_trained = 0
         self._end: int | None = None
 
     @property
@@ -84,7 +83,11 @@ class Timeline:
     def stop(self) -> None:
         """End the run where it is, or where weights are already; called on all ranks alike."""
         if self._end is None:
-            self._end = max(self.position.step, self.trained_to)
+            self._end = max(self.position.step, self._num_trained)
+
+    def note_trained(self, step: int) -> None:
+        """Take note that weights have seen a step already, as several are trained at once."""
+        self._num_trained = step + 1
 
     @property
     def at_epoch_start(self) -> bool:
