@@ -49,6 +49,7 @@ class StepModel:
             request.round_bytes, *(cost.parameter_bytes for cost in costs)
         )
         self._gradients = _cumulate(cost.gradient_bytes for cost in active)
+        self._summed = _cumulate(cost.gradient_bytes - cost.untouched_bytes for cost in active)
         self._held = _cumulate(
             cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes for cost in active
         )
@@ -170,12 +171,10 @@ class StepModel:
     def _outside_schedule_s(self, split: tuple[int, ...]) -> float:
         """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
         profile, rings = self._profile, self.request.rings_of(len(split) - 1)
-        trained_bytes = [
-            self._gradients[last] - self._gradients[first] for first, last in pairwise(split)
-        ]
         stage_s = max(
-            profile.optimizer_s_per_byte * size + profile.all_reduce_s(ring, size)
-            for size, ring in zip(trained_bytes, rings, strict=True)
+            profile.optimizer_s_per_byte * (self._gradients[last] - self._gradients[first])
+            + profile.all_reduce_s(ring, self._summed[last] - self._summed[first])
+            for (first, last), ring in zip(pairwise(split), rings, strict=True)
         )
         return stage_s + profile.step_overhead_s
 

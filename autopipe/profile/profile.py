@@ -40,6 +40,7 @@ class SublayerCost:
         saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
         output_bytes: a sample's output.
         copy_bytes: parameters in another dtype, that autograd keeps for each micro-batch.
+        untouched_bytes: of the gradient's, those that replicas need not sum.
     """
 
     name: str
@@ -55,6 +56,7 @@ class SublayerCost:
     saved_bytes: float
     output_bytes: float
     copy_bytes: int = 0
+    untouched_bytes: float = 0.0
 
     @property
     def backward_s(self) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from pipetransformer.adapters.parameters import (
     find_changed,
     has_hooks,
     laid_out_as,
+    large_embeddings,
     named_tensors,
     refuse_hooks,
 )
@@ -17,5 +18,5 @@ from pipetransformer.adapters.transformer import qualified_name
 
 __all__ = [
     "LayeredModel", "Sublayer", "adapt", "find_changed", "has_hooks", "laid_out_as",
-    "named_tensors", "qualified_name", "refuse_hooks", "register_adapter",
+    "large_embeddings", "named_tensors", "qualified_name", "refuse_hooks", "register_adapter",
 ]  # fmt: skip

@@ -13,6 +13,18 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+_LEAST_TABLE_BYTES = 1 << 20
+
+
+def large_embeddings(module: nn.Module) -> list[nn.Embedding]:
+    """Return the embeddings large enough that their gradients' touched rows are looked for."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Embedding) and part.weight.nbytes >= _LEAST_TABLE_BYTES
+    ]
+
+
 def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
     """Name the first tensor that is not as it was, or return ""; a NaN that stays is no change."""
     for name, old in before.items():

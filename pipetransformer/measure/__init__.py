@@ -1,6 +1,6 @@
 """Time the live devices, for the planner.
 
-measurements ─► stretches ─► sublayer_times      link_times      reading_times
+measurements ─► stretches ─► sublayer_times, touched_rows      link_times      reading_times
 """
 
 from pipetransformer.measure.measurements import Measurements, measure

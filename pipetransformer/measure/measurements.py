@@ -38,6 +38,7 @@ from pipetransformer.measure.link_times import MessageTimes, measure_messages, m
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
+from pipetransformer.measure.touched_rows import untouched_bytes
 from pipetransformer.processes import World, free_bytes, tightest
 
 _BUDGET_S = 1.5
@@ -102,9 +103,14 @@ def measure(
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
+    untouched = untouched_bytes(task, world, batches[largest], whole_spans_of[largest])
     costs = tuple(
-        replace(cost, optimizer_bytes=round(state_ratio * cost.gradient_bytes))
-        for cost in measured
+        replace(
+            cost,
+            optimizer_bytes=round(state_ratio * cost.gradient_bytes),
+            untouched_bytes=min(untouched.get(index, 0.0), cost.gradient_bytes),
+        )
+        for index, cost in enumerate(measured)
     )
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))

@@ -17,6 +17,7 @@ from autopipe.plan import PipelinePlan
 from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
+from pipetransformer.adapters import large_embeddings
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.job import (
@@ -47,9 +48,6 @@ from pipetransformer.stage.work import (
 from pipetransformer.timeline import ComingStep
 
 _LOGGER = logging.getLogger(__name__)
-
-_LEAST_TABLE_BYTES = 1 << 20
-"""Of an embedding's weights, for its touched rows to be looked for."""
 
 
 class Stage:
@@ -113,12 +111,7 @@ class Stage:
         if self._world.device.type != "cpu":  # Finding the rows was never timed on another.
             return []
         modules = (self._task.model.sublayers[i].module for i in self._trained)
-        weights = {
-            part.weight
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, nn.Embedding) and part.weight.nbytes >= _LEAST_TABLE_BYTES
-        }
+        weights = {table.weight for one in modules for table in large_embeddings(one)}
         return [p for p in self.parameters.values() if p.requires_grad and p in weights]
 
     def close(self) -> None:

@@ -125,6 +125,19 @@ def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() 
     assert plan.predicted_step_s == 3 * 3.0 + (0.25 + 200 / 100.0) + 200 * 0.01 + 5.0
 
 
+def test_rows_of_an_embedding_that_stay_zeros_are_updated_and_not_summed() -> None:
+    costs = {"optimizer_s_per_byte": 0.01, "all_reduce": sums(0.25, 100.0)}
+    model = profile(sublayer(0, untouched_bytes=80.0), sublayer(1), **costs)
+    plan = predict(
+        model,
+        request(2, global_batch=2),
+        boundaries=(0, 2),
+        num_micro_batches=1,
+        schedule="gpipe",
+    )
+    assert plan.predicted_step_s == 2 * 3.0 + (0.25 + 120 / 100.0) + 200 * 0.01
+
+
 def test_messages_between_stages_count_latency_and_bytes_each_way() -> None:
     model = profile(sublayer(0, output_bytes=10.0), sublayer(1), link=LinkCost(0.5, 20.0))
     plan = predict(
