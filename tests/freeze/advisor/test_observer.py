@@ -17,8 +17,8 @@ from freeze.advisor import Advice, Observer
 from freeze.advisor.advice import Look
 from freeze.advisor.step_times import StepCosts, StepTimes
 from freeze.signals import WeightChanges
+from tests.freeze.policies.test_rules import make_context
 from tests.freeze.test_in_place import Net, same, state
-from tests.freeze.test_rules import make_context
 
 
 def fit(
