@@ -122,10 +122,16 @@ def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: flo
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]
     stage = _own_group(stages, rank, timeout_s)
     forward = _own_group(topology.pipelines, rank, timeout_s)
-    if not on_cuda or forward is None:
+    if not on_cuda:
         return Groups(forward, forward, stage)
-    backward = _own_group(topology.pipelines, rank, timeout_s)
-    replica, device = topology.replica_of(rank), torch.device("cuda")
+    # A spare is in none of them, and yet takes part in making each.
+    backward, device = _own_group(topology.pipelines, rank, timeout_s), torch.device("cuda")
+    if stage is not None:
+        # NCCL blocks in a group's first sum, and a replica without samples would join it late.
+        dist.all_reduce(torch.zeros(1, device=device), group=stage)
+    if forward is None:
+        return Groups(forward, backward, stage)
+    replica = topology.replica_of(rank)
     layers = [topology.stage_of_replica(replica, stage) for stage in range(topology.length)]
     ways = [way for below, above in pairwise(layers) for way in product(below, above)]
     for way in ways:

@@ -138,8 +138,16 @@ def connect(device: str, *, timeout_s: float) -> World:
 
 
 def likely_device(device: str) -> torch.device:
-    """Return the kind of device that a setting asks for, before the world is joined."""
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    """Return the device that a setting most likely gives this process, before it joins a world.
+
+    Not the first GPU for all: each process would leave a context in its memory.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    slots, num_gpus = slots_of_a_node(), torch.cuda.device_count()
+    if device == "auto" and num_gpus < slots:
+        return torch.device("cpu")
+    return torch.device("cuda", _number("LOCAL_RANK", range(slots), default=0) % num_gpus)
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:

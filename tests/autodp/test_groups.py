@@ -10,9 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autodp.groups
-from autodp.groups import GroupPool, Groups
+from autodp.groups import GroupPool, Groups, build_groups
 from autodp.topology import Topology
 from autopipe.plan.pipeline_lengths import fitting_lengths
 from tests.pool import Pool
@@ -129,3 +130,28 @@ def test_groups_are_aborted_all_at_the_same_time() -> None:
     pipeline = group("pipeline")
     Groups(pipeline, pipeline, group("stage")).abort()
     assert sorted(aborted) == ["pipeline", "stage"]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_on_gpus_spares_too_take_part_in_making_every_group(length: int) -> None:
+    topology = Topology(3, 3, length, max_replicas=1 if length == 2 else None)
+    made: dict[int, list[Any]] = {}
+    summed = []
+    for rank in range(3):
+        calls = made.setdefault(rank, [])
+
+        def own_group(members: Any, rank: int, timeout_s: float, calls: list[Any] = calls) -> Any:
+            calls.append(members)
+            own = next((ranks for ranks in members if rank in ranks), ())
+            return own if len(own) > 1 else None
+
+        with (
+            patch.object(autodp.groups, "_own_group", own_group),
+            patch.object(autodp.groups, "open_links"),
+            patch.object(dist, "all_reduce", lambda tensor, group: summed.append(group)),
+            FakeTensorMode(),
+        ):
+            build_groups(topology, rank, on_cuda=True, timeout_s=1.0)
+    assert made[0] == made[1] == made[2] and len(made[0]) == 3
+    # Replicas' sums begin before any of them may be without samples.
+    assert summed == ([(0, 1, 2)] * 3 if length == 1 else [])

@@ -19,6 +19,7 @@ from pipetransformer.processes.world import (
     World,
     choose_device,
     connect,
+    likely_device,
     slots_of_a_node,
     world_size,
 )
@@ -255,3 +256,20 @@ def test_a_group_that_somebody_else_initialised_is_used_and_not_destroyed(two_ra
         {"rank": rank, "size": 2, "slots": 2, "main": rank == 0, "owned": False, "total": 1.0}
         for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "chosen"),
+    [
+        ("auto", 2, "cuda:1"), ("auto", 1, "cpu"), ("auto", 0, "cpu"), ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:1"), ("cuda-shared", 1, "cuda:0"),
+    ],
+)  # fmt: skip
+def test_before_a_world_is_joined_each_process_looks_at_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: int, chosen: str
+) -> None:
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert likely_device(device) == torch.device(chosen)
