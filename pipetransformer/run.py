@@ -47,6 +47,7 @@ from pipetransformer.optimizer import (
 )
 from pipetransformer.precision import DTYPES
 from pipetransformer.processes import (
+    World,
     agree,
     connect,
     give_back_freed_memory,
@@ -95,12 +96,7 @@ class Run:
         task = self.task
         # The loss that the model itself returns is not smoothed.
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
-        check_dataset(train_dataset, "train_dataset")
-        if eval_dataset is not None:
-            check_dataset(eval_dataset, "eval_dataset")
-        check_selection(config, has_eval_dataset=eval_dataset is not None)
-        check_world(config, world_size(), slots_of_a_node())
-        resumes(config)  # Refuses a folder before anything is started.
+        _check(config, train_dataset, eval_dataset)
         self._stream: deque[StepResult] = deque()
         self._last_rate: float | None = None
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
@@ -109,13 +105,7 @@ class Run:
         )
         self._coming = ComingBatches(task, train_dataset, self.timeline)
 
-        self.world = world = replace(
-            connect(config.device, timeout_s=config.setup_timeout_s),
-            max_replicas=config.most_replicas(),
-            stage_workers=config.stage_workers and tuple(config.stage_workers),
-        )
-        if world.device.type == "cpu":
-            keep_freed_memory()
+        self.world = world = _join_world(config)
         prefix = FrozenPrefix(task, world.device)
         self.feed = SampleFeed(
             prefix,
@@ -327,6 +317,30 @@ class Run:
             cache_bytes=cache_bytes,
             unused=self.feed.unused_columns() if self.world.is_main else (),
         )
+
+
+def _check(
+    config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
+) -> None:
+    """Refuse, before anything is started, what will not go together."""
+    check_dataset(train_dataset, "train_dataset")
+    if eval_dataset is not None:
+        check_dataset(eval_dataset, "eval_dataset")
+    check_selection(config, has_eval_dataset=eval_dataset is not None)
+    check_world(config, world_size(), slots_of_a_node())
+    resumes(config)  # Refuses a folder.
+
+
+def _join_world(config: TrainConfig) -> World:
+    """Meet the other processes, and set up this one's memory."""
+    world = replace(
+        connect(config.device, timeout_s=config.setup_timeout_s),
+        max_replicas=config.most_replicas(),
+        stage_workers=config.stage_workers and tuple(config.stage_workers),
+    )
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    return world
 
 
 def _describe(

@@ -41,8 +41,8 @@ class Selection:
 
     def take_up(self) -> None:
         """Go on from a checkpoint's best evaluation, if its weights are still there."""
-        lost = self._keeps_weights and self.best.has_lost_weights
-        if self._keeps_weights and broadcast_json(lost, group=self._world.group):
+        group = self._world.group
+        if self._keeps_weights and broadcast_json(self.best.has_lost_weights, group=group):
             if self._world.is_main:
                 _LOGGER.warning(
                     "the best weights, of step %s, are no longer in the folder: the best is "

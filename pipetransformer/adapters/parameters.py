@@ -16,8 +16,10 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 _LEAST_TABLE_BYTES = 1 << 20
 
 
-def large_embeddings(module: nn.Module) -> list[nn.Embedding]:
-    """Return the embeddings large enough that their gradients' touched rows are looked for."""
+def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embedding]:
+    """Return the embeddings of whose gradients replicas on a device sum the touched rows alone."""
+    if device.type != "cpu":  # Finding the rows was never timed on another.
+        return []
     return [
         part
         for part in module.modules()

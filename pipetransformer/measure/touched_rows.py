@@ -25,9 +25,9 @@ def untouched_bytes(
     one such batch: at least so many. Off the CPU, where all rows are summed, it is none.
     """
     sublayers = task.model.sublayers
-    tables = {i: large_embeddings(one.module) for i, one in enumerate(sublayers)}
+    tables = {i: large_embeddings(one.module, world.device) for i, one in enumerate(sublayers)}
     holders = [index for index, own in tables.items() if own]
-    if not holders or world.size == 1 or world.device.type != "cpu":
+    if not holders or world.size == 1:
         return {}
     touched: dict[nn.Module, set[int]] = {}
 

@@ -142,17 +142,13 @@ def likely_device(device: str) -> torch.device:
 
     Not the first GPU for all: each process would leave a context in its memory.
     """
-    if device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    slots, num_gpus = slots_of_a_node(), torch.cuda.device_count()
-    if device == "auto" and num_gpus < slots:
-        return torch.device("cpu")
-    return torch.device("cuda", _number("LOCAL_RANK", range(slots), default=0) % num_gpus)
+    slots = slots_of_a_node()
+    return _device_of(device, slots, _number("LOCAL_RANK", range(slots), default=0))
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
     """Choose this slot's device; a ValueError if it lacks one, a warning if "auto" leaves some."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus, chosen = _num_gpus(), _device_of(device, slots, local_rank)
     if device == _SHARED and not num_gpus:
         raise ValueError(
             "device='cuda-shared' needs a GPU on every node, and this one has none; use "
@@ -163,14 +159,23 @@ def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
             f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
             f"which has {num_gpus}; start fewer processes or use device='cpu'"
         )
-    if device == _SHARED or (device != "cpu" and num_gpus >= slots):
-        return torch.device("cuda", local_rank % num_gpus)
-    if device == "auto" and num_gpus and local_rank == 0:
+    if device == "auto" and num_gpus and chosen.type == "cpu" and local_rank == 0:
         _LOGGER.warning(
             f"this node has {num_gpus} GPU(s) for {slots} slots, so training runs on the CPU; "
             f"start {num_gpus} process(es) to use the GPU(s)"
         )
-    return torch.device("cpu")
+    return chosen
+
+
+def _device_of(device: str, slots: int, local_rank: int) -> torch.device:
+    """Return this slot's device; the CPU where there are too few GPUs."""
+    num_gpus = _num_gpus()
+    enough = num_gpus > 0 if device == _SHARED else device != "cpu" and num_gpus >= slots
+    return torch.device("cuda", local_rank % num_gpus) if enough else torch.device("cpu")
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -108,10 +108,9 @@ class Stage:
 
     def _tables(self) -> list[nn.Parameter]:
         """Return the large embeddings' weights, of which a batch touches few rows."""
-        if self._world.device.type != "cpu":  # Finding the rows was never timed on another.
-            return []
         modules = (self._task.model.sublayers[i].module for i in self._trained)
-        weights = {table.weight for one in modules for table in large_embeddings(one)}
+        device = self._world.device
+        weights = {table.weight for one in modules for table in large_embeddings(one, device)}
         return [p for p in self.parameters.values() if p.requires_grad and p in weights]
 
     def close(self) -> None:

@@ -270,6 +270,5 @@ def test_before_a_world_is_joined_each_process_looks_at_its_own_gpu(
 ) -> None:
     for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    have_gpus(monkeypatch, num_gpus)
     assert likely_device(device) == torch.device(chosen)
