@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo donor test test-all wheel-test soak lint bench wheel clean
+.PHONY: help setup demo donor test test-all test-cuda wheel-test soak lint bench wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ test: setup ## Run the tests, without the slow ones
 
 test-all: setup ## Run all tests, with soak and fault tests and that of the wheel
 	$(BIN)/python -m pytest -q
+
+test-cuda: setup ## Run the tests that need a GPU; all others never use one
+	$(BIN)/python -m pytest -q -m cuda
 
 wheel-test: setup ## Install the wheel alone, and run the README's first program with it
 	$(BIN)/python -m pytest -q tests/test_wheel.py

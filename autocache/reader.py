@@ -53,11 +53,9 @@ class RowReader:
             is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
             if is_asked_for and not self._store.is_condemned:
                 self._store.warn_of_damage(read)
-                if self._stream is not None:  # Whose memory it would be again too early.
-                    read.rows[HIDDEN].record_stream(torch.cuda.current_stream(self._device))
-                return read
+                return self._handed_over(read)
         into = self._next_buffers(len(row_ids))
-        return self._brought(self._store.read(row_ids, stamps, into=into))
+        return self._handed_over(self._brought(self._store.read(row_ids, stamps, into=into)))
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
         """Have a thread read what `read` will be asked for next."""
@@ -83,16 +81,19 @@ class RowReader:
     def _read_in_background(
         self, row_ids: Tensor, stamps: tuple[int, ...], into: dict[str, Tensor]
     ) -> RowRead:
-        read = self._store.read(row_ids, stamps, into=into, in_background=True)
-        if self._stream is None:
-            return self._brought(read)
-        with torch.cuda.stream(self._stream):
-            self._brought(read)
-        self._stream.synchronize()  # Only this thread waits.
-        return read
+        return self._brought(self._store.read(row_ids, stamps, into=into, in_background=True))
 
     def _brought(self, read: RowRead) -> RowRead:
-        read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device, non_blocking=True)
+        """Bring the activations to the device; the buffers may be read into again after it."""
+        with torch.cuda.stream(self._stream):
+            read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()  # Only this thread waits, and for the copy alone.
+        return read
+
+    def _handed_over(self, read: RowRead) -> RowRead:
+        if self._stream is not None:  # Whose memory it would be again too early.
+            read.rows[HIDDEN].record_stream(torch.cuda.current_stream(self._device))
         return read
 
     def _next_buffers(self, num: int) -> dict[str, Tensor]:

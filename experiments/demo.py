@@ -6,7 +6,8 @@ baseline   the same seeds and global batches, nothing frozen, K = 2 throughout
 published  with --published: as elastic, but pipelines are planned by the published rules
 
 A slot's memory is capped, so that the whole model does not fit one. What a plain loop without the
-cap takes on all cores, with the same freezing, is measured over some steps at each depth.
+cap takes on all cores (on one GPU where the slots are GPUs), with the same freezing, is measured
+over some steps at each depth.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def fine_tune(settings: DemoSettings, donor: str, run: str) -> None:
             result = {
                 **dataclasses.asdict(report),
                 "profile": trainer.measurements.profile.to_json(),
-                "copy_bytes_per_s": trainer.measurements.copy_bytes_per_s,
+                "cache_bytes_per_s": trainer.measurements.cache_bytes_per_s,
                 "num_samples": len(train),
                 "device": str(trainer.world.device),
             }
@@ -225,7 +226,7 @@ def summarize(settings: DemoSettings) -> dict[str, Any]:
     }
     measured = results["elastic"]
     profile = Profile.from_json(measured["profile"])
-    read_s = profile.sublayers[-2].output_bytes / measured["copy_bytes_per_s"]
+    read_s = profile.sublayers[-2].output_bytes / measured["cache_bytes_per_s"]
     runs: dict[str, dict[str, Any]] = {}
     for run, result in results.items():
         runs[run] = {
@@ -250,7 +251,9 @@ def summarize(settings: DemoSettings) -> dict[str, Any]:
     steps = [r for r in _records(settings, "elastic") if r["kind"] == "step"]
     return {
         "runs": runs,
-        "plain_loop_seconds": plain_seconds([record["frozen"] for record in steps]),
+        "plain_loop_seconds": plain_seconds(
+            [record["frozen"] for record in steps], device=measured["device"]
+        ),
         "seed": settings.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": f"{NUM_SLOTS} x {measured['device']} ({platform.machine()})",

@@ -1,7 +1,8 @@
-"""Share pools of processes over the whole test session."""
+"""Share pools of processes over the whole test session, and hide GPUs from it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,17 @@ from tests.pool import Pool, suit_tests
 # fixed number of them.
 torch.set_num_threads(1)
 suit_tests()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, which a Trainer takes where it finds some, from all tests but those of them."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and `make test-cuda`")
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def measuring(how: Callable[..., Measurements]) -> Iterator[None]:
 
 def freely(*arguments: Any, **options: Any) -> Measurements:
     """Measure, but find that reading a cache costs nothing."""
-    return dataclasses.replace(measure(*arguments, **options), copy_bytes_per_s=NO_TIME)
+    return dataclasses.replace(measure(*arguments, **options), cache_bytes_per_s=NO_TIME)
 
 
 def once(task: Task, world: World, *arguments: Any, **options: Any) -> Measurements:
@@ -53,4 +53,4 @@ def never(task: Task, *_: Any, **__: Any) -> Measurements:
     )
     free = LinkCost(FREE.latency_s, NO_TIME)
     profile = Profile((1,), costs, 0.0, 0.0, 0.0, free, free, sums(bytes_per_s=NO_TIME))
-    return Measurements(profile, copy_bytes_per_s=NO_TIME)
+    return Measurements(profile, cache_bytes_per_s=NO_TIME)

@@ -290,7 +290,7 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
     """Return every rank's trained parameters as hexadecimal sums of their bytes, to compare
     replicas bitwise."""
     own = {
-        name: p.detach().numpy().tobytes().hex()
+        name: p.detach().cpu().numpy().tobytes().hex()
         for name, p in trainer._run.deployment.active_stage.parameters.items()
     }
     return gather_json(own, group=trainer.world.group)

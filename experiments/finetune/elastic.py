@@ -63,7 +63,7 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
         world.size,
         world.slots_per_node,
         options.memory_limit_bytes,
-        measured.copy_bytes_per_s,
+        measured.cache_bytes_per_s,
     )
     layers = max(cost.layer for cost in measured.profile.sublayers)
     requests = [

@@ -32,7 +32,7 @@ from pipetransformer.checkpoint.snapshot import Shards
 from pipetransformer.durable_files import fsync, hash_json, replace_file, write_tensors
 from pipetransformer.errors import CorruptCheckpointError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 _POINTER = "latest"
 _MANIFEST = "manifest.json"

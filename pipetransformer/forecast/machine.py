@@ -43,7 +43,7 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         num_slots,
         num_slots,
         values["memory_bytes"],
-        measured.copy_bytes_per_s,
+        measured.cache_bytes_per_s,
     )
 
 

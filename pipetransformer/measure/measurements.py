@@ -62,20 +62,20 @@ class Measurements:
 
     Args:
         profile: costs of sublayers, links and the rest.
-        copy_bytes_per_s: the rate at which a cached row can be read.
+        cache_bytes_per_s: the rate at which a cached row can be read.
     """
 
     profile: Profile
-    copy_bytes_per_s: float
+    cache_bytes_per_s: float
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"profile": self.profile.to_json(), "copy_bytes_per_s": self.copy_bytes_per_s}
+        return {"profile": self.profile.to_json(), "cache_bytes_per_s": self.cache_bytes_per_s}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Measurements:
         """Rebuild measurements from `to_json`."""
-        return Measurements(Profile.from_json(values["profile"]), values["copy_bytes_per_s"])
+        return Measurements(Profile.from_json(values["profile"]), values["cache_bytes_per_s"])
 
 
 def measure(
@@ -153,7 +153,7 @@ def _agree(own: Measurements, world: World) -> Measurements:
         Measurements.from_json(one) for one in gather_json(own.to_json(), group=world.group)
     ]
     merged = merge_profiles([one.profile for one in all_own])
-    rate = sorted(one.copy_bytes_per_s for one in all_own)[len(all_own) // 2]
+    rate = sorted(one.cache_bytes_per_s for one in all_own)[len(all_own) // 2]
     agreed = Measurements(merged, rate).to_json()
     return Measurements.from_json(broadcast_json(agreed, group=world.group))
 

@@ -37,7 +37,7 @@ def typical_s(
             before()
         start = time.perf_counter()
         action()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # Else nothing runs on a GPU here.
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

@@ -113,7 +113,8 @@ def connect(device: str, *, timeout_s: float) -> World:
         device: "auto", "cpu", "cuda" or "cuda-shared".
         timeout_s: limit of every wait in the world's group.
     Raises:
-        ValueError: a variable is missing or out of range; or, on every rank, nodes differ in size
+        ValueError: a variable is missing or out of range, or the default process group, where a
+            script made one, has no backend for CPUs; or, on every rank, nodes differ in size
             or device, ranks are not numbered node by node, or a rank lacks the device asked for.
         TimeoutError: ranks did not join in time; the message names them.
     """
@@ -133,6 +134,7 @@ def connect(device: str, *, timeout_s: float) -> World:
     if owned:
         _initialise(rank, size, seat, timedelta(seconds=timeout_s))
     else:
+        _check_backend()
         check_seats([Seat(**one) for one in gather_json(asdict(seat), group=dist.group.WORLD)])
     return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
 
@@ -216,6 +218,16 @@ def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
     # Keys of a world that was left stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(name, meeting_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _check_backend() -> None:
+    """Refuse a default process group that cannot talk of what lies in host memory."""
+    config = dist.get_backend_config()
+    if not any(one.startswith("cpu:") for one in config.split(",")):
+        raise ValueError(
+            f"the default process group's backend is {config!r}, which has none for CPUs; make "
+            'it with init_process_group("cpu:gloo,cuda:nccl")'
+        )
 
 
 def _take(device: torch.device) -> torch.device:

@@ -305,8 +305,8 @@ class RunLog:
         if self._world.is_main:
             _LOGGER.warning(
                 "no pipeline that uses all %d processes is feasible: K x R = %d x %d train, and "
-                "ranks %s stay idle; a higher memory_limit_bytes or another number of processes "
-                "may change that",
+                "ranks %s stay idle; a higher memory_limit_bytes or max_replicas, or another "
+                "number of processes, may change that",
                 topology.num_ranks,
                 topology.length,
                 topology.replicas,

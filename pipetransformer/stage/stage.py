@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -262,7 +263,10 @@ class Stage:
             program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
         )
         work.finish_step()
-        return report
+        start = time.perf_counter()
+        if self._world.device.type == "cuda":  # What was launched has yet to be computed.
+            torch.cuda.current_stream().synchronize()
+        return replace(report, compute_s=report.compute_s + time.perf_counter() - start)
 
     def _finish_gradients(self, sums: list[float], num_samples: int) -> tuple[float, float]:
         """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""

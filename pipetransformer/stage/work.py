@@ -122,9 +122,10 @@ class LayerWork(StageWork):
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
         copy = len(self._parts) > 1 or self.batches.first is not None
-        device = self.layers.device
+        device, alone = self.layers.device, self.batches.first is None
+        # In a stream the memory read into may be read into again before a copy is made.
         batch = {
-            name: part.to(device, copy=copy, non_blocking=part.is_pinned())
+            name: part.to(device, copy=copy, non_blocking=alone and part.is_pinned())
             for name, part in batch.items()
         }
         self._entries[micro_batch] = batch

@@ -176,7 +176,7 @@ class RunPlanner:
             micro_batch_size=config.micro_batch_size,
             schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
         )
-        rate = measured.copy_bytes_per_s if self._may_cache() else None
+        rate = measured.cache_bytes_per_s if self._may_cache() else None
         return complete_request(
             request,
             measured.profile,

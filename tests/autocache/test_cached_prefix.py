@@ -276,7 +276,7 @@ def test_without_a_store_every_sample_is_computed_and_counted_as_a_miss() -> Non
     assert cache.take_stats().misses == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_on_a_gpu_cached_equals_uncached_bitwise(tmp_path: Path) -> None:
     device = torch.device("cuda")
     prefix, samples = Prefix().to(device), Samples()

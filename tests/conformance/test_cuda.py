@@ -14,7 +14,7 @@ from autopipe.gpipe.module import GPipe
 from tests.conformance.test_skip import u_net
 from tests.pipes import MODES, Call, assert_same_gradients, linears, ramp
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 

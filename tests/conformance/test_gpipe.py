@@ -46,7 +46,6 @@ def test_defaults_are_one_chunk_and_except_last_without_deferred_norms() -> None
     assert type(norm) is nn.BatchNorm1d
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the default differs where there are GPUs")
 def test_without_cuda_each_partition_gets_a_cpu_slot() -> None:
     assert GPipe(linears(2, 2, 2), [1, 1, 2]).devices == [torch.device("cpu")] * 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,17 @@ def test_the_plain_loop_trains_in_a_process_of_its_own_and_leaves_none_behind() 
         loop.freeze(1)
         assert loop.step() > loop.wait_s > 0
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_the_plain_loop_ends_at_once_though_a_fork_keeps_its_pipe_open() -> None:
+    task = TINY.task(make_jpegs(8), num_workers=0, augment=False)
+    with LoopProcess(task, learning_rate=1e-3, num_threads=1):
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60.0,))
+        fork.start()
+        before_s = time.perf_counter()
+    assert time.perf_counter() - before_s < 30
+    fork.kill()
+    fork.join()
 
 
 def test_a_plain_loop_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def pretend(settings: DemoSettings, run: str) -> None:
         "transitions": [],
         "metrics": {"accuracy": 0.9},
         "profile": vit_base().to_json(),
-        "copy_bytes_per_s": 1e9,
+        "cache_bytes_per_s": 1e9,
         "num_samples": 16,
         "device": "cpu",
     }
@@ -65,7 +65,7 @@ def pretend(settings: DemoSettings, run: str) -> None:
 def test_the_report_compares_all_runs_with_the_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "plain_seconds", lambda frozen: 10.0 * len(frozen))
+    monkeypatch.setattr(demo, "plain_seconds", lambda frozen, device: 10.0 * len(frozen))
     settings, said = DemoSettings(folder=str(tmp_path / "demo"), published=True), list[str]()
     for run in settings.runs:
         pretend(settings, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from pipetransformer import launch
 from pipetransformer.processes.world import connect
 from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 REPACKED = Scenario({0: Shape(2, 3), 4: Shape(1, 2), 9: Shape(2, 2, "gpipe")})
+MOST_REPLICAS = [None, 1]
+"""With one pipeline at most a slot is a spare while K = 1."""
 
 
 def train_on(device: str, scenario: Scenario, folder: str) -> None:
@@ -38,25 +41,32 @@ def train_on(device: str, scenario: Scenario, folder: str) -> None:
         torch.save(found, Path(folder, f"rank{trainer.world.rank}.pt"))
 
 
-def outcomes(device: str, scenario: Scenario, folder: Path) -> tuple[Outcome, list[str]]:
+def outcomes(device: str, max_replicas: int | None, folder: Path) -> tuple[Outcome, list[str]]:
     """Launch two ranks; return what they came to, and their devices."""
+    scenario = dataclasses.replace(REPACKED, settings={"max_replicas": max_replicas})
     launch(train_on, (device, scenario, str(folder)), num_slots=2)
     found = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
     lengths = [entry["length"] for entry in found[0][4]]
-    assert lengths == [1, 2], "K = 2, then 1 and two replicas, then 2"
+    assert lengths == [1, 2], "K = 2, then 1 and as many replicas as may be, then 2"
     return merge([Outcome(*one[:3]) for one in found]), [one[3] for one in found]
 
 
-def test_two_slots_on_one_gpu_train_as_a_plain_loop_does(tmp_path: Path) -> None:
-    outcome, devices = outcomes("cuda-shared", REPACKED, tmp_path)
+@pytest.mark.parametrize("max_replicas", MOST_REPLICAS)
+def test_two_slots_on_one_gpu_train_as_a_plain_loop_does(
+    max_replicas: int | None, tmp_path: Path
+) -> None:
+    outcome, devices = outcomes("cuda-shared", max_replicas, tmp_path)
     num_gpus = torch.cuda.device_count()
     assert devices == [f"cuda:{slot % num_gpus}" for slot in range(2)]
     assert_equal(outcome, plain(REPACKED))
 
 
 @two_gpus
-def test_two_gpus_train_over_nccl_as_a_plain_loop_does(tmp_path: Path) -> None:
-    outcome, devices = outcomes("cuda", REPACKED, tmp_path)
+@pytest.mark.parametrize("max_replicas", MOST_REPLICAS)
+def test_two_gpus_train_over_nccl_as_a_plain_loop_does(
+    max_replicas: int | None, tmp_path: Path
+) -> None:
+    outcome, devices = outcomes("cuda", max_replicas, tmp_path)
     assert devices == ["cuda:0", "cuda:1"]
     assert_equal(outcome, plain(REPACKED))
 

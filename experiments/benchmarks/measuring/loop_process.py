@@ -7,6 +7,7 @@ it, a plain loop would keep freed memory, too, without having asked for it.
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -62,6 +63,9 @@ class LoopProcess:
 
     def close(self) -> None:
         """End the process."""
+        with suppress(OSError):  # It may have failed.
+            # Said, as forks made since, such as a Trainer's workers, keep the pipe open.
+            self._pipe.send(("end",))
         self._pipe.close()
         self._process.join(_PATIENCE_S)
         if self._process.is_alive():
@@ -100,6 +104,8 @@ def _serve(pipe: Connection, task: RivalTask, num_threads: int, settings: dict[s
         try:
             what, *arguments = pipe.recv()
         except EOFError:
+            return
+        if what == "end":
             return
         if what == "freeze":
             loop.freeze(*arguments)

@@ -13,7 +13,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,14 +149,21 @@ class PlainLoop:
         task: what to train.
         learning_rate: AdamW's.
         max_grad_norm: which a step's gradient is clipped at; None leaves it as it is.
+        device: where it trains.
     Attributes:
         wait_s: seconds that the last step waited for its batch.
     """
 
     def __init__(
-        self, task: RivalTask, *, learning_rate: float, max_grad_norm: float | None = None
+        self,
+        task: RivalTask,
+        *,
+        learning_rate: float,
+        max_grad_norm: float | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.model = task.build().train()
+        self.model = task.build().train().to(device)
+        self._device = device
         self._loss_of, self._max_grad_norm = task.loss_of, max_grad_norm
         self._optimizer = adamw(learning_rate)(list(self.model.named_parameters()))
         self._batches = iter(
@@ -179,7 +186,7 @@ class PlainLoop:
         """Train on the next batch; return its loss."""
         self._optimizer.zero_grad(set_to_none=True)
         start = time.perf_counter()
-        batch = next(self._batches)
+        batch = _moved(next(self._batches), self._device)
         self.wait_s = time.perf_counter() - start
         loss = self._loss_of(self.model, batch)
         loss.backward()
@@ -187,6 +194,13 @@ class PlainLoop:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self._optimizer.step()
         return loss.item()
+
+
+def _moved(batch: Any, device: str) -> Any:
+    """Return a batch, a mapping or a sequence of tensors, on a device."""
+    if isinstance(batch, Mapping):
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return [tensor.to(device) for tensor in batch]
 
 
 class _TrainersOrder(Iterable[list[int]]):
@@ -206,16 +220,19 @@ class _TrainersOrder(Iterable[list[int]]):
                 yield sampler.global_batch(epoch, first, size).tolist()
 
 
-def plain_seconds(frozen_by_step: Sequence[int], *, num_timed: int = 20) -> float:
-    """Extrapolate what a plain loop on all cores takes for the demo's steps.
+def plain_seconds(
+    frozen_by_step: Sequence[int], *, device: str = "cpu", num_timed: int = 20
+) -> float:
+    """Extrapolate what a plain loop on all cores, or one GPU, takes for the demo's steps.
 
     Args:
         frozen_by_step: layers frozen in every step.
+        device: where it trains.
         num_timed: steps whose median is taken, at each number of frozen layers.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_cores())
-    loop, total_s = PlainLoop(digits_task(), learning_rate=1e-3), 0.0
+    loop, total_s = PlainLoop(digits_task(), learning_rate=1e-3, device=device), 0.0
     for frozen, number in sorted(Counter(frozen_by_step).items()):
         loop.freeze(frozen)
         loop.step()

@@ -221,7 +221,7 @@ def test_time_of_a_skip_counts_in_its_own_layer(clock: Clock) -> None:
 # CUDA ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA how much is allocated")
+@pytest.mark.cuda
 def test_cuda_counts_the_same_bytes_but_for_rounding() -> None:
     module = nn.Sequential(
         nn.Linear(256, 512),

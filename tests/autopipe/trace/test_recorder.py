@@ -189,7 +189,7 @@ def test_a_devices_events_are_read_only_with_the_trace(monkeypatch: pytest.Monke
     assert (copy.peer, copy.num_bytes, copy.payload_bytes) == (1, 12, 12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_cuda_times_are_the_devices_and_copies_have_lanes() -> None:
     pipeline = model((2, 2), devices=["cuda:0", "cpu"], checkpoint="never")
     x = batch()[0].to("cuda:0")

@@ -193,7 +193,7 @@ def test_stage_without_parameters_has_a_zero_total() -> None:
     assert GradientSignals({}).squared_norm().item() == 0.0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="proves that no step waits for a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_does_not_wait_for_the_gpu(dtype: torch.dtype) -> None:
     parameters = make_parameters(dtype, "cuda")

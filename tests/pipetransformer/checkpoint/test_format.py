@@ -308,8 +308,8 @@ def test_damaged_pointer_is_reported_and_the_highest_complete_step_taken(
 
 def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
-    monkeypatch.setattr("pipetransformer.checkpoint.format.FORMAT_VERSION", 6)
-    with pytest.raises(ValueError, match="latest has format 5, and only 6 can be read here"):
+    monkeypatch.setattr("pipetransformer.checkpoint.format.FORMAT_VERSION", 7)
+    with pytest.raises(ValueError, match="latest has format 6, and only 7 can be read here"):
         latest(tmp_path)
 
 

@@ -108,7 +108,7 @@ def test_memory_grows_with_what_a_rank_owns() -> None:
     assert_same(read(snapshot.take(grown)["s"]), grown["s"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_gpu_s_tensors_are_copied_before_the_work_queued_after_the_save() -> None:
     weights, count = torch.randn(2000, 3000, device="cuda"), torch.tensor(3, device="cuda")
     expected = {"w": weights.t().clone(), "n": count.clone()}

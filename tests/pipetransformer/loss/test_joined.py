@@ -203,7 +203,7 @@ def test_a_weight_that_is_changed_during_the_run_counts() -> None:
     assert float(count) == 1.5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to move weights to")
+@pytest.mark.cuda
 def test_weights_follow_the_output_to_its_device() -> None:
     case = CASES["weighted function"]
     loss_fn = known_loss(case.loss_fn)

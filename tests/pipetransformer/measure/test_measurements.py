@@ -173,7 +173,7 @@ def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
         assert min(*cost.forward_s, *cost.backward_s, *cost.frozen_s) > 0
     # The head's output is the loss, a float64 for the largest batch of 26 samples.
     assert [cost.output_bytes for cost in costs] == [64.0] * 5 + [8 / 26]
-    assert measured.copy_bytes_per_s > 0
+    assert measured.cache_bytes_per_s > 0
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:

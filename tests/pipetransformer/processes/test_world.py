@@ -240,6 +240,18 @@ def join_again() -> dict[str, Any]:
     return {**found, "total": float(total)}
 
 
+def test_a_group_of_others_that_has_no_backend_for_cpus_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"is_initialized": True, "get_world_size": 8, "get_rank": 5}
+    for name, answer in {**answers, "get_backend_config": "cuda:nccl"}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    for variable, value in TORCHRUN.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match="'cuda:nccl', which has none for CPUs; make it with"):
+        connect("cpu", timeout_s=1.0)
+
+
 def find_link_devices() -> list[str]:
     """Return where messages of a CPU and of a GPU live in this world."""
     own = connect("cpu", timeout_s=30.0)
