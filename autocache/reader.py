@@ -54,6 +54,7 @@ class RowReader:
             if is_asked_for and not self._store.is_condemned:
                 self._store.warn_of_damage(read)
                 return self._handed_over(read)
+            self._give_back()
         into = self._next_buffers(len(row_ids))
         return self._handed_over(self._brought(self._store.read(row_ids, stamps, into=into)))
 
@@ -77,6 +78,7 @@ class RowReader:
         if self._ahead is not None:
             self._ahead.read.result()
             self._ahead = None
+            self._give_back()
 
     def _read_in_background(
         self, row_ids: Tensor, stamps: tuple[int, ...], into: dict[str, Tensor]
@@ -95,6 +97,10 @@ class RowReader:
         if self._stream is not None:  # Whose memory it would be again too early.
             read.rows[HIDDEN].record_stream(torch.cuda.current_stream(self._device))
         return read
+
+    def _give_back(self) -> None:
+        """Let what was read ahead in vain be the next to be read into."""
+        self._buffers.rotate(1)
 
     def _next_buffers(self, num: int) -> dict[str, Tensor]:
         """Return memory for so many rows, which the read before the last no longer needs."""

@@ -30,8 +30,6 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], sums: Sums) -> None:
         self.parameters = parameters
-        self.missing: set[nn.Parameter] = set()
-        self.was_sent = False
         sizes, parts = [p.numel() for p in parameters], _parts(parameters)
         self._flat = sums.empty(sum(parts), parameters[0].dtype)
         gradients, self._in_use = self._flat.split(parts)
@@ -53,9 +51,6 @@ class _Bucket:
                 view.copy_(parameter.grad)
         sums.begin(self._flat)
 
-    def send_rest(self, sums: Sums) -> None:
-        """Begin to add up what depends on the first sums: nothing."""
-
     def put_back(self) -> dict[nn.Parameter, Tensor | None]:
         """Give the parameters their sums; return what this replica brought."""
         brought = {parameter: parameter.grad for parameter in self.parameters}
@@ -76,8 +71,6 @@ class _Table:
 
     def __init__(self, parameter: nn.Parameter, sums: Sums) -> None:
         self.parameters = [parameter]
-        self.missing: set[nn.Parameter] = set()
-        self.was_sent = False
         self._parameter = parameter
         self._counts = sums.empty(len(parameter) + 1, torch.int32)
         self._memory = sums.empty(parameter.numel(), parameter.dtype)
@@ -161,8 +154,8 @@ class GradientReducer:
             else _Bucket(bucket, self._sums)
             for bucket in filled
         ]
-        self._has_tables = bool(tables)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._tables = [bucket for bucket in self._buckets if isinstance(bucket, _Table)]
+        self._bucket_of = {p: n for n, one in enumerate(self._buckets) for p in one.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         self._armed = False
         self._overlaps = True
@@ -171,9 +164,7 @@ class GradientReducer:
 
     def arm(self) -> None:
         """Start sending each bucket as soon as the coming backward has filled it."""
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
-            bucket.was_sent = False
+        self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._next = 0
         self.was_early = False
         self._armed = True
@@ -201,16 +192,16 @@ class GradientReducer:
                 "anew"
             )
         for bucket in self._buckets[self._next :]:
-            self._send(bucket)
+            bucket.send(self._sums)
         if again:
             self._overlaps, self.was_early = False, False
             self._sums.complete()
             for bucket in self._buckets:
-                self._send(bucket)
+                bucket.send(self._sums)
         self._sums.complete()
-        if self._has_tables:
-            for bucket in self._buckets:
-                bucket.send_rest(self._sums)
+        if self._tables:
+            for table in self._tables:
+                table.send_rest(self._sums)
             self._sums.complete()
         self.own_gradients = {}
         for bucket in self._buckets:
@@ -220,23 +211,20 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._buckets.clear()
+        self._tables.clear()
         self._bucket_of.clear()
         self.own_gradients.clear()
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._armed or not self._overlaps:
             return
-        bucket = self._bucket_of[parameter]  # type: ignore[index]
-        self.was_early = self.was_early or bucket.was_sent
-        bucket.missing.discard(parameter)
+        number = self._bucket_of[parameter]  # type: ignore[index]
+        self.was_early = self.was_early or number < self._next
+        self._missing[number].discard(parameter)
         # Replicas must issue messages in the same order: a full bucket waits for those before it.
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._send(self._buckets[self._next])
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._buckets[self._next].send(self._sums)
             self._next += 1
-
-    def _send(self, bucket: _Bucket | _Table) -> None:
-        bucket.send(self._sums)
-        bucket.was_sent = True
 
 
 def _fill_buckets(

@@ -182,7 +182,9 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
         tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
         tally.differing += not same_bits(read_state(folder), reference.state)
     except (TimeoutError, WorkerFailedError) as error:
-        print(f"{error}\n{run}\n{(folder / ERRORS).read_text()[-3000:]}")
+        printed = folder / ERRORS
+        said = printed.read_text()[-3000:] if printed.exists() else "no rank began"
+        print(f"{error}\n{run}\n{said}")
         failure = error
     killed = folder / KILLED
     where = killed.read_text().splitlines() if killed.exists() else []

@@ -6,21 +6,21 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
-from pipetransformer.forecast import add_plan_parser, run_plan
-from pipetransformer.model_files import add_export_parser, run_export
+from pipetransformer.forecast import add_plan_parser
+from pipetransformer.model_files import add_export_parser
 from pipetransformer.report import draw_folder, draw_freezing
-from pipetransformer.scoring import add_score_parser, run_score
+from pipetransformer.scoring import add_score_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the process's exit status."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     add_plan_parser(
         commands.add_parser(
             "plan", help="say what pipeline a model would get, here or on a described cluster"
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument(
         "--freeze", action="store_true", help="draw what the policy saw of each layer, and decided"
     )
+    report.set_defaults(run=_report)
     add_score_parser(
         commands.add_parser(
             "score", help="say what freeze policies would have frozen in a run, and saved"
@@ -45,29 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        is_done = _run(options)
+        is_answered = options.run(options, print)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read has seen enough, as `head` has; the process's end would flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CorruptCheckpointError, ValueError, WorkerFailedError) as error:
+    except (CorruptCheckpointError, OSError, ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1
-    return 0 if is_done else 1
+    return 1 if is_answered is False else 0
 
 
-def _run(options: argparse.Namespace) -> bool:
-    """Run what was asked for; tell whether there is an answer."""
-    if options.command == "plan":
-        return run_plan(options, print)
-    if options.command == "export":
-        run_export(options, print)
-    elif options.command == "score":
-        run_score(options, print)
-    else:
-        print(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder))
-    return True
+def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    say(str(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder)))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ class Evaluator:
 
     def predict(self, dataset: SizedDataset) -> PredictionOutput:
         """Return all outputs in order; a data set may have no targets, and then no metrics."""
-        has_targets = self._feed_of(dataset, needs_targets=False).have_targets()
-        return self._predict(dataset, self._task.model.targets if has_targets else ())
+        names = self._task.model.targets
+        first = samples_of(self._task, dataset, needs_targets=False, evaluates=True).probe([0])
+        return self._predict(dataset, names if first.keys() >= set(names) else ())
 
     def close(self) -> None:
         """Unmap the cache."""

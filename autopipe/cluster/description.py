@@ -77,7 +77,9 @@ def load_cluster(path: str | Path) -> Cluster:
     allowed = (*(field.name for field in fields(Cluster)), "efficiency")
     table = _Table(str(path), values, allowed)
     nodes, slots = table.count("nodes"), table.count("slots_per_node")
-    link = table.link("link") if slots > 1 else LinkCost(0.0, math.inf)
+    # Those that nothing uses are looked at, too.
+    unused = LinkCost(0.0, math.inf)
+    link = table.link("link") if slots > 1 or "link" in values else unused
     return Cluster(
         name=table.take("name", "a text", lambda name: isinstance(name, str), Path(path).stem),
         nodes=nodes,
@@ -86,7 +88,7 @@ def load_cluster(path: str | Path) -> Cluster:
         memory_bytes_per_s=table.rate("memory_bytes_per_s"),
         flops_per_s=table.flops_per_s(),
         link=link,
-        node_link=table.link("node_link") if nodes > 1 else link,
+        node_link=table.link("node_link") if nodes > 1 or "node_link" in values else link,
         kernel_overhead_s=table.number("kernel_overhead_s", default=0.0),
         step_overhead_s=table.number("step_overhead_s", default=0.0),
         read_s=table.number("read_s", default=0.0),

@@ -75,7 +75,8 @@ class StashedPipeline(GPipe):
             each batch's mean loss, as the forwards of its micro-batches found it.
         Raises:
             TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
-                `chunks`. Some of the batches before it are trained on.
+                `chunks`, or there are fewer than `len` says. Some of the batches before it are
+                trained on.
             RuntimeError: inference mode is on.
         """
         if torch.is_inference_mode_enabled():
@@ -165,7 +166,13 @@ class _Stream(Ends):
     def input_of(self, micro_batch: int) -> Payload:
         """Return it, and forget it; micro-batches come in order."""
         if not self.inputs:
-            pieces, loss = next(self._batches)
+            found = next(self._batches, None)
+            if found is None:
+                raise ValueError(
+                    f"the batches ended after {len(self.losses)}, fewer than their length says; "
+                    "give a list of them"
+                )
+            pieces, loss = found
             self.inputs.extend(pieces)
             self.losses.append(loss)
         return self.inputs.pop(0)

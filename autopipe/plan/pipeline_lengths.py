@@ -15,7 +15,7 @@ so leaves each of its nodes once:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 
@@ -24,12 +24,7 @@ from autopipe.profile import Ring
 
 def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
     """Return the lengths that leave no slot idle, in ascending order."""
-    return tuple(
-        length
-        for length in range(1, num_ranks + 1)
-        if num_ranks % length == 0
-        and (slots_per_node % length == 0 or length % slots_per_node == 0)
-    )
+    return length_choices(num_ranks, slots_per_node)[0]
 
 
 def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...], ...]:
@@ -37,13 +32,11 @@ def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...]
 
     A later choice is for where no length of the ones before it is feasible.
     """
-    exact = fitting_lengths(num_ranks, slots_per_node)
-    by_slots: dict[int, list[int]] = {}
+    by_slots = defaultdict(list)
     for length in range(1, num_ranks + 1):
-        replicas = replicas_of(length, num_ranks, slots_per_node)
-        if length not in exact and replicas:
-            by_slots.setdefault(length * replicas, []).append(length)
-    return (exact, *(tuple(by_slots[used]) for used in sorted(by_slots, reverse=True)))
+        if replicas := replicas_of(length, num_ranks, slots_per_node):
+            by_slots[length * replicas].append(length)
+    return tuple(tuple(by_slots[used]) for used in sorted(by_slots, reverse=True))
 
 
 def replicas_of(length: int, num_ranks: int, slots_per_node: int) -> int:

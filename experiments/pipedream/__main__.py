@@ -23,6 +23,7 @@ import torch
 
 from autopipe.pipedream import trimmed
 from autopipe.profile import read_graph
+from experiments.digits import load_digits_split
 from experiments.finetune.series import markdown
 from experiments.pipedream import drawn, trained
 from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
@@ -70,14 +71,14 @@ def run_train(options: argparse.Namespace) -> None:
     course = trained.Course(
         options.epochs, options.batch_size, options.num_samples, options.seed, options.small
     )
+    num_samples = len(range(len(load_digits_split()[0]))[: options.num_samples])
     before = torch.get_num_threads()
     torch.set_num_threads(options.workers)
     try:
         learned = {}
         for name in options.networks:
             learned[name] = trained.train_network(name, setting, course)
-            size = options.num_samples or 1197
-            whole = size // options.batch_size * options.batch_size
+            whole = num_samples // options.batch_size * options.batch_size
             print(f"{name}\n\n{trained.table(learned[name], samples_an_epoch=whole)}\n")
     finally:
         torch.set_num_threads(before)

@@ -53,8 +53,8 @@ class Observer:
         act: freeze what the policy says, instead of saying it.
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
     Raises:
-        ValueError: every_steps is less than 1, or the policy wants another signal, or sets
-            learning rates; later, it lets layers rest.
+        ValueError: every_steps is less than 1, there are no layers, or the policy wants another
+            signal, or sets learning rates; later, it lets layers rest.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Observer:
     ) -> None:
         if every_steps < 1:
             raise ValueError(f"every_steps is {every_steps}; give at least 1")
+        if layers is not None and not layers:
+            raise ValueError("layers is empty; give the model's blocks, or None to find them")
         self._policy = as_policy(policy or QuietUpdates(), _SIGNALS)
         if self._policy.learning_rate_scale(0, 1, 0.0) is not None:
             raise ValueError(

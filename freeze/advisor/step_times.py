@@ -51,15 +51,6 @@ class StepCosts:
         return (saved_s - (0.0 if cached else sum(self.frozen_s[:num_frozen]))) / self.step_s
 
 
-@dataclass(frozen=True)
-class _Step:
-    step_s: float
-    embedding_s: float
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    update_s: float
-
-
 class StepTimes:
     """Watch a model's steps: micro-batches add up, and a repeated forward counts as backward.
 
@@ -77,7 +68,7 @@ class StepTimes:
         self._on_cuda = any(p.is_cuda for p in model.parameters())
         self._weights = _trained_weights(model, blocks)
         self._marks: list[tuple[str, int, float]] = []
-        self._steps: list[_Step] = []
+        self._steps: list[list[float]] = []
         self._trial: list[float] | None = [0.0] * self._num
         self._trials: list[list[float]] = []
         self._in_backward, self._evaluates, self._depth = False, False, 0
@@ -86,7 +77,8 @@ class StepTimes:
         # A loop may call the model, or only a part of it that holds the blocks.
         for module in _ancestors(model, blocks[0]):
             self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
-            self._hooks.append(module.register_forward_hook(self._end_forward))
+            end = module.register_forward_hook(self._end_forward, always_call=True)
+            self._hooks.append(end)
         for index, block in enumerate(blocks):
             into, after = partial(self._in_block, index), partial(self._after_block, index)
             self._hooks.append(block.register_forward_pre_hook(into))
@@ -116,19 +108,18 @@ class StepTimes:
         self._hooks = []
         if not self._steps:
             return None
-        forward = _medians([step.forward_s for step in self._steps])
+        step_s, embedding_s, update_s, *each = _medians(self._steps)
+        forward, backward = each[: self._num], each[self._num :]
         # Of a block that cannot run apart it is not known that it would be faster.
         frozen = [
             min(own, trial) if trial > 0 else own
             for own, trial in zip(forward, _medians(self._trials), strict=True)
         ]
-        embedding_s = statistics.median(step.embedding_s for step in self._steps)
-        update_s = statistics.median(step.update_s for step in self._steps)
         copies = [self._copy_s(weights) for weights in self._weights]
         return StepCosts(
-            statistics.median(step.step_s for step in self._steps),
+            step_s,
             (forward[0] + embedding_s, *forward[1:]),
-            tuple(_medians([step.backward_s for step in self._steps])),
+            tuple(backward),
             tuple(update_s * seconds / (sum(copies) or 1.0) for seconds in copies[:-1]),
             (frozen[0] + embedding_s, *frozen[1:]),
         )
@@ -198,8 +189,13 @@ class StepTimes:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed(self, step_s: float) -> _Step:
-        """Add a step's marks up: each lasts to the next one."""
+    def _timed(self, step_s: float) -> list[float]:
+        """Add a step's marks up, of which each lasts to the next one.
+
+        Returns:
+            the seconds of the step, the embedding, the update, the blocks' forwards and their
+            backwards.
+        """
         forward, backward = [0.0] * self._num, [0.0] * self._num
         embedding = update = 0.0
         ends = [when for _, _, when in self._marks[1:]]
@@ -213,7 +209,7 @@ class StepTimes:
             elif kind == "between":
                 # Clipping and the optimizer's step; before another micro-batch there is neither.
                 update = end - begin
-        return _Step(step_s, embedding, tuple(forward), tuple(backward), update)
+        return [step_s, embedding, update, *forward, *backward]
 
 
 def _has_gradient(value: Any) -> bool:

@@ -6,9 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
+
+_CHECK_DIGITS = 16
+"""Of a journal's line."""
+_Held: TypeAlias = tuple[int, tuple[int, ...]]
+"""How many layers are frozen from a step on, and which rest."""
 
 
 @final
@@ -27,55 +32,54 @@ class Replay(FreezePolicy):
     _remembered = ("asked",)
 
     def __init__(self, run: str | Path | Mapping[int, int]) -> None:
-        resting: dict[int, tuple[int, ...]] = {}
         if isinstance(run, Mapping):
-            frozen_from = dict(run)
+            held: dict[int, _Held] = {step: (num, ()) for step, num in sorted(run.items())}
         else:
-            frozen_from = {}
-            for step, num_frozen, own in _read_journal(Path(run)):
+            held = {}
+            for step, decision in _read_journal(Path(run)):
                 # Later steps' decisions that were written before are of a course that ended.
-                while frozen_from and next(reversed(frozen_from)) >= step:
-                    frozen_from.popitem()
-                frozen_from[step], resting[step] = num_frozen, own
-        if not frozen_from or min(*frozen_from, *frozen_from.values()) < 0:
+                while held and next(reversed(held)) >= step:
+                    held.popitem()
+                held[step] = decision
+        frozen = {step: num for step, (num, _) in held.items()}
+        if not frozen or min(*frozen, *frozen.values()) < 0:
             raise ValueError(
-                f"the decisions to repeat are {dict(frozen_from)}; give numbers of layers by step"
+                f"the decisions to repeat are {frozen}; give numbers of layers by step"
             )
-        self._frozen_from = dict(sorted(frozen_from.items()))
-        self._resting = resting
+        self._held = held
         self._asked: int | None = None
 
     def at(self, step: int) -> int:
-        return [0, *(num for begin, num in self._frozen_from.items() if begin <= step)][-1]
+        return self._held_at(step)[0]
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        begun = [step for step in self._frozen_from if step <= context.step]
-        num_frozen = self.at(context.step)
-        resting = self._resting.get(begun[-1], ()) if begun else ()
         asked = -1 if self._asked is None else self._asked
-        held = (context.num_frozen, context.resting)
-        for step in begun:
-            late = asked < step < context.step
-            if late and (self._frozen_from[step], self._resting.get(step, ())) != held:
+        present = (context.num_frozen, context.resting)
+        for step, held in self._held.items():
+            if asked < step < context.step and held != present:
                 raise ValueError(
-                    f"the run that is repeated froze {self._frozen_from[step]} layers at step "
-                    f"{step}, but this one is asked at step {context.step}; decide at the same "
-                    "steps (with the same freeze_interval_steps and global batch)"
+                    f"the run that is repeated froze {held[0]} layers at step {step}, but this "
+                    f"one is asked at step {context.step}; decide at the same steps (with the "
+                    "same freeze_interval_steps and global batch)"
                 )
         self._asked = context.step
+        num_frozen, resting = self._held_at(context.step)
         return FreezeDecision(num_frozen, "as the run that is repeated", resting)
 
+    def _held_at(self, step: int) -> _Held:
+        return [(0, ()), *(held for begin, held in self._held.items() if begin <= step)][-1]
 
-_Entry = tuple[int, int, tuple[int, ...]]
-"""A step, how many layers are frozen from it on, and which rest."""
 
-
-def _read_journal(path: Path) -> list[_Entry]:
-    """Return the decisions; a torn last line was never carried out."""
+def _read_journal(path: Path) -> list[tuple[int, _Held]]:
+    """Return the decisions by step; a torn last line was never carried out."""
     path = path / "journal.jsonl" if path.is_dir() else path
     try:
         entries = [_read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        decisions = [(entry["step"], *_read_decision(entry["decision"])) for entry in entries]
+        decisions = [
+            (entry["step"], (own["num_frozen"], tuple(own.get("resting", ()))))
+            for entry in entries
+            for own in (entry["decision"],)
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error
     if any(entry.get("sets_rates") for entry in entries):
@@ -89,10 +93,6 @@ def _read_journal(path: Path) -> list[_Entry]:
 def _read_line(line: bytes) -> dict[str, Any]:
     entry: dict[str, Any] = json.loads(line)
     check = entry.pop("check")
-    if not hashlib.sha256(json.dumps(entry).encode()).hexdigest().startswith(check):
+    if hashlib.sha256(json.dumps(entry).encode()).hexdigest()[:_CHECK_DIGITS] != check:
         raise ValueError(f"the decision of step {entry['step']} does not fit its check value")
     return entry
-
-
-def _read_decision(decision: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
-    return decision["num_frozen"], tuple(decision.get("resting", ()))

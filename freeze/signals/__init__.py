@@ -1,20 +1,19 @@
 """Measure what policies decide from, sublayer by sublayer, without waiting for the device.
 
 gradients ──► GradientSignals ─┐
-weights ────► WeightChanges ───┼─► IntervalSignals ─► Measured ─► layer_values
-gradients ──► GradientSums ────┘     of one stage      of all stages
+weights ────► WeightChanges ───┼─► IntervalSignals ─► joined ─► layer_values
+gradients ──► GradientSums ────┘     of one stage
 losses ─────► LossTrend
 activations of a fixed batch ──► gram ─► linear_cka, similarity_change, svcca
 """
 
 from freeze.signals.gradients import GradientSignals
-from freeze.signals.interval import IntervalSignals, Measured, is_signal_tensor, layer_values
+from freeze.signals.interval import IntervalSignals, is_signal_tensor, layer_values
 from freeze.signals.loss_trend import LossTrend
 from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
 from freeze.signals.weight_changes import WeightChanges, relative_update
 
 __all__ = [
-    "GradientSignals", "IntervalSignals", "LossTrend", "Measured", "WeightChanges", "gram",
-    "is_signal_tensor", "layer_values", "linear_cka", "relative_update", "similarity_change",
-    "svcca",
+    "GradientSignals", "IntervalSignals", "LossTrend", "WeightChanges", "gram", "is_signal_tensor",
+    "layer_values", "linear_cka", "relative_update", "similarity_change", "svcca",
 ]  # fmt: skip

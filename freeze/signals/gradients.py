@@ -102,16 +102,10 @@ class GradientSignals:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue the interval of a `state`, which may hold other stages' sublayers as well."""
-        rows = []
-        for kind in self._kinds:
-            sums = state.get(kind, {})
-            if missing := [name for name in self._names if name not in sums]:
-                raise ValueError(
-                    f"the saved gradient signals lack {kind} of the sublayers {missing}; they "
-                    f"have {sorted(sums)}. Load the merged state of all stages of a run with the "
-                    "same signals, or call reset()"
-                )
-            rows.append([*(sums[name] for name in self._names), state["num_steps"]])
+        rows = [
+            [*(state[kind][name] for name in self._names), state["num_steps"]]
+            for kind in self._kinds
+        ]
         self._sums.copy_(torch.tensor(rows, dtype=torch.float64).T)
 
     def _measure(self) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -20,32 +19,6 @@ from freeze.signals.weight_changes import (
 
 _BEFORE, _SUM = "signal:before", "signal:sum"
 """How the tensors are named that a stage keeps beside a parameter."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Hold what one stage, or all of them, measured in an interval.
-
-    Attributes:
-        num_steps: those with finite gradients.
-        sums: by quantity and sublayer; they add up over sublayers. Of gradients "squared_sums"
-            and "absolute_sums" are over steps, and "sum" is the L1 norm of what they add up to;
-            "moved" and "size" are squared norms of the weights' change and of what they were.
-    """
-
-    num_steps: int = 0
-    sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @staticmethod
-    def joined(parts: Iterable[Measured]) -> Measured:
-        """Return what all stages measured; replicas of a stage have measured the same."""
-        sums: dict[str, dict[str, float]] = {}
-        num_steps = 0
-        for part in parts:
-            num_steps = max(num_steps, part.num_steps)
-            for quantity, by_sublayer in part.sums.items():
-                sums.setdefault(quantity, {}).update(by_sublayer)
-        return Measured(num_steps, sums)
 
 
 @final
@@ -81,20 +54,23 @@ class IntervalSignals:
         if self._sums is not None:
             self._sums.add()
 
-    def measured(self) -> Measured:
-        """Return what the interval has shown so far; waits for the device."""
-        state = self._gradients.state()
-        num_steps = state.pop("num_steps")
-        if not num_steps:
-            return Measured()
-        sums: dict[str, dict[str, float]] = dict(state)
+    def measured(self) -> dict[str, Any]:
+        """Return what the interval has shown so far; waits for the device.
+
+        Beside "num_steps", those with finite gradients, these are sums by sublayer: "squared_sums"
+        and "absolute_sums" of gradients over steps, "sum", the L1 norm of what they add up to,
+        "moved" and "size", squared norms of the weights' change and of what they were.
+        """
+        found = self._gradients.state()
+        if not found["num_steps"]:
+            return {"num_steps": 0}
         if self._changes is not None:
-            for name, (moved, size) in self._changes.squares().items():
-                sums.setdefault("moved", {})[name] = moved
-                sums.setdefault("size", {})[name] = size
+            squares = self._changes.squares()
+            found["moved"] = {name: moved for name, (moved, _) in squares.items()}
+            found["size"] = {name: size for name, (_, size) in squares.items()}
         if self._sums is not None:
-            sums["sum"] = self._sums.absolute()
-        return Measured(num_steps, sums)
+            found["sum"] = self._sums.absolute()
+        return found
 
     def reset(self) -> None:
         self._gradients.reset()
@@ -107,11 +83,14 @@ class IntervalSignals:
 
     @staticmethod
     def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state of all stages; replicas of a stage have equal ones."""
-        whole = dict(states[0])
-        for quantity in ("squared_sums", "absolute_sums"):
-            if quantity in whole:
-                whole[quantity] = {k: v for state in states for k, v in state[quantity].items()}
+        """Return what all stages' `state`, or `measured`, says; replicas' are equal."""
+        whole: dict[str, Any] = {}
+        for state in states:
+            for key, value in state.items():
+                if isinstance(value, Mapping):
+                    whole.setdefault(key, {}).update(value)
+                else:
+                    whole[key] = value
         return whole
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -143,18 +122,19 @@ def is_signal_tensor(key: str) -> bool:
 
 
 def layer_values(
-    measured: Measured, layer_of: Mapping[str, int], num_layers: int
+    measured: Mapping[str, Any], layer_of: Mapping[str, int], num_layers: int
 ) -> dict[str, tuple[float | None, ...]]:
-    """Put the sublayers of all stages together: each signal's values by layer.
+    """Return each signal's values by layer, of what all stages measured.
 
     Layers are numbered from 0; `num_layers` is the head's number, which is ignored. None is for
     what was not measured, or is no number.
     """
     sums = {
         quantity: _by_layer(by_sublayer, layer_of, num_layers)
-        for quantity, by_sublayer in measured.sums.items()
+        for quantity, by_sublayer in measured.items()
+        if quantity != "num_steps"
     }
-    steps = measured.num_steps
+    steps = measured.get("num_steps", 0)
     nothing = (None,) * num_layers
     squares, absolute = sums.get("squared_sums", nothing), sums.get("absolute_sums", nothing)
     moved, size = sums.get("moved", nothing), sums.get("size", nothing)

@@ -1,7 +1,7 @@
 """Present models as sequences of sublayers that share their very parameters.
 
-timm_vit, transformers_vit ───────────────────────────────────────┐
-transformers_texts ─► transformers_bert, _distilbert, _modernbert ┴► registry, or yours ─► base
+timm_vit, transformers_vit ──────────────────────────┐
+transformers_texts ─► transformers_bert, _modernbert ┴► registry, or yours ─► base
 """
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer

@@ -10,7 +10,6 @@ from torch import nn
 from pipetransformer.adapters import (
     timm_vit,
     transformers_bert,
-    transformers_distilbert,
     transformers_modernbert,
     transformers_vit,
 )
@@ -38,7 +37,6 @@ _BUILDERS: Builders = {
     nn.Sequential: _take_children,
     timm_vit.CLASS: timm_vit.build,
     **transformers_bert.builders(),
-    **transformers_distilbert.builders(),
     **transformers_modernbert.builders(),
     **transformers_vit.builders(),
 }

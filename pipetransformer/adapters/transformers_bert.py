@@ -1,4 +1,4 @@
-"""Present transformers' BERT and those with its very blocks: RoBERTa and its kin, ELECTRA."""
+"""Present transformers' BERT, those with its very blocks (RoBERTa, ELECTRA), and DistilBERT."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from pipetransformer.adapters.base import Builders, LayeredModel
-from pipetransformer.adapters.transformer import Family, require_class, transformer_sublayers
+from pipetransformer.adapters.transformer import (
+    Family,
+    FirstToken,
+    Residual,
+    require_class,
+    transformer_sublayers,
+)
 from pipetransformer.adapters.transformers_texts import (
     ANSWERS,
     MASK,
@@ -21,17 +27,17 @@ from pipetransformer.adapters.transformers_texts import (
 
 INPUTS = ("input_ids", "token_type_ids", "position_ids")
 
-_FAMILIES = (
-    Family("bert", "Bert", "bert"),
-    Family("roberta", "Roberta", "roberta"),
-    Family("xlm_roberta", "XLMRoberta", "roberta"),
-    Family("camembert", "Camembert", "roberta"),
-    Family("electra", "Electra", "electra"),
-)
-
 
 def builders() -> Builders:
-    return text_builders(_build, *_FAMILIES)
+    families = (
+        Family("bert", "Bert", "bert"),
+        Family("roberta", "Roberta", "roberta"),
+        Family("xlm_roberta", "XLMRoberta", "roberta"),
+        Family("camembert", "Camembert", "roberta"),
+        Family("electra", "Electra", "electra"),
+    )
+    distilled = Family("distilbert", "DistilBert", "distilbert")
+    return {**text_builders(_build, *families), **text_builders(_build_distilled, distilled)}
 
 
 def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
@@ -46,6 +52,22 @@ def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
         embeddings = _Projected(embeddings, encoder.embeddings_project)
     sublayers = transformer_sublayers(embeddings, blocks, head, attention_sides=(MASK,))
     return task.present(model, sublayers, INPUTS, unused=_unused(family, task, model))
+
+
+def _build_distilled(family: Family, task: TextTask, model: Any) -> LayeredModel:
+    head = nn.Sequential(model.dropout, model.qa_outputs if task is ANSWERS else model.classifier)
+    if task is TEXTS:
+        head = nn.Sequential(FirstToken(), model.pre_classifier, nn.ReLU(), *head)
+    encoder = family.encoder_of(model)
+    refuse_text_settings(model)
+    layers = encoder.transformer.layer
+    require_class("transformers.models.distilbert.modeling_distilbert.TransformerBlock", *layers)
+    blocks = [
+        (_DistilledAttention(layer), nn.Sequential(Residual(layer.ffn), layer.output_layer_norm))
+        for layer in layers
+    ]
+    sublayers = transformer_sublayers(encoder.embeddings, blocks, head, attention_sides=(MASK,))
+    return task.present(model, sublayers, ("input_ids", "position_ids"))
 
 
 def _head(family: Family, task: TextTask, model: Any) -> Any:
@@ -89,6 +111,20 @@ class _Attention(nn.Module):
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = expanded_mask(attention_mask, hidden, self.attention.self.config)
         output: Tensor = self.attention(hidden, mask)[0]
+        return output
+
+
+@final
+class _DistilledAttention(nn.Module):
+    """As `_Attention`; the residual is added, and normalised, here."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.attention, self.norm = layer.attention, layer.sa_layer_norm
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = expanded_mask(attention_mask, hidden, self.attention.config)
+        output: Tensor = self.norm(self.attention(hidden, attention_mask=mask)[0] + hidden)
         return output
 
 

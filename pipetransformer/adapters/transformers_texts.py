@@ -36,13 +36,6 @@ def token_loss(
     return sum_over_targets(F.cross_entropy, output.flatten(0, 1), target.flatten(), keywords)
 
 
-def _smoothed_token_loss(label_smoothing: float) -> Loss:
-    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | int]:
-        return token_loss(output, target, label_smoothing=label_smoothing)
-
-    return Loss(loss, is_exact=True)
-
-
 def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of answers' starts and ends, and count both together.
 
@@ -100,7 +93,11 @@ TEXTS = TextTask("ForSequenceClassification", ("labels",), classification_loss, 
 TOKENS = TextTask(
     "ForTokenClassification",
     ("labels",),
-    lambda config: Loss(token_loss, is_exact=True, smoothed=_smoothed_token_loss),
+    lambda config: Loss(
+        token_loss,
+        is_exact=True,
+        smoothed=lambda share: Loss(partial(token_loss, label_smoothing=share), is_exact=True),
+    ),
 )
 ANSWERS = TextTask(
     "ForQuestionAnswering",

@@ -33,7 +33,14 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import replace_file
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes import World, agree, is_restarted, launcher_name, told_by_rank_0
+from pipetransformer.processes import (
+    World,
+    agree,
+    is_restarted,
+    launcher_name,
+    on_rank_0,
+    told_by_rank_0,
+)
 from pipetransformer.transition import (
     JOURNAL_FILE,
     OPTIMIZER,
@@ -84,8 +91,8 @@ def resumes(config: TrainConfig) -> bool:
 def note_launchers(folder: Path, world: World) -> None:
     """Write down who started this run's processes, so that theirs may continue it. Collective."""
     launchers = sorted(set(gather_json(launcher_name(), group=world.group)))
-    if world.is_main:
-        replace_file(folder / _LAUNCHERS, json.dumps(launchers).encode())
+    noted = json.dumps(launchers).encode()
+    on_rank_0(lambda: replace_file(folder / _LAUNCHERS, noted), group=world.group)
 
 
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:

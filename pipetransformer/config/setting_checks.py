@@ -61,7 +61,9 @@ def _are_counts_of_stages(value: Any) -> bool:
 
 
 def _are_signals(value: Any) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset)) and set(value) <= MEASURED_SIGNALS
+    return isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(one, str) and one in MEASURED_SIGNALS for one in value
+    )
 
 
 def _are_metrics(value: Any) -> bool:

@@ -132,7 +132,8 @@ class Samples:
         """
         for index in self.spread(_MOST_PROBED):
             first, second = (self.probe([index], view=v) for v in (1, 1 if same_seed else 2))
-            if any(not torch.equal(first[name], second[name]) for name in first):
+            same = first.keys() == second.keys()
+            if not same or any(not torch.equal(first[name], second[name]) for name in first):
                 return True
         return False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -43,6 +44,7 @@ class TensorBoard(Callback):
             )
         self._folder = folder
         self._writer: SummaryWriter | None = None
+        self._close: Callable[[], object] = lambda: None
 
     def on_log(self, trainer: Any, record: Mapping[str, Any]) -> None:
         """Show what a step or an evaluation found."""
@@ -52,15 +54,16 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(None if self._folder is None else str(self._folder))
+            # Also where a run fails, or steps are taken one by one: the rest is written then.
+            self._close = weakref.finalize(self, self._writer.close)
         for tag, number in numbers.items():
             if number is not None and self._writer is not None:
                 self._writer.add_scalar(tag, number, record["step"])
 
     def on_train_end(self, trainer: Any, report: FitReport) -> None:
         """Write what is left."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._close()
+        self._writer = None
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

@@ -73,11 +73,6 @@ class SampleFeed:
         """Name the entries of the first sample that the model does not take."""
         return self._samples.collation.unused(self.dataset[0])
 
-    def have_targets(self) -> bool:
-        """Tell by the first sample whether they have the model's targets."""
-        first = self._samples.probe([0])
-        return all(name in first for name in self._task.model.targets)
-
     def warn_of_padding(self) -> None:
         """Say where the replicas' paddings make a difference."""
         if self._world.is_main and self._world.size > 1 and self._rows.padding_may_matter():

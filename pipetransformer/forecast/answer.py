@@ -62,7 +62,8 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     where the request has one.
     """
     profile = place.profile
-    published = _or_refusal(lambda: explain(profile, request, plan_as_published(profile, request)))
+    bare = replace(request, stage_workers=None)  # Of which the published rules know nothing.
+    published = _or_refusal(lambda: explain(profile, bare, plan_as_published(profile, bare)))
     asked = request
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))

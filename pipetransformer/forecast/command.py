@@ -69,6 +69,7 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=int, help="tokens of a sample, for BERT")
     parser.add_argument("--picture", help="draw the chosen schedule to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run_plan)
 
 
 def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
@@ -86,6 +87,8 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         raise ValueError("there is nothing to plan; name a model, or give a --profile")
     _refuse_given(options, _OF_A_PROFILE, "is for a --profile")
     frozen, plan = _read_numbers("--frozen", options.frozen), options.plan or "fastest"
+    if options.stage_workers and plan == "published":
+        raise ValueError("the published rules know no --stage-workers; leave one of them out")
     workers = options.stage_workers and tuple(
         _read_numbers("--stage-workers", options.stage_workers)
     )

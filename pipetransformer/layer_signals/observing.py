@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from autodp import gather_json
 from freeze import PROBE_SIGNALS, LayerStats
-from freeze.signals import LossTrend, Measured, layer_values
+from freeze.signals import IntervalSignals, LossTrend, layer_values
 from pipetransformer.feed import SampleFeed
 from pipetransformer.job import Task
 from pipetransformer.layer_signals.probe import Looked, Probe
@@ -22,11 +22,11 @@ class Observed:
     """Hold what is known of an interval.
 
     Args:
-        measured: on gradients and weights, of all stages.
+        measured: on gradients and weights; see `IntervalSignals.measured`.
         loss, loss_slope, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
     """
 
-    measured: Measured = field(default_factory=Measured)
+    measured: Mapping[str, Any] = field(default_factory=dict)
     looked: Looked = field(default_factory=Looked)
     loss: float | None = None
     loss_slope: float | None = None
@@ -72,40 +72,37 @@ class Observing:
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
-        self._losses = LossTrend()
-        self._rates, self._num_rates = 0.0, 0
+        self._losses, self._rates = LossTrend(), LossTrend()
         self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:
         self._losses.add(loss)
-        self._rates, self._num_rates = self._rates + learning_rate, self._num_rates + 1
+        self._rates.add(learning_rate)
 
     def collect(self, stage: Stage | None, step: int) -> Observed:
         """Return what was seen since the last call, on rank 0, and begin anew. Collective."""
         if stage is None:
             return Observed()
-        part = asdict(stage.signals.measured())
-        measured = Measured.joined(
-            Measured(**one) for one in gather_json(part, group=self._world.group)
-        )
+        parts = gather_json(stage.signals.measured(), group=self._world.group)
+        measured = IntervalSignals.joined(parts)
         stage.signals.reset()
         looked = Looked() if self.probe is None else self.probe.look(stage, step)
-        rate = self._rates / self._num_rates if self._num_rates else None
-        observed = Observed(measured, looked, self._losses.mean, self._losses.slope, rate)
-        self._losses.reset()
-        self._rates, self._num_rates = 0.0, 0
+        losses, rates = self._losses, self._rates
+        observed = Observed(measured, looked, losses.mean, losses.slope, rates.mean)
+        losses.reset()
+        rates.reset()
         return observed
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know beside the stages' signals, as plain values."""
         return {
             "losses": self._losses.state_dict(),
-            "learning_rates": [self._rates, self._num_rates],
+            "learning_rates": self._rates.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses.load_state_dict(state["losses"])
-        self._rates, self._num_rates = state.get("learning_rates", (0.0, 0))
+        self._rates.load_state_dict(state["learning_rates"])
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

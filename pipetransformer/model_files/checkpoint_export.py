@@ -31,6 +31,7 @@ def add_export_parser(parser: argparse.ArgumentParser) -> None:
         help="a folder or the name of a transformers model whose tokenizer or image processor is "
         "to stand beside the weights",
     )
+    parser.set_defaults(run=run_export)
 
 
 def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None:

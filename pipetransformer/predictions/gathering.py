@@ -30,8 +30,8 @@ def gather_outputs(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return outputs and targets by name, (N, ...) each, on every rank. Collective.
 
-    Where the second dimension differs, rows are padded with -100. What was kept is let go of as
-    it is copied.
+    Where the second dimension differs, rows are padded with -100; truth values and unsigned
+    numbers, which cannot be -100, become int64. What was kept is let go of as it is copied.
 
     Raises:
         ValueError: on every rank: outputs differ in dtype, or in another dimension.
@@ -69,10 +69,11 @@ def _make_whole(name: str, parts: Sequence[Mapping[str, Any]]) -> Tensor:
             f"shapes {sorted(shapes)}; only the first dimension of a sample may differ: pad the "
             "others"
         )
-    whole = torch.empty(
-        (sum(part["rows"] for part in parts), *widest), dtype=getattr(torch, dtypes.pop())
-    )
-    return whole.fill_(PADDING) if len(shapes) > 1 else whole
+    size = sum(part["rows"] for part in parts), *widest
+    dtype = getattr(torch, dtypes.pop())
+    if len(shapes) == 1:
+        return torch.empty(size, dtype=dtype)
+    return torch.full(size, PADDING, dtype=dtype if dtype.is_signed else torch.int64)
 
 
 def _copy_into(rows: Tensor, parts: Sequence[Tensor]) -> None:

@@ -267,7 +267,8 @@ def _describe(rank: int, processes: Sequence[BaseProcess]) -> str:
     if code is None:
         how = "was stopped by a signal, and another rank waited for it in vain"
     elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        names = {one.value: one.name for one in signal.Signals}  # Real-time ones have none.
+        how = f"was killed by {names.get(-code, f'signal {-code}')}"
     else:
         how = f"failed (exit status {code}; what it printed is above)"
     return f"rank {rank} of {len(processes)} (process {pid}) {how}"

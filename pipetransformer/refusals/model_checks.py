@@ -152,10 +152,10 @@ def _extent_bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """Yield a plain value, or those within a list, tuple or mapping."""
+def _held(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield a plain value, or those within a list, tuple or mapping, which may hold itself."""
     if not isinstance(value, (list, tuple, Mapping)):
         yield value
-        return
-    for member in value.values() if isinstance(value, Mapping) else value:
-        yield from _held(member)
+    elif id(value) not in around:
+        for member in value.values() if isinstance(value, Mapping) else value:
+            yield from _held(member, (*around, id(value)))

@@ -4,6 +4,6 @@ report's decisions ─► hindsight ─► score_command: a table and a picture
 """
 
 from pipetransformer.scoring.hindsight import Score, recorded_score, score
-from pipetransformer.scoring.score_command import add_score_parser, run_score
+from pipetransformer.scoring.score_command import add_score_parser
 
-__all__ = ["Score", "add_score_parser", "recorded_score", "run_score", "score"]
+__all__ = ["Score", "add_score_parser", "recorded_score", "score"]

@@ -21,6 +21,7 @@ def add_score_parser(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, help="draw frozen layers over steps into this file"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_score)
 
 
 def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None:

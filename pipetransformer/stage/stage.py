@@ -43,7 +43,6 @@ from pipetransformer.stage.work import (
     LookWork,
     MicroBatches,
     Results,
-    TrainMoment,
     TrainWork,
 )  # fmt: skip
 from pipetransformer.timeline import ComingStep
@@ -199,9 +198,9 @@ class Stage:
         return TrainWork(
             self._layers,
             MicroBatches(own, self._cut.sizes(len(own)), rows, following, first_micro_batch),
-            moment=TrainMoment(
-                coming.step, first, len(coming.ids), loss_scale=self._loss_scale.value
-            ),
+            step=coming.step,
+            first_sample=first,
+            divisor=len(coming.ids) / self._loss_scale.value,
             probe=self._probe,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -29,42 +28,29 @@ from pipetransformer.stage.work import StageLayers
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
 
 
-@dataclass(frozen=True)
 class StageWiring:
-    """Say where a stage is, and build its connections."""
+    """Say where a stage is, and build its connections.
 
-    task: Task
-    world: World
-    plan: PipelinePlan
-    topology: Topology
-    groups: Groups
+    Attributes:
+        index: which stage this rank is.
+        is_spare: whether it is in no pipeline.
+        replica: which pipeline it belongs to.
+        turn: which of its stage's workers in its pipeline it is, and of how many.
+        timeout_s: the longest wait for another rank.
+    """
 
-    @property
-    def index(self) -> int:
-        """Return which stage this rank is."""
-        return self.topology.stage_of(self.world.rank)
-
-    @property
-    def is_spare(self) -> bool:
-        """Tell whether this rank is in no pipeline."""
-        return self.topology.is_spare(self.world.rank)
-
-    @property
-    def replica(self) -> int:
-        """Return which pipeline this rank belongs to."""
-        return self.topology.replica_of(self.world.rank)
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """Return which of its stage's workers in its pipeline this rank is, and of how many."""
-        if self.is_spare:
-            return 0, 1
-        return self.topology.worker_of(self.world.rank), self.topology.workers[self.index]
-
-    @property
-    def timeout_s(self) -> float:
-        """Return the longest wait for another rank."""
-        return self.task.config.step_limit_s(self.plan.predicted_step_s)
+    def __init__(
+        self, task: Task, world: World, plan: PipelinePlan, topology: Topology, groups: Groups
+    ) -> None:
+        self.task, self.world, self.plan = task, world, plan
+        self.topology, self.groups = topology, groups
+        self.index = topology.stage_of(world.rank)
+        self.is_spare = topology.is_spare(world.rank)
+        self.replica = topology.replica_of(world.rank)
+        self.turn = (0, 1)
+        if not self.is_spare:
+            self.turn = topology.worker_of(world.rank), topology.workers[self.index]
+        self.timeout_s = task.config.step_limit_s(plan.predicted_step_s)
 
     def layers(self, indices: range) -> StageLayers:
         """Describe the stage's layers and how side inputs and targets reach it."""

@@ -190,69 +190,63 @@ class LayerWork(StageWork):
         return self._entries[micro_batch]
 
 
-@dataclass(frozen=True)
-class TrainMoment:
-    """Say when in the run a step happens.
+class TrainWork(LayerWork):
+    """Scale each micro-batch's loss so that all gradients add up to the mean's.
 
     Args:
-        step: from 0.
+        step: of the run, from 0.
         first_sample: position of this replica's first sample in the global batch.
-        global_batch: samples of the whole step.
-        loss_scale: what the backward's loss is multiplied by.
+        divisor: of the losses' sum: the samples of the global batch, over the loss scale.
     """
 
-    step: int
-    first_sample: int
-    global_batch: int
-    loss_scale: float = 1.0
-
-
-class TrainWork(LayerWork):
-    """Scale each micro-batch's loss so that all gradients add up to the mean's."""
-
     def __init__(
-        self, layers: StageLayers, batches: MicroBatches, *, moment: TrainMoment, probe: SplitProbe
+        self,
+        layers: StageLayers,
+        batches: MicroBatches,
+        *,
+        step: int,
+        first_sample: int,
+        divisor: float,
+        probe: SplitProbe,
     ) -> None:
         super().__init__(layers, batches)
-        self._moment = moment
-        self._probe = probe
+        self._step, self._divisor, self._probe = step, divisor, probe
         probe.begin_step()
         sizes = batches.sizes
-        self._offsets = [moment.first_sample + sum(sizes[:i]) for i in range(len(sizes))]
+        self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor | float, Tensor | float]] = []
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
         seed = mix_seed(
-            self.layers.task.config.seed, self._moment.step, index, self._offsets[micro_batch]
+            self.layers.task.config.seed, self._step, index, self._offsets[micro_batch]
         )
         torch.default_generator.manual_seed(seed)
         if self.layers.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
-        """Return the micro-batch's part of the step's mean loss.
+        """Return the micro-batch's part of the step's mean loss, times the loss scale.
 
         A loss given as (sum, count) is divided by the samples of the global batch for now; the
-        gradients are corrected once the counts of all replicas are known. All are scaled by the
-        moment's loss scale.
+        gradients are corrected once the counts of all replicas are known.
         """
         output = only_tensor(outputs)
         target = self.target(micro_batch)
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
         loss = self.layers.task.loss_fn(output, target)
-        num_samples, divisor = len(output), self._moment.global_batch / self._moment.loss_scale
+        num_samples = len(output)
         if isinstance(loss, tuple):
             total, count = loss
             self.losses.append((_precise(total), _precise(count)))
-            return total / divisor
+            return total / self._divisor
         if loss.ndim != 0:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
             )
         self.losses.append((_precise(loss) * num_samples, num_samples))
-        return loss * (num_samples / divisor)
+        return loss * (num_samples / self._divisor)
 
     def loss_sums(self) -> list[float]:
         """Return [sum of the losses, count, whether it depends on the split]; 0 without a loss."""

@@ -91,6 +91,19 @@ def test_rows_stay_as_they_are_until_the_read_after_the_next(reader: RowReader) 
     assert torch.equal(first, kept)
 
 
+def test_what_is_read_ahead_in_vain_takes_no_memory_of_rows_in_use(reader: RowReader) -> None:
+    first = reader.read(torch.tensor([0, 1]), (1,)).rows[HIDDEN]
+    kept = first.clone()
+    for other in ([2, 3], [4, 5]):
+        reader.read_ahead(torch.tensor(other), (1,))
+    check(reader, torch.tensor([6, 7]))
+    reader.read_ahead(torch.tensor([0, 9]), (1,))
+    reader.forget()
+    reader.read_ahead(torch.tensor([2, 3]), (1,))
+    check(reader, torch.tensor([2, 3]))
+    assert torch.equal(first, kept)
+
+
 def test_of_damage_a_warning_tells_once_where_rows_were_read_ahead_too(
     reader: RowReader, store: RowStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,6 +200,14 @@ def test_a_size_that_a_layer_keeps_is_no_count_of_its_calls() -> None:
         trainer.step()
 
 
+def test_a_list_that_holds_itself_is_looked_through_once() -> None:
+    memo: list[Any] = [3]
+    memo.append(memo)
+    model = around(Layer(lambda layer, hidden: hidden, memo=memo))
+    with make_trainer(replace(TINY, build=lambda: model)) as trainer:
+        trainer.step()
+
+
 def balanced(output: Tensor, target: Tensor) -> Tensor:
     """Weigh two losses against one another by their present values."""
     one = F.cross_entropy(output, target)

@@ -62,7 +62,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         (-1, 0.5, None),
     ),
     "freeze_interval_share": (0, -0.1, 1.5, "5%"),
-    "signals": ("gradient_norm", ("gradient",), 3),
+    "signals": ("gradient_norm", ("gradient",), (["gradient_norm"],), 3),
     "probe_samples": (0, 3, 8.0, None),
     **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
     **dict.fromkeys(

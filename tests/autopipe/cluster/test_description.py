@@ -98,6 +98,11 @@ def test_infinite_rates_are_allowed(tmp_path: Path) -> None:
         ({"node_link": None}, r"lacks node_link; give a table \[node_link\]"),
         ({"link": "{latency_s = 1}"}, "lacks link.bytes_per_s; give a number of at"),
         ({"link": "{latency_s = inf, bytes_per_s = 1}"}, "link.latency_s in .* is inf; give a nu"),
+        # Of one node; nothing uses it, and a mistake in it is a mistake.
+        (
+            {"nodes": "1", "node_link": "{latency_s = 1, bandwith = 1}"},
+            r"unknown key\(s\) node_link.bandwith; allowed are node_link.latency_s",
+        ),
         ({"nodes": "= 2"}, r"cluster\.toml is not TOML: "),
     ],
 )

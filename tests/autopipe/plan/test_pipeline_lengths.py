@@ -8,10 +8,17 @@ import pytest
 
 from autodp.topology import Topology
 from autopipe.plan.explanation import explain
+from autopipe.plan.pipeline_lengths import length_choices
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import predict
 from autopipe.profile.network import LinkCost, RingCost
 from tests.costs import profile, sublayer
+
+
+def test_a_part_of_a_node_is_filled_as_a_node_of_its_size_is() -> None:
+    assert length_choices(6, 8) == length_choices(6, 6) == ((1, 2, 3, 6), (5,), (4,))
+    assert length_choices(8, 4) == ((1, 2, 4, 8), (3,))
+
 
 LINK, NODE_LINK = LinkCost(1.0, 64.0), LinkCost(3.0, 32.0)
 LAYER_BYTES = 4096

@@ -189,6 +189,16 @@ def test_what_fails_is_raised_and_leaves_no_thread() -> None:
     assert len(pipeline.train_on(batches(), loss_fn)) == BATCHES
 
 
+def test_batches_that_end_too_early_are_told_of() -> None:
+    class Longer(list[Any]):
+        def __len__(self) -> int:
+            return BATCHES + 2
+
+    pipeline = StashedPipeline(model(), [3, 3], optimizer=adam, chunks=2)
+    with pytest.raises(ValueError, match="the batches ended after 7, fewer than their length"):
+        pipeline.train_on(Longer(batches()), loss_fn)
+
+
 def test_versions_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="choose one of stashed, vertical_sync, double_buffered"):
         stashed(model(), [2, 4], versions="newest")

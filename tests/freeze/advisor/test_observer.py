@@ -340,6 +340,7 @@ def resting(context: FreezeContext) -> FreezeDecision:
     ("make", "message"),
     [
         (lambda: Observer(every_steps=0), "every_steps is 0; give at least 1"),
+        (lambda: Observer(layers=[]), "layers is empty; give the model's blocks"),
         (lambda: Observer(PaperRule(0.5)), "gradient_norm'\\], which are not measured here"),
         (lambda: Observer(FreezeOut()), "FreezeOut sets learning rates, which an advisor leaves"),
         (

@@ -227,6 +227,9 @@ def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"num_frozen": 5', b'"num_frozen": 4'))
     with pytest.raises(ValueError, match="of step 2 does not fit its check value"):
         Replay(tmp_path)
+    path.write_text('{"step": 0, "decision": {"num_frozen": 4}, "check": ""}\n')
+    with pytest.raises(ValueError, match="of step 0 does not fit its check value"):
+        Replay(tmp_path)
 
 
 def test_a_replay_leaves_out_what_a_resumed_run_went_back_on(tmp_path: Path) -> None:

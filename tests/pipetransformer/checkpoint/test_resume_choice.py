@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
 
 from pipetransformer import Trainer
+from pipetransformer.checkpoint import resume as resume_module
 from pipetransformer.checkpoint.resume import note_launchers, resumes
 from pipetransformer.config import TrainConfig
 from pipetransformer.processes.world import connect
 from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
 from tests.pipetransformer.checkpoint.test_resume import save
+from tests.pool import Pool
 
 
 def config(folder: Path, resume: Any) -> TrainConfig:
@@ -97,6 +101,26 @@ def test_a_restarted_process_continues_what_its_own_launcher_began(
     monkeypatch.setattr(os, "getppid", os.getpid)  # Another than it was, whichever that is.
     with pytest.raises(ValueError, match="holds the records of a run"):
         resumes(config(tmp_path, False))
+
+
+def note_on_a_full_disk(folder: str) -> str:
+    """Try to write down who started this run, and return what is raised."""
+
+    def replace_file(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    world = connect("cpu", timeout_s=60.0)
+    with mock.patch.object(resume_module, "replace_file", replace_file):
+        try:
+            note_launchers(Path(folder), world)
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def test_a_full_disk_is_told_of_on_every_rank(two_ranks: Pool, tmp_path: Path) -> None:
+    for text in two_ranks.run(note_on_a_full_disk, str(tmp_path)):
+        assert text.startswith("rank 0: [Errno 28] No space left on device")
 
 
 @pytest.mark.parametrize("noted", [None, "", "{", "3", "[]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -270,6 +271,18 @@ def test_tensorboard_shows_steps_and_metrics(tmp_path: Path) -> None:
     assert frozen == [0.0] * 3 + [1.0] * 3
     last = events.Scalars("evaluation/loss")[-1]
     assert (last.step, last.value) == (6, pytest.approx(trainer.report.metrics["loss"]))
+
+
+def test_tensorboard_is_written_also_where_steps_are_taken_one_by_one(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with trainer_of(TensorBoard(tmp_path)) as trainer:
+        trainer.step()
+    del trainer
+    gc.collect()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert len(events.Scalars("train/loss")) == 1
 
 
 def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autopipe.plan import PlanRequest
+from autopipe.plan import ExplainedPlan, PlanRequest
 from autopipe.profile import LayerGraph, LayerNode
 from pipetransformer.cli import main
+from pipetransformer.forecast.answer import find_plan
 from pipetransformer.forecast.place import Place
 from pipetransformer.forecast.replicated_stages import replicate
 from tests.costs import uniform
@@ -143,6 +145,18 @@ def test_stages_with_workers_of_their_own_can_be_asked_for(
     assert len(answer["chosen"]["busy_s"]) == 4
     assert main([*asked, "2,1"]) == 1
     assert "all 4 ranks together" in capsys.readouterr().err
+    assert main([*asked, "3,1", "--plan", "published"]) == 1
+    assert "the published rules know no --stage-workers" in capsys.readouterr().err
+
+
+def test_workers_asked_for_change_nothing_of_the_published_rules_answer() -> None:
+    place = Place("here", uniform(4), 4, 4, None, None)
+    request = PlanRequest(4, 4, 16, 2)
+    bare, asked = (
+        find_plan(place, replace(request, stage_workers=workers), plan="fastest")
+        for workers in (None, (3, 1))
+    )
+    assert isinstance(asked.published, ExplainedPlan) and asked.published == bare.published
 
 
 def test_whoever_reads_the_answer_may_stop_reading(profile: Path) -> None:

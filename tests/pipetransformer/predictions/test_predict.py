@@ -170,6 +170,15 @@ def test_rows_of_unequal_width_are_padded_to_the_longest(
         np.testing.assert_array_equal(found.predictions, expected)
 
 
+def test_truth_values_of_unequal_width_are_padded_as_numbers() -> None:
+    # True, which is what -100 is as a truth value, would count as a right answer.
+    settings = {"micro_batch_size": 2, "preprocess_logits_for_metrics": lambda out, _: out > 0}
+    with trainer_of(1, uneven(), uneven_rows(), **settings) as trainer:
+        found = trainer.predict(uneven_rows()).predictions
+    assert found.dtype == np.int64
+    assert (found[:, 0] == 1).all() and set(found[:, 1:].flatten()) == {0, -100}
+
+
 @pytest.mark.parametrize("case", ["no labels", "entries", "answerer, no labels"])
 @shapes
 def test_rows_without_labels_have_predictions_alone(

@@ -81,8 +81,8 @@ def fail(folder: str, how: str) -> None:
     world = connect("cpu", timeout_s=DEADLINE_S)
     Path(folder, f"rank{world.rank}").write_text(str(os.getpid()))
     dist.barrier()
-    if world.rank == 1 and how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and how.isdecimal():
+        os.kill(os.getpid(), int(how))
     if world.rank == 1:
         raise LookupError("rank one lost its way")
     dist.recv(torch.zeros(1), 1)
@@ -97,12 +97,17 @@ def fail(folder: str, how: str) -> None:
             r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume='auto'",
         ),
         (
-            "kill",
+            "9",
             "forkserver",
             r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume='auto'",
         ),
+        (
+            "40",
+            "forkserver",
+            r"^rank 1 of 2 \(process \d+\) was killed by signal 40; .*resume='auto'",
+        ),
     ],
-    ids=["raise", "kill"],
+    ids=["raise", "kill", "real-time"],
 )
 def test_the_rank_that_failed_first_is_named_and_no_process_is_left(
     tmp_path: Path,

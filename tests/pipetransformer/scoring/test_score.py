@@ -231,6 +231,11 @@ def test_the_commands_print_and_draw(
         "policy", "the", "none", "auto", "alpha:1/2", "paper:1/3",
     ]  # fmt: skip
     assert picture.stat().st_size > 10_000
+    nowhere = str(tmp_path / "none" / "score.png")
+    assert main(["score", run, *policies, "--picture", nowhere]) == 1
+    assert f"pipetransformer: [Errno 2] No such file or directory: '{nowhere}'" in (
+        capsys.readouterr().err
+    )
     assert main(["score", run, *policies, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["none"]["share"] == pytest.approx(1.0) and found["the run"]["frozen"]["48"] == 0
