@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autocache.content import HIDDEN
+from autocache.row_content import HIDDEN
 from autocache.store import RowRead, RowStore
 
 _NUM_BUFFERS = 3

@@ -12,6 +12,7 @@ from autodp import gather_json
 from pipetransformer.data import SizedDataset, check_dataset
 from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task
+from pipetransformer.position import Timeline
 from pipetransformer.predictions import (
     OUTPUT,
     EvalPrediction,
@@ -23,7 +24,6 @@ from pipetransformer.predictions import (
 )
 from pipetransformer.processes import World
 from pipetransformer.stage import Results
-from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Deployment
 
 

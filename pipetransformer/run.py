@@ -45,6 +45,7 @@ from pipetransformer.optimizer import (
     split_by_layer,
     try_optimizer,
 )
+from pipetransformer.position import Clock, ComingBatches, ComingStep, Timeline
 from pipetransformer.precision import DTYPES
 from pipetransformer.processes import (
     World,
@@ -67,7 +68,6 @@ from pipetransformer.refusals import (
 from pipetransformer.report import RunLog
 from pipetransformer.selection import Selection
 from pipetransformer.stage import StepResult
-from pipetransformer.timeline import Clock, ComingBatches, ComingStep, Timeline
 from pipetransformer.transition import Change, Deployment, Transitions
 from pipetransformer.unflushed import UnflushedStage
 from pipetransformer.verification import Verification, verify

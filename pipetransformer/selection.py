@@ -9,9 +9,9 @@ from typing import final
 from autodp import broadcast_json
 from pipetransformer.config import TrainConfig
 from pipetransformer.model_files import BestModel
+from pipetransformer.position import Timeline
 from pipetransformer.processes import World, on_rank_0
 from pipetransformer.report import FitReport
-from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Deployment
 
 _LOGGER = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from autopipe.stashing import StagePlace, StashedWork, check_versions
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
+from pipetransformer.position import ComingStep
 from pipetransformer.stage import Stage, StepResult, TrainWork, broken_down
-from pipetransformer.timeline import ComingStep
 
 
 class _StreamWork(StageWork):

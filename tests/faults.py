@@ -30,17 +30,17 @@ import pipetransformer.checkpoint.saver
 import pipetransformer.transition.deployment
 import pipetransformer.transition.transitions
 from autocache.store import RowStore
+from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool
-from autodp.reduce import GradientReducer
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
 from pipetransformer.data import Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.position import ComingStep
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
-from pipetransformer.timeline import ComingStep
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.deployment import Deployment
 from pipetransformer.transition.journal import Journal

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.reduce import GradientReducer
+from autodp.gradient_reducer import GradientReducer
 
 BUCKET_BYTES = [1, 64, 25 << 20]
 WORLD = 4

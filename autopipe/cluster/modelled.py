@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autopipe.cluster.description import Cluster
-from autopipe.cluster.kernels import Kernel, SublayerKernels, count_bytes, count_kernels
+from autopipe.cluster.kernel_counts import Kernel, SublayerKernels, count_bytes, count_kernels
 from autopipe.profile import Profile, ProfiledSublayer, RingCost, SublayerCost, unshared
 
 BATCH_SIZES = tuple(1 << exponent for exponent in range(11))

@@ -1,7 +1,7 @@
 """Run one stage's program of micro-batches; how a neighbour is reached is a link.
 
-schedule ─► executor ─► graph: a local autograd graph for every micro-batch
-               └─► link ◄─ process_link ◄─ channel ◄─ watchdog
+schedule ─► executor ─► graph_cut: a local autograd graph for every micro-batch
+               └─► link ◄─ process_link ◄─ channel ◄─ stream_watchdog
 """
 
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
@@ -12,10 +12,10 @@ from autopipe.engine.current_micro_batch import (
     is_recomputing,
 )
 from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
-from autopipe.engine.graph import Starts, cut, total_bytes
+from autopipe.engine.graph_cut import Starts, cut, total_bytes
 from autopipe.engine.link import Gradients, Link, Payload, RoutedLink
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
-from autopipe.engine.watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Watchdog
 
 __all__ = [
     "ForwardPass", "Gradients", "Link", "Payload", "Peer", "ProcessLinkAbove",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.engine.watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Watchdog
 
 _HEADER_BYTES = 1024
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopipe.engine.current_micro_batch import ForwardPass, running
-from autopipe.engine.graph import (
+from autopipe.engine.graph_cut import (
     Roots,
     Starts,
     cut,

@@ -1,13 +1,13 @@
 """Take down what ran when, and draw it.
 
-recorder ─► span ─► trace (text) ─► picture, chrome, summary ◄─ tables
+recorder ─► span ─► trace (text) ─► picture, chrome, summary ◄─ text_tables
 """
 
 from autopipe.trace.picture import save_picture
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
 from autopipe.trace.summary import Summary
-from autopipe.trace.tables import as_bytes, text_table
+from autopipe.trace.text_tables import as_bytes, text_table
 from autopipe.trace.trace import Trace
 
 __all__ = [

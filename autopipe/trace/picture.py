@@ -11,7 +11,7 @@ from autopipe.schedule import Op
 from autopipe.trace.chrome import lanes
 from autopipe.trace.span import Span
 from autopipe.trace.summary import StageSummary, summarize
-from autopipe.trace.tables import as_bytes
+from autopipe.trace.text_tables import as_bytes
 
 _KINDS = {
     Op.FORWARD: ("forward", "#3b6fb6"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only, unflushed
 from autopipe.trace.span import Span, programs
-from autopipe.trace.tables import as_bytes, text_table
+from autopipe.trace.text_tables import as_bytes, text_table
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Start training on several nodes; see docs/cluster.md."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from freeze.advisor.frozen_forward import can_run_apart, frozen_forward_s
+from freeze.advisor.frozen_forward_time import can_run_apart, frozen_forward_s
 
 _TIMED_STEPS, _TRIALS = 6, 3
 """Steps that are timed, and in which blocks run as if frozen; the first step is of the latter."""

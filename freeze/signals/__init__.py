@@ -8,7 +8,7 @@ activations of a fixed batch ──► gram ─► linear_cka, similarity_change
 """
 
 from freeze.signals.gradients import GradientSignals
-from freeze.signals.interval import IntervalSignals, is_signal_tensor, layer_values
+from freeze.signals.interval_signals import IntervalSignals, is_signal_tensor, layer_values
 from freeze.signals.loss_trend import LossTrend
 from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
 from freeze.signals.weight_changes import WeightChanges, relative_update

@@ -31,8 +31,8 @@ from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.optimizer import OptimizerTraits
+from pipetransformer.position import Position
 from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
-from pipetransformer.timeline import Position
 from pipetransformer.transition import Decision, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from autodp import broadcast_json, gather_json
 from pipetransformer.checkpoint import Saved
 from pipetransformer.errors import CallbackError
 from pipetransformer.events.callback import Callback
+from pipetransformer.position import Timeline
 from pipetransformer.processes import World
-from pipetransformer.timeline import Timeline
 from pipetransformer.transition import Change
 
 

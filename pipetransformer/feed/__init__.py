@@ -1,8 +1,8 @@
 """Give stage 0 its samples, through the frozen prefix and the cache where there are.
 
 data's workers ─► sample_feed ─► stage 0
-frozen_prefix ─────►┘  ├─ row_maker, node_store: the rows that a node shares
-                       └─ fetches: what follows the one that is made
+frozen_prefix ─────►┘  ├─ row_format, node_store: the rows that a node shares
+                       └─ coming_fetches: what follows the one that is made
 """
 
 from pipetransformer.feed.frozen_prefix import FrozenPrefix

@@ -14,10 +14,10 @@ from autocache import CacheStats, PrefixCache, RowStore
 from autodp import gather_json
 from autopipe.profile import Profile
 from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples, SizedDataset
-from pipetransformer.feed.fetches import Coming, FollowedFetches, with_later
+from pipetransformer.feed.coming_fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import share_store
-from pipetransformer.feed.row_maker import RowMaker
+from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 
@@ -64,7 +64,7 @@ class SampleFeed:
         self._chunk_size = config.prefix_chunk_of(world.size)
         self._num_views = keeps
         self._generation = -1
-        self._rows = RowMaker(prefix, world, self._samples, chunk_size=self._chunk_size)
+        self._rows = RowFormat(prefix, world, self._samples, chunk_size=self._chunk_size)
         self._store: RowStore | None = None
         self._cache: PrefixCache | None = None
         self._gave_up = keeps == 0

@@ -1,6 +1,6 @@
 """Answer `pipetransformer plan`: what a machine or a described cluster would do with a model.
 
-command ─► place (described), machine (measured) ─► answer ─► table
+command ─► place (described), measured_here ─► answer ─► table
 """
 
 from pipetransformer.forecast.answer import find_plan

@@ -11,7 +11,7 @@ from autopipe.cluster import parse_bytes
 from autopipe.plan import Tables, draw_tables, throughput_tables
 from autopipe.trace import save_picture
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
-from pipetransformer.forecast.machine import default_slots, place_at_hand
+from pipetransformer.forecast.measured_here import default_slots, place_at_hand
 from pipetransformer.forecast.named_model import BERTS, WEIGHT_DTYPES, ModelChoice
 from pipetransformer.forecast.place import Place, described_place, make_request
 from pipetransformer.forecast.replicated_stages import PIPEDREAM, add_profile_options, run_profile

@@ -1,20 +1,14 @@
 """Build optimizers anew wherever layers go, with the state of the parameters they find there.
 
-named        state by parameter name, taken out and put in
-factories    optimizers by name, and `adamw`
-layer_decay  learning rates of their own for layers, around any factory
-trial        tries a user's optimizer out before anything starts: is it the same in parts?
-schedules    how the learning rate follows the step
+optimizers_by_name  and `adamw`
+state_by_name       by parameter name, taken out and put in
+layer_decay         learning rates of their own for layers, around any factory
+trial               tries a user's optimizer out before anything starts: is it the same in parts?
+schedules           how the learning rate follows the step
 """
 
-from pipetransformer.optimizer.factories import adamw, named_optimizer
 from pipetransformer.optimizer.layer_decay import LAYER, decay_by_layer, split_by_layer
-from pipetransformer.optimizer.named import (
-    NamedParameters,
-    OptimizerFactory,
-    put_state,
-    take_state,
-)
+from pipetransformer.optimizer.optimizers_by_name import adamw, named_optimizer
 from pipetransformer.optimizer.schedules import (
     LearningRateSchedule,
     check_warmup,
@@ -22,6 +16,12 @@ from pipetransformer.optimizer.schedules import (
     cosine_with_warmup,
     named_schedule,
     polynomial_with_warmup,
+)
+from pipetransformer.optimizer.state_by_name import (
+    NamedParameters,
+    OptimizerFactory,
+    put_state,
+    take_state,
 )
 from pipetransformer.optimizer.trial import OptimizerTraits, try_optimizer
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipetransformer.adapters import LayeredModel
-from pipetransformer.optimizer.named import NamedParameters, OptimizerFactory
+from pipetransformer.optimizer.state_by_name import NamedParameters, OptimizerFactory
 
 LAYER = "layer"
 """The entry of a parameter group that says whose learning rate it has."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pipetransformer.adapters import qualified_name
 from pipetransformer.data import own_random_numbers
-from pipetransformer.optimizer.named import OptimizerFactory, put_state, take_state
+from pipetransformer.optimizer.state_by_name import OptimizerFactory, put_state, take_state
 
 _STEPS, _LATER_STEPS = range(3), range(3, 6)
 _LOUD = 100.0

@@ -1,12 +1,12 @@
 """Start processes, let them meet, and agree.
 
-launcher ─► world ◄─ meeting          agreement: what one rank finds wrong is raised on all
-                                      host_memory: what a process keeps of it
+launcher ─► world ◄─ meeting     shared_errors: what one rank finds wrong is raised on all
+                                 freed_memory: kept for the next tensors
 """
 
-from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0
-from pipetransformer.processes.host_memory import give_back_freed_memory, keep_freed_memory
+from pipetransformer.processes.freed_memory import give_back_freed_memory, keep_freed_memory
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
+from pipetransformer.processes.shared_errors import agree, on_rank_0, told_by_rank_0
 from pipetransformer.processes.world import (
     World,
     connect,

@@ -1,10 +1,10 @@
 """Record a run, show its progress, and draw it.
 
-run_log ─► decisions, records ─► pictures, freeze_pictures ─► figures          fit_report
+run_log ─► decision_records, records ─► pictures, freeze_pictures ─► figure_style     fit_report
 """
 
-from pipetransformer.report.decisions import RecordedDecision, read_decisions
-from pipetransformer.report.figures import new_figure, open_frame
+from pipetransformer.report.decision_records import RecordedDecision, read_decisions
+from pipetransformer.report.figure_style import new_figure, open_frame
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.freeze_pictures import decision_table, draw_freezing
 from pipetransformer.report.pictures import breakdown_table, draw_folder, draw_report

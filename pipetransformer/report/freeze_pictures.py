@@ -14,8 +14,8 @@ from torch import Tensor
 from autopipe.trace import text_table
 from freeze.signals import svcca
 from pipetransformer.layer_signals import PROBE_FOLDER, read_looks
-from pipetransformer.report.decisions import RecordedDecision, read_decisions
-from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
+from pipetransformer.report.decision_records import RecordedDecision, read_decisions
+from pipetransformer.report.figure_style import new_figure, open_frame, set_title, with_gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

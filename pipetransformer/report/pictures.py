@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autopipe.trace import text_table
 from pipetransformer.config import EVALUATION_FIELDS
-from pipetransformer.report.figures import new_figure, open_frame, set_title, with_gaps
+from pipetransformer.report.figure_style import new_figure, open_frame, set_title, with_gaps
 from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.

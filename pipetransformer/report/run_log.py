@@ -18,12 +18,12 @@ from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
+from pipetransformer.position import Clock
 from pipetransformer.processes import World
-from pipetransformer.report.decisions import decision_fields
+from pipetransformer.report.decision_records import decision_fields
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.records import RecordListener, Records
 from pipetransformer.stage import StepResult
-from pipetransformer.timeline import Clock
 from pipetransformer.transition import Change, Decision
 
 _LOGGER = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from autopipe.trace import text_table
 from freeze import POLICY_HELP, named_policy
 from pipetransformer.report import new_figure, open_frame, read_decisions
-from pipetransformer.scoring.hindsight import Score, recorded_score, score
+from pipetransformer.scoring.policy_scores import Score, recorded_score, score
 
 
 def add_score_parser(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 feed ─► work ─► stage: forwards, backwards, sums, update
           ▲
-wiring: links and side_inputs     health, nonfinite: what is refused
+wiring: links and side_inputs     health, nonfinite_origin: what is refused
 """
 
 from pipetransformer.stage.batch_cut import BatchCut

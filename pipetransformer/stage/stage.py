@@ -31,10 +31,11 @@ from pipetransformer.job import (
 )
 from pipetransformer.loss import LossScale, SplitProbe, mean_of
 from pipetransformer.optimizer import LAYER
+from pipetransformer.position import ComingStep
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
-from pipetransformer.stage.nonfinite import where_it_began
+from pipetransformer.stage.nonfinite_origin import where_it_began
 from pipetransformer.stage.step_result import StepResult, broken_down
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
@@ -45,7 +46,6 @@ from pipetransformer.stage.work import (
     Results,
     TrainWork,
 )  # fmt: skip
-from pipetransformer.timeline import ComingStep
 
 _LOGGER = logging.getLogger(__name__)
 

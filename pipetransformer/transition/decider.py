@@ -22,8 +22,8 @@ from freeze import (
 )
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observed
+from pipetransformer.position import Clock
 from pipetransformer.processes import World
-from pipetransformer.timeline import Clock
 from pipetransformer.transition.costs import plan_name
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.journal import JOURNAL_FILE, Journal

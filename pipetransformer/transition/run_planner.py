@@ -19,9 +19,9 @@ from pipetransformer.planning import (
     planner_of,
     same_stages,
 )
+from pipetransformer.position import Clock
 from pipetransformer.processes import World
 from pipetransformer.stage import BatchCut
-from pipetransformer.timeline import Clock
 from pipetransformer.transition.costs import Calibration, TransitionCost, rested
 from pipetransformer.transition.decision import Decision
 

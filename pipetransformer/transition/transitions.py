@@ -16,9 +16,9 @@ from freeze import FreezeContext, FreezePolicy
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observing
 from pipetransformer.measure import Measurements, measure
+from pipetransformer.position import Clock, Timeline
 from pipetransformer.processes import World, free_bytes, tightest
 from pipetransformer.stage import StepResult
-from pipetransformer.timeline import Clock, Timeline
 from pipetransformer.transition.costs import REVIEW_STEPS, Pace
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision

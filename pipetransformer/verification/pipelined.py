@@ -22,8 +22,8 @@ from pipetransformer.adapters import LayeredModel, named_tensors
 from pipetransformer.data import Batch
 from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task
+from pipetransformer.position import ComingStep
 from pipetransformer.processes import World
-from pipetransformer.timeline import ComingStep
 from pipetransformer.transition import Decision, Deployment
 from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache.cached_prefix import PrefixCache
-from autocache.content import RowContent
+from autocache.prefix_cache import PrefixCache
 from autocache.prefix_chunks import SampleRows, filling, room_in_chunks
+from autocache.row_content import RowContent
 from autocache.store import RowStore
 from autocache.unequal_lengths import Positions
-from tests.autocache.test_cached_prefix import (
+from tests.autocache.test_prefix_cache import (
     CHUNK_SIZE,
     CPU,
     KEEP,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autocache.content import HIDDEN
 from autocache.layout import RowField, RowLayout
 from autocache.reader import RowReader
+from autocache.row_content import HIDDEN
 from autocache.store import RowStore
 
 NUM_ROWS, WIDTH = 12, 1 << 16

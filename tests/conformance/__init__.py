@@ -1,0 +1,1 @@
+"""The sentences of torchgpipe's manual (manual.md), each a test."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW
 
-from autocache.cached_prefix import PrefixCache
-from autocache.content import RowContent
+from autocache.prefix_cache import PrefixCache
+from autocache.row_content import RowContent
 from autocache.store import RowStore
 from pipetransformer.optimizer import put_state, take_state
 

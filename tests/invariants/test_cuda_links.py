@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autodp.gradient_reducer import GradientReducer
 from autodp.groups import Groups
 from autodp.moves import Move
 from autodp.redistribute import ShardStore, _Journey
-from autodp.reduce import GradientReducer
 from autodp.shard_pieces import Piece, PieceTensor, Shard
 from autodp.topology import Topology
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.executor import StageLinks, StageWork, run_program
 from autopipe.engine.link import Payload
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
-from autopipe.engine.watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.world import World

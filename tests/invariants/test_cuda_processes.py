@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autodp.groups import build_groups
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.watchdog import Milestone, Watchdog
+from autopipe.engine.stream_watchdog import Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
 from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain

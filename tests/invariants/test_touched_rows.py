@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from autodp.reduce import GradientReducer
+from autodp.gradient_reducer import GradientReducer
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from tests.adapted import classifier

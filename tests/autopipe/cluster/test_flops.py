@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from autopipe.cluster.kernels import Kernel, count_kernels
+from autopipe.cluster.kernel_counts import Kernel, count_kernels
 from autopipe.profile.chain import ProfiledSublayer
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopipe.cluster.description import Cluster
 from autopipe.cluster.flops import COUNTED_AS
-from autopipe.cluster.kernels import Kernel, count_bytes, count_kernels
+from autopipe.cluster.kernel_counts import Kernel, count_bytes, count_kernels
 from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
-from autopipe.engine.watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Watchdog
 from tests.pool import Pool
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.snapshot import Shards, Snapshot
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes.agreement import agree
+from pipetransformer.processes.shared_errors import agree
 from pipetransformer.processes.world import connect
 from pipetransformer.transition import transitions as steering
 from tests.models import tiny_data, tiny_model

@@ -15,7 +15,7 @@ from autopipe.plan.explanation import runners_up
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import plan_pipeline
 from pipetransformer.cli import main
-from pipetransformer.forecast import machine as plan_machine
+from pipetransformer.forecast import measured_here as plan_machine
 from pipetransformer.forecast.answer import find_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
 from pipetransformer.forecast.place import described_place, make_request

@@ -12,7 +12,7 @@ from transformers import get_scheduler
 from pipetransformer import cosine_with_warmup, named_schedule
 from pipetransformer.config import TrainConfig
 from pipetransformer.optimizer import constant
-from pipetransformer.timeline import Timeline
+from pipetransformer.position import Timeline
 
 NUM_STEPS = 60
 PEAK = 3e-4

@@ -24,7 +24,7 @@ from pipetransformer import Trainer
 from pipetransformer.cli import main
 from pipetransformer.report import RecordedDecision, decision_table
 from tests.models import tiny_data, tiny_model
-from tests.pipetransformer.report.test_decisions import context
+from tests.pipetransformer.report.test_decision_records import context
 
 
 def decided(policy: FreezePolicy, num: int, max_steps: int = 20) -> list[RecordedDecision]:

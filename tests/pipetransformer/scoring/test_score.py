@@ -33,7 +33,7 @@ from freeze import (
 )
 from pipetransformer import PlanSituation, Trainer, fastest_plan
 from pipetransformer.cli import main
-from pipetransformer.report import decisions as decisions_module
+from pipetransformer.report import decision_records as decisions_module
 from pipetransformer.report import read_decisions
 from pipetransformer.scoring import recorded_score, score
 from tests.models import tiny_data, tiny_model

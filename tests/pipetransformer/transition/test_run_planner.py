@@ -17,8 +17,8 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
+from pipetransformer.position import Clock
 from pipetransformer.processes.world import World
-from pipetransformer.timeline import Clock
 from pipetransformer.transition import run_planner
 from pipetransformer.transition.costs import Calibration
 from pipetransformer.transition.decision import Decision

@@ -3,7 +3,7 @@
 timeline: position, clock ─► coming_batches
 """
 
-from pipetransformer.timeline.coming_batches import ComingBatches, ComingStep
-from pipetransformer.timeline.timeline import Clock, Position, Timeline
+from pipetransformer.position.coming_batches import ComingBatches, ComingStep
+from pipetransformer.position.timeline import Clock, Position, Timeline
 
 __all__ = ["Clock", "ComingBatches", "ComingStep", "Position", "Timeline"]

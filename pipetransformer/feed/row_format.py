@@ -21,7 +21,7 @@ _MOST_COMPARED = 16
 """Samples whose shapes are compared, to find out whether their lengths differ."""
 
 
-class RowMaker:
+class RowFormat:
     """Describe the rows that hold a data set's samples behind the frozen prefix.
 
     Attributes:

@@ -41,7 +41,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.prefix_chunks import (
     NOTHING,
     FoundSamples,
@@ -54,6 +53,7 @@ from autocache.prefix_chunks import (
     room_in_chunks,
 )
 from autocache.reader import RowReader
+from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.store import RowStore
 from autocache.unequal_lengths import own_lengths
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.reduce import GradientReducer
+from autodp.gradient_reducer import GradientReducer
 from tests.gradients import (
     BUCKET_BYTES,
     EVERYBODY,
@@ -254,8 +254,8 @@ def sum_copies() -> list[float]:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.full((3,), 1.0 + dist.get_rank())
     with (
-        patch("autodp.sums.share_memory", lambda group, num_bytes: None),
-        patch("autodp.sums._on_link", lambda flat, group: flat.clone()),
+        patch("autodp.rank_sums.share_memory", lambda group, num_bytes: None),
+        patch("autodp.rank_sums._on_link", lambda flat, group: flat.clone()),
     ):
         reducer = GradientReducer([parameter], world())
         reducer.finish()

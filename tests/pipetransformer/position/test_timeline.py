@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipetransformer.config import TrainConfig
-from pipetransformer.timeline import Position, Timeline
+from pipetransformer.position import Position, Timeline
 
 
 # 5 steps an epoch, 3 epochs.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocache.cached_prefix import PrefixCache
-from autocache.content import HIDDEN, RowContent
+from autocache.prefix_cache import PrefixCache
+from autocache.row_content import HIDDEN, RowContent
 from autocache.stamp import chain_hash
 from autocache.store import RowStore
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipetransformer import named_optimizer
 from pipetransformer.optimizer import try_optimizer
-from pipetransformer.optimizer.factories import _TORCH
+from pipetransformer.optimizer.optimizers_by_name import _TORCH
 from tests.adapted import timm_vit
 from tests.marks import slow
 from tests.models import tiny_model

@@ -16,7 +16,7 @@ from autodp import EpochSampler, checked_order, gather_json, shuffled, shuffled_
 from pipetransformer.data import SizedDataset, read_lengths
 from pipetransformer.durable_files import hash_json
 from pipetransformer.job import Task
-from pipetransformer.timeline.timeline import Timeline
+from pipetransformer.position.timeline import Timeline
 
 _MOST_STEPS_A_STREAM = 64
 """So that results keep coming."""

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autodp.rank_sums import MessageSums, SharedSums, Sums, reserved_bytes, sums_of
 from autodp.shared_memory import share_memory
-from autodp.sums import MessageSums, SharedSums, Sums, reserved_bytes, sums_of
 from tests.gradients import WORLD, world
 from tests.pool import Pool
 

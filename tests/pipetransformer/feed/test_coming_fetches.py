@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipetransformer.feed.fetches import FollowedFetches, with_later
+from pipetransformer.feed.coming_fetches import FollowedFetches, with_later
 
 STEPS = [(epoch, torch.arange(first, first + 2)) for epoch in (0, 1) for first in range(0, 24, 2)]
 

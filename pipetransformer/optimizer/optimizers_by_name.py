@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pipetransformer.optimizer.named import NamedParameters, OptimizerFactory
+from pipetransformer.optimizer.state_by_name import NamedParameters, OptimizerFactory
 
 _ADAMW = partial(torch.optim.AdamW, fused=True)
 _TORCH: Mapping[str, Callable[..., Optimizer]] = {

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autodp import PeerError
-from autopipe.engine.watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Watchdog
 
 PATIENCE_S = 30.0
 FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"

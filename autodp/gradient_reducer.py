@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.sums import MessageSums, Sums, reserved_bytes, sums_of
+from autodp.rank_sums import MessageSums, Sums, reserved_bytes, sums_of
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as the values of a gradient, by bytes."""
