@@ -51,6 +51,7 @@ from autocache.prefix_chunks import (
     one_each,
     place,
     room_in_chunks,
+    taken,
 )
 from autocache.reader import RowReader
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
@@ -73,17 +74,14 @@ class CacheStats:
 
     Attributes:
         hits, upgrades, misses: samples, each counted as one of them.
-        read_s: reading rows and moving them to the device.
-        run_s: running layers; loading from the dataset is in none of the times. On CUDA this is
-            the time to launch them, and `write_s` or whoever uses the result waits for them.
+        seconds: reading rows and moving them to the device, running layers (on CUDA, launching
+            them) and writing rows, but not loading from the dataset.
     """
 
     hits: int = 0
     upgrades: int = 0
     misses: int = 0
-    read_s: float = 0.0
-    run_s: float = 0.0
-    write_s: float = 0.0
+    seconds: float = 0.0
 
 
 class PrefixCache:
@@ -118,12 +116,9 @@ class PrefixCache:
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
-        self._run_layers = run_layers
-        self._chunk_size = chunk_size
-        self._store = store
-        self._stamps = stamps
-        self._device = device
-        self._content = content
+        self._run_layers, self._chunk_size = run_layers, chunk_size
+        self._store, self._stamps = store, stamps
+        self._device, self._content = device, content
         self._stats = CacheStats()
         self._reads, self._has_warned = 0, False
         self._reader = None if store is None else RowReader(store, device=device)
@@ -177,14 +172,15 @@ class PrefixCache:
         for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
             positions = (samples.found <= first).nonzero().flatten()
             ids, inverse = each_once(samples.ids[positions])
+            chosen = one_each(positions, len(ids), inverse)
             if first:
-                batch = {name: one_each(row, positions, inverse) for name, row in rows.items()}
+                batch = {name: taken(row, chosen) for name, row in rows.items()}
             else:
                 batch = of_ids(loaded, wanted, ids)
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._as_stored(fresh)
-                self._write(one_each(kept_ids, positions, inverse), fresh, depth)
+                self._write(taken(kept_ids, chosen), fresh, depth)
             place(rows, positions, fresh, inverse)
         self._count(samples.found[:num], depth)
         return self._content.first(rows, num)
@@ -248,7 +244,9 @@ class PrefixCache:
         if store is None or store.is_condemned:
             return FoundSamples(*own, torch.zeros_like(own[1]))
         stamps = self._up_to(depth)
-        found = store.find(own[1], stamps).masked_fill(torch.isin(own[1], done), depth)
+        found = store.find(own[1], stamps)
+        if len(done):
+            found = found.masked_fill(torch.isin(own[1], done), depth)
         room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
         if self._has_warned or not len(later[1]) or not room:
             return FoundSamples(*own, found)
@@ -267,7 +265,7 @@ class PrefixCache:
         if not samples.found.any():  # As in every step that fills the cache.
             self._reader.forget()
             return samples.found, {}
-        with self._timed("read_s"):
+        with self._timed():
             read = self._reader.read(samples.row_ids[:num], self._up_to(depth))
             if len(samples.ids) > num:
                 more = self._store.read(samples.row_ids[num:], self._up_to(depth))
@@ -283,7 +281,10 @@ class PrefixCache:
         """Return which ids to load, the positions of those only to be checked, and how many rows
         have been read by then.
         """
-        misses, due = samples.found == 0, torch.empty(0, dtype=torch.int64)
+        due = torch.empty(0, dtype=torch.int64)
+        if not samples.found.any():
+            return each_once(samples.ids)[0], due, reads
+        misses = samples.found == 0
         if self._store is not None and self._content.checked:
             hits = samples.found.nonzero().flatten()
             numbers = torch.arange(reads + 1, reads + 1 + len(hits))
@@ -325,7 +326,7 @@ class PrefixCache:
     def _run(self, batch: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         num = len(next(iter(batch.values())))
         parts = []
-        with self._timed("run_s"), torch.no_grad():
+        with self._timed(), torch.no_grad():
             for start in range(0, num, self._chunk_size):
                 # A copy even where a slice would do: kernels may sum in another order when their
                 # input is aligned differently.
@@ -351,7 +352,7 @@ class PrefixCache:
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
         if self._store is None or bool((row_ids >= self._store.num_rows).all()):
             return
-        with self._timed("write_s"):
+        with self._timed():
             lengths, positions = self._content.lengths(fresh), self._content.positions
             hidden = fresh[HIDDEN]
             rows = {**fresh, HIDDEN: hidden.to(self._content.dtype or hidden.dtype)}
@@ -383,16 +384,16 @@ class PrefixCache:
         return not odd
 
     def _count(self, found: Tensor, depth: int) -> None:
-        hits, misses = int((found == depth).sum()), int((found == 0).sum())
+        depths = found.tolist()
+        hits, misses = depths.count(depth), depths.count(0)
         self._stats.hits += hits
-        self._stats.upgrades += len(found) - hits - misses
+        self._stats.upgrades += len(depths) - hits - misses
         self._stats.misses += misses
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            spent_s = time.perf_counter() - start
-            setattr(self._stats, name, getattr(self._stats, name) + spent_s)
+            self._stats.seconds += time.perf_counter() - start

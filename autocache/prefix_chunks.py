@@ -10,8 +10,10 @@ samples of later fetches, which then find their rows::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -54,13 +56,12 @@ def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, i
     Returns:
         by depth, ascending; {} if there is no room.
     """
-    below = found[found < depth]
-    if not len(below):  # As in every step that reads all of its rows.
-        return {}
-    depths, numbers = below.unique(return_counts=True)
+    numbers = sorted(Counter(one for one in found.tolist() if one < depth).items())
+    running = list(accumulate(number for _, number in numbers))
     # Of a depth, and of those above it, which what comes from below passes through, too.
-    room = (-numbers.cumsum(0) % chunk_size).flip(0).cummin(0).values.flip(0)
-    return dict(zip(depths.tolist(), room.tolist(), strict=True)) if bool(room.any()) else {}
+    room = [*accumulate((-one % chunk_size for one in reversed(running)), min)][::-1]
+    depths = (first for first, _ in numbers)
+    return dict(zip(depths, room, strict=True)) if any(room) else {}
 
 
 def filling(room: Mapping[int, int], later: Tensor) -> Tensor:
@@ -87,11 +88,17 @@ def each_once(ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor([*places], dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
 
 
-def one_each(values: Tensor, positions: Tensor, inverse: Tensor) -> Tensor:
-    """Return the values at the given positions, each id's once: `inverse` says which each is."""
+def one_each(positions: Tensor, num: int, inverse: Tensor) -> Tensor:
+    """Return a position of each of so many ids; `inverse` says whose each of all is."""
+    if len(positions) == num:  # Nobody comes twice, and they are in order.
+        return positions
     # Any one position of each id will do.
-    chosen = positions.new_empty(int(inverse.max()) + 1).scatter_(0, inverse, positions)
-    return values[chosen.to(values.device)]
+    return positions.new_empty(num).scatter_(0, inverse, positions)
+
+
+def taken(values: Tensor, positions: Tensor) -> Tensor:
+    """Return the values at distinct ascending positions, without a copy where these are all."""
+    return values if len(positions) == len(values) else values[positions.to(values.device)]
 
 
 def of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -106,9 +113,10 @@ def of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Ten
 def place(
     rows: dict[str, Tensor], positions: Tensor, fresh: dict[str, Tensor], inverse: Tensor
 ) -> None:
-    """Put fresh rows, each id once, at all its positions, making the tensors if need be."""
+    """Put fresh rows, each id once, at all its positions."""
     for name, row in fresh.items():
-        if name not in rows:
-            # Nothing was read, so these are all the positions there are.
-            rows[name] = row.new_empty(len(positions), *row.shape[1:])
-        rows[name][positions.to(row.device)] = row[inverse.to(row.device)]
+        own = row if len(row) == len(inverse) else row[inverse.to(row.device)]
+        if name not in rows:  # Nothing was read, so these are all the positions there are.
+            rows[name] = own
+        elif own is not rows[name]:
+            rows[name][positions.to(row.device)] = own

@@ -315,9 +315,9 @@ class RowStore:
         if not self._parts:
             raise ValueError(f"the store of {self.path} is closed; use it inside its `with`")
         form = (sample_ids.dtype, sample_ids.device.type, sample_ids.dim())
-        if form != (torch.int64, "cpu", 1) or sample_ids.numpy().min(initial=0) < 0:
+        ids = sample_ids.numpy() if form == (torch.int64, "cpu", 1) else None
+        if ids is None or (ids < 0).any():
             raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
-        ids = sample_ids.numpy()
         fits = ids < self.num_rows
         return ids * fits, fits
 

@@ -115,7 +115,7 @@ class RunLog:
         self.report.cache_misses += misses
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
-        self._reassign("data", "cache", stats.read_s + stats.run_s + stats.write_s)
+        self._reassign("data", "cache", stats.seconds)
         transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
         self._reassign("bubble", "transfer", transfer_s)
         self._epoch_samples += num_samples

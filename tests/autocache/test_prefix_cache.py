@@ -272,7 +272,7 @@ def test_without_a_store_every_sample_is_computed_and_counted_as_a_miss() -> Non
         cache.fetch(torch.arange(5), samples.load, depth=2)
     stats = cache.take_stats()
     assert (stats.hits, stats.upgrades, stats.misses) == (0, 0, 10)
-    assert stats.run_s > 0.0 == stats.read_s == stats.write_s
+    assert stats.seconds > 0
     assert cache.take_stats().misses == 0
 
 
