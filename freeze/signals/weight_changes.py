@@ -94,20 +94,20 @@ class GradientSums(KeptTensors):
     @torch.no_grad()
     def add(self) -> None:
         """Add a step's gradients, which are finite."""
+        sums, gradients = [], []
         for owner, own in self._parameters.items():
-            if not own:
-                continue
-            if owner not in self.tensors:
+            if own and owner not in self.tensors:
                 # In float32 at least, as many small gradients add up to a large sum.
                 self.tensors[owner] = {
                     n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
                     for n, p in own.items()
                 }
-            pairs = [(self.tensors[owner][n], p.grad) for n, p in own.items()]
-            sums = [total for total, gradient in pairs if gradient is not None]
-            gradients = [gradient for _, gradient in pairs if gradient is not None]
-            if sums:
-                torch._foreach_add_(sums, gradients)
+            for name, parameter in own.items():
+                if parameter.grad is not None:
+                    sums.append(self.tensors[owner][name])
+                    gradients.append(parameter.grad)
+        if sums:
+            torch._foreach_add_(sums, gradients)
 
     def absolute(self) -> dict[str, float]:
         rows = {o: [[t.abs().sum() for t in own.values()]] for o, own in self.tensors.items()}
