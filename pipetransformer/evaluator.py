@@ -103,7 +103,9 @@ class Evaluator:
             feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
         feed.follow_prefix()
         stage = self._deployment.active_stage
+        feed.prefix.look_closely()
         stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
+        feed.prefix.look_closely()  # When training goes on.
         if feed is not self.feed:
             feed.close()
         for totals in gather_json(own.totals, group=self._world.group):

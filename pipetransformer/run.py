@@ -62,6 +62,8 @@ from pipetransformer.refusals import (
     check_world,
     probe_evaluation,
     probe_sublayers,
+    refuse_captured,
+    refuse_differing_ranks,
     refuse_model,
     warn_of_low_weights,
 )
@@ -93,7 +95,7 @@ class Run:
     ) -> None:
         config, layered, policy = make_config(settings), adapt(model), as_policy(freeze)
         self.task, traits = _describe(layered, loss_fn, optimizer, config, policy)
-        task = self.task
+        task, self._optimizer_settings = self.task, traits.settings
         # The loss that the model itself returns is not smoothed.
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
@@ -294,6 +296,12 @@ class Run:
             give_back_freed_memory()
 
     def _refuse_what_runs_wrongly(self, trains: bool) -> None:
+        data, evaluated = {"train_dataset": self.feed.samples}, self.evaluator.feed
+        if evaluated is not None:
+            data["eval_dataset"] = evaluated.samples
+        refuse_differing_ranks(
+            self.task, self.world, optimizer=self._optimizer_settings, data=data
+        )
         if self._caches:
             self.feed.look_for_randomness()
         self.feed.warn_of_padding()
@@ -302,7 +310,7 @@ class Run:
         self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)
-        config, evaluated = self.task.config, self.evaluator.feed
+        config = self.task.config
         evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
         if trains and evaluates and evaluated is not None:
             probe_evaluation(self.task, self.world, evaluated.read)
@@ -368,6 +376,8 @@ def _describe(
         # Every step needs the gradient's norm anyway.
         policy.signals | set(config.signals) | {"gradient_norm"},
     )
+    if world_size() > 1:
+        refuse_captured(task.loss_fn, layered.model)
     return task, traits
 
 

@@ -95,6 +95,7 @@ class LayeredModel:
         self._slots = _find_slots(model, self.sublayers)
         self._guards: dict[int, list[RemovableHandle]] = {}
         self._flags = _mode_flags(model, self.sublayers)
+        self.plainly_random: set[int] = set()
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from pipetransformer.adapters.transformer import (
     Residual,
     qualified_name,
     refuse_checkpointing,
+    refuse_replaced,
     require_class,
     transformer_sublayers,
 )
@@ -38,6 +39,7 @@ def build(model: Any) -> LayeredModel:
         )
     refuse_checkpointing(model)
     require_class(f"{MODULE}.Block", *model.blocks)
+    refuse_replaced(model)
     blocks = [
         (
             Residual(block.norm1, block.attn, block.ls1, block.drop_path1),

@@ -109,13 +109,32 @@ def qualified_name(kind: type[Any] | FunctionType) -> str:
 def require_class(name: str, *modules: nn.Module) -> None:
     """Raise a TypeError for a module that is not exactly of the class "module.Class".
 
-    A subclass may have another forward than the one its wrappers stand for.
+    A subclass may have another forward than the one its wrappers stand for, and so may an object
+    that was given methods of its own.
     """
-    for found in (qualified_name(type(module)) for module in modules):
-        if found != name:
+    for module in modules:
+        if (found := qualified_name(type(module))) != name:
             raise TypeError(
                 f"the model holds a {found} where its adapter can take apart a {name} only; build "
                 "a LayeredModel for this model yourself"
+            )
+        refuse_replaced(module)
+
+
+def refuse_replaced(*modules: nn.Module) -> None:
+    """Raise a TypeError for a module with methods of its own, which would not be called.
+
+    They are those that its class has, too, as where `forward` was replaced on the object.
+    """
+    for module in modules:
+        own = (name for name, value in vars(module).items() if callable(value))
+        if name := next(
+            (name for name in own if callable(getattr(type(module), name, None))), None
+        ):
+            raise TypeError(
+                f"{name} of a {type(module).__name__} was replaced, but its parts are called one "
+                "by one, so that this would have no effect: build a LayeredModel for this model "
+                "yourself"
             )
 
 
@@ -126,6 +145,15 @@ def refuse_checkpointing(model: nn.Module) -> None:
         raise ValueError(
             f"gradient checkpointing of this {type(model).__name__} is on, but would "
             "have no effect here, as sublayers are called one by one; switch it off"
+        )
+
+
+def refuse_own_loss(model: Any) -> None:
+    """Raise a ValueError if a transformers model was given a loss, which would not be called."""
+    if hasattr(model, "_loss_function"):
+        raise ValueError(
+            "model.loss_function was set, and would not be called; give loss_fn= to "
+            "pipetransformer.Trainer"
         )
 
 

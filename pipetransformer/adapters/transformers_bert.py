@@ -45,6 +45,7 @@ def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
     encoder = family.encoder_of(model)
     refuse_text_settings(model)
     layers = encoder.encoder.layer
+    require_class(family.qualified("Encoder"), encoder.encoder)
     require_class(family.qualified("Layer"), *layers)
     blocks = [(_Attention(layer), _FeedForward(layer)) for layer in layers]
     embeddings = encoder.embeddings
@@ -61,7 +62,9 @@ def _build_distilled(family: Family, task: TextTask, model: Any) -> LayeredModel
     encoder = family.encoder_of(model)
     refuse_text_settings(model)
     layers = encoder.transformer.layer
-    require_class("transformers.models.distilbert.modeling_distilbert.TransformerBlock", *layers)
+    module = "transformers.models.distilbert.modeling_distilbert"
+    require_class(f"{module}.Transformer", encoder.transformer)
+    require_class(f"{module}.TransformerBlock", *layers)
     blocks = [
         (_DistilledAttention(layer), nn.Sequential(Residual(layer.ffn), layer.output_layer_norm))
         for layer in layers

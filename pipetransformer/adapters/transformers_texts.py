@@ -16,6 +16,7 @@ from pipetransformer.adapters.transformer import (
     Family,
     classification_loss,
     refuse_checkpointing,
+    refuse_own_loss,
 )
 from pipetransformer.loss import Loss, sum_over_targets
 
@@ -121,6 +122,7 @@ def text_builders(build: Build, *families: Family) -> Builders:
 def refuse_text_settings(model: Any) -> None:
     """Raise a ValueError for settings that sublayers, called one by one, would not follow."""
     refuse_checkpointing(model)
+    refuse_own_loss(model)
     config = model.config
     if getattr(config, "is_decoder", False):
         raise ValueError(

@@ -16,6 +16,7 @@ from pipetransformer.adapters.transformer import (
     Residual,
     classification_loss,
     refuse_checkpointing,
+    refuse_own_loss,
     require_class,
     transformer_sublayers,
 )
@@ -59,11 +60,7 @@ def _build_dino(family: Family, model: Any) -> LayeredModel:
 
 def _classifier(model: Any, sublayers: tuple[Sublayer, ...]) -> LayeredModel:
     refuse_checkpointing(model)
-    if hasattr(model, "_loss_function"):
-        raise ValueError(
-            "model.loss_function was set, and would not be called; give loss_fn= to "
-            "pipetransformer.Trainer"
-        )
+    refuse_own_loss(model)
     return LayeredModel(
         model,
         sublayers,

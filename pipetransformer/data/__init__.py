@@ -12,10 +12,12 @@ from pipetransformer.data.samples import (
     check_dataset,
     own_random_numbers,
     part_of,
+    seed_plainly,
 )
 from pipetransformer.data.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "Samples",
     "SizedDataset", "check_dataset", "own_random_numbers", "part_of", "read_lengths",
+    "seed_plainly",
 ]  # fmt: skip

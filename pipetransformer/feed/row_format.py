@@ -39,6 +39,7 @@ class RowFormat:
         self.content = RowContent(())
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
+        self._pads_elsewhere = False
 
     def unstored_content(self) -> RowContent:
         """Return what is kept of samples where no store holds them."""
@@ -92,7 +93,8 @@ class RowFormat:
         behind a sample's end is without effect.
         """
         self._compare_samples()
-        return bool(self._trouble) and self._task.model.padding_mask is None
+        of_no_mask = self._task.model.padding_mask is None
+        return bool(self._trouble) and (of_no_mask or self._pads_elsewhere)
 
     def _find(self) -> list[Any] | None:
         """Run one sample through the prefix; return plain values that describe its row.
@@ -151,6 +153,7 @@ class RowFormat:
                 f"samples have unequal shapes of {names}, and collate_fn does not pad "
                 f"{odd or [mask]} behind a sample's end, {mask!r} with zeros"
             )
+            self._pads_elsewhere = True
             return
         most = singly[-1][mask].shape[1]
         self._positions = Positions(mask, (HIDDEN, *names), most, padding)

@@ -50,11 +50,11 @@ class SampleFeed:
     ) -> None:
         self.prefix = prefix
         self.dataset = samples.dataset
-        self._samples, self._task, self._world = samples, prefix.task, world
+        self.samples, self._task, self._world = samples, prefix.task, world
         self._to_come, self._followed = to_come, FollowedFetches(to_come)
         config = prefix.task.config
         self._foreseen = ForeseenSamples(
-            self._samples,
+            self.samples,
             self._requests,
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor,
@@ -63,15 +63,15 @@ class SampleFeed:
         )
         self._chunk_size = config.prefix_chunk_of(world.size)
         self._num_views = keeps
-        self._generation = -1
-        self._rows = RowFormat(prefix, world, self._samples, chunk_size=self._chunk_size)
+        self._generation = self._epoch = -1
+        self._rows = RowFormat(prefix, world, self.samples, chunk_size=self._chunk_size)
         self._store: RowStore | None = None
         self._cache: PrefixCache | None = None
         self._gave_up = keeps == 0
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""
-        return self._samples.collation.unused(self.dataset[0])
+        return self.samples.collation.unused(self.dataset[0])
 
     def warn_of_padding(self) -> None:
         """Say where the replicas' paddings make a difference."""
@@ -95,8 +95,8 @@ class SampleFeed:
             ValueError: on every rank: fixed views were asked for, and there are none.
         """
         views = self._task.config.cache_views is not None
-        varies = self._samples.vary_between_reads(same_seed=views)
-        told = varies, not varies and self._samples.mix_in_batches()
+        varies = self.samples.vary_between_reads(same_seed=views)
+        told = varies, not varies and self.samples.mix_in_batches()
         varies, mix = map(any, zip(*gather_json(told, group=self._world.group), strict=True))
         if not varies and not mix:
             return
@@ -136,7 +136,7 @@ class SampleFeed:
 
     def read(self, ids: Tensor) -> Batch:
         """Read samples to measure by; ids may exceed their number."""
-        return self._samples.probe((ids % len(self.dataset)).tolist())
+        return self.samples.probe((ids % len(self.dataset)).tolist())
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.
@@ -145,6 +145,9 @@ class SampleFeed:
             epoch: of the run.
             is_last: whether no sample is asked for again in the view that it has now.
         """
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.prefix.look_closely()
         return Rows(self, epoch, keeps=not is_last)
 
     def follow_prefix(self) -> None:
@@ -238,7 +241,7 @@ class SampleFeed:
         """Return those later samples, and their rows, which may be read together with others: all,
         unless a sample depends in unknown ways on those with which it is collated.
         """
-        is_stacked = self._samples.collation.function is None
+        is_stacked = self.samples.collation.function is None
         if not is_stacked and self._rows.content.positions is None:
             ids = ids[:0]
         return ids, self.row_ids(ids, epoch)

@@ -16,9 +16,15 @@ from pipetransformer.loss.joined import (
     sum_over_targets,
 )
 from pipetransformer.loss.loss_scale import LossScale
-from pipetransformer.loss.split_probe import SplitProbe, random_state, refuse_split
+from pipetransformer.loss.split_probe import (
+    SplitProbe,
+    plain_random_state,
+    random_state,
+    refuse_split,
+)
 
 __all__ = [
     "Loss", "LossFunction", "LossScale", "LossValue", "SplitProbe", "as_sum_and_count",
-    "choose_loss", "mean_of", "random_state", "refuse_split", "smooth_labels", "sum_over_targets",
+    "choose_loss", "mean_of", "plain_random_state", "random_state", "refuse_split",
+    "smooth_labels", "sum_over_targets",
 ]  # fmt: skip

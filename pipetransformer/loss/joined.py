@@ -191,7 +191,8 @@ def mean_of(total: float, count: float) -> float:
 def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
     """Return a loss's value over some samples as (sum, count), which add up over parts."""
     if isinstance(value, tuple):
-        return float(value[0].detach()), float(value[1])
+        total, count = (one.detach() if isinstance(one, Tensor) else one for one in value)
+        return float(total), float(count)
     return float(value.detach()) * num_samples, float(num_samples)
 
 

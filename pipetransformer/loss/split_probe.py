@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -214,4 +216,11 @@ def random_state(device: torch.device) -> bytes:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    return b"".join(state.numpy().tobytes() for state in states)
+    return b"".join([*(state.numpy().tobytes() for state in states), plain_random_state()])
+
+
+def plain_random_state() -> bytes:
+    """Return the state of Python's and numpy's generators."""
+    numpys: dict[str, Any] = np.random.get_state(legacy=False)
+    state = numpys["state"]
+    return repr((random.getstate(), state["pos"])).encode() + bytes(state["key"])

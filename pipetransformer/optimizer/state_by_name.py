@@ -61,6 +61,9 @@ def put_state(
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for key, value in flat.items():
         name, _, entry = key.rpartition("/")
+        while name and name not in parameters:  # An entry's name may have slashes, too.
+            name, _, more = name.rpartition("/")
+            entry = f"{more}/{entry}"
         parameter = parameters[name]
         state = optimizer.state[parameter]
         if entry.endswith(_NUMBER):

@@ -34,11 +34,13 @@ class OptimizerTraits:
         name: its class, "module.Class"; "" where nothing trains.
         peak_learning_rate: of the first parameter group, as built.
         entries: what it keeps for its parameters, as `take_state` names it.
+        settings: of its parameter groups, spelled.
     """
 
     name: str
     peak_learning_rate: float
     entries: tuple[str, ...]
+    settings: str = ""
 
 
 def try_optimizer(
@@ -90,7 +92,9 @@ def try_optimizer(
         )
     state = take_state(going_on.optimizer, going_on.parameters)
     entries = tuple(sorted({key.rpartition("/")[2] for key in state}))
-    return OptimizerTraits(going_on.name, going_on.learning_rate, entries)
+    groups = going_on.optimizer.param_groups
+    settings = _spell([{**group, "params": len(group["params"])} for group in groups])
+    return OptimizerTraits(going_on.name, going_on.learning_rate, entries, settings)
 
 
 def _compare(one: _Trial, other: _Trial, how: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, named_tensors, refuse_hooks
+from pipetransformer.loss import Loss
+from pipetransformer.refusals.held_values import attributes_of, held_tensors
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -80,17 +82,49 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _refuse_references(model: nn.Module) -> None:
-    """Refuse plain attributes that hold a parameter: they keep the old one where it moves."""
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    """Refuse plain attributes that hold a parameter, or a view of one: they keep the old one
+    where it moves.
+    """
+    names = _names_by_memory(model)
     for owner, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            held = () if attribute.startswith("_") else _held(value)
-            if name := next((names[id(one)] for one in held if id(one) in names), None):
+        for attribute, value in attributes_of(module).items():
+            if name := _first_named(names, value):
                 raise ValueError(
                     f"attribute {attribute!r} of {owner!r} holds {name!r} beside the module that "
                     "owns it, and would keep the old one where that moves; read it from its "
                     "module in forward, or use nn.ParameterList"
                 )
+
+
+def refuse_captured(loss: Loss, model: nn.Module) -> None:
+    """Refuse a loss that holds parameters of the model, where these move and others train copies.
+
+    Raises:
+        ValueError: the message names one.
+    """
+    names, function = _names_by_memory(model), loss.function
+    parts = function.modules() if isinstance(function, nn.Module) else ()
+    for value in (function, *(attributes_of(part) for part in parts)):
+        if name := _first_named(names, value):
+            raise ValueError(
+                f"the loss {loss.name!r} has captured {name!r}, and would go on with what that "
+                "was at the start, without its gradient, as parameters move between processes: "
+                "decay weights by the optimizer, or compute a penalty in the last layer's forward"
+            )
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, str]:
+    return {
+        tensor.untyped_storage().data_ptr(): name
+        for name, tensor in named_tensors(model).items()
+        if tensor.numel() and not tensor.is_meta
+    }
+
+
+def _first_named(names: Mapping[int, str], value: Any) -> str | None:
+    """Return the name of the first tensor that a value holds, or holds a view of."""
+    found = (one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse)
+    return next((names[memory] for memory in found if memory in names), None)
 
 
 def _refuse_module_hooks(model: LayeredModel) -> None:
@@ -150,12 +184,3 @@ def _extent_bytes(tensor: Tensor) -> int:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     return (last + 1) * tensor.element_size()
-
-
-def _held(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield a plain value, or those within a list, tuple or mapping, which may hold itself."""
-    if not isinstance(value, (list, tuple, Mapping)):
-        yield value
-    elif id(value) not in around:
-        for member in value.values() if isinstance(value, Mapping) else value:
-            yield from _held(member, (*around, id(value)))

@@ -17,18 +17,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autopipe.profile import left_as_found
 from pipetransformer.adapters import find_changed
 from pipetransformer.data import Batch, part_of
 from pipetransformer.job import Task, modes_of, set_modes
-from pipetransformer.loss import random_state, refuse_split
+from pipetransformer.loss import plain_random_state, random_state, refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
+from pipetransformer.refusals.held_values import attributes_of, held
 from pipetransformer.stage import written_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,8 +39,8 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
 """For what is computed in low precision."""
-_Numbers: TypeAlias = dict[tuple[nn.Module, str], float]
-"""Numbers by the module that holds them, and the attribute's name."""
+_Numbers: TypeAlias = dict[tuple[nn.Module, str], tuple[float, ...]]
+"""Numbers by the module that holds them, however deep, and the attribute's name."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Of errors that keep their kind where a sublayer's name is added."""
 
@@ -126,9 +128,12 @@ class _Probe:
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
                 before, numbers = random_state(self.device), _numbers_of(sublayer.module)
+                plain = plain_random_state()
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
                     self.is_random = sublayer.name
+                if plain_random_state() != plain:
+                    model.plainly_random.add(index)
                 if _numbers_of(sublayer.module) != numbers:
                     self._refuse_counter(index, hidden, batch, numbers)
                 if trains and isinstance(hidden, Tensor):
@@ -156,8 +161,9 @@ class _Probe:
         once = _numbers_of(sublayer.module)
         self._call(index, value, batch)
         twice = _numbers_of(sublayer.module)
-        for (module, name), number in numbers.items():
-            setattr(module, name, number)
+        for (module, name), (number, *_) in numbers.items():
+            if isinstance(vars(module)[name], (int, float)):
+                setattr(module, name, number)
         if changed := [key for key in twice if twice[key] != once.get(key)]:
             module, name = changed[0]
             raise ValueError(
@@ -203,17 +209,26 @@ class _Probe:
 
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
         # A copy, on which a layer may work in place.
-        given = value.clone() if isinstance(value, Tensor) else value
+        given = tree_map(torch.clone, value)
+        sides = batch if isinstance(given, Tensor) else given
+        model, before = self.task.model, {name: side._version for name, side in sides.items()}
         try:
-            return self.task.call(index, given, sides=batch)
+            output = self.task.call(index, given, sides=sides)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             raise kind(
-                f"sublayer {self.task.model.sublayers[index].name!r} fails for the input "
+                f"sublayer {model.sublayers[index].name!r} fails for the input "
                 f"{_described(value)}: {error}"
             ) from error
+        for name in model.sides_of(0, len(model.sublayers)):
+            if name in sides and sides[name]._version != before[name]:
+                raise ValueError(
+                    f"sublayer {model.sublayers[index].name!r} writes into {name!r}, which other "
+                    "stages and the cache have as it was given: let it write into a copy"
+                )
+        return output
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         if one.shape != other.shape or one.numel() == 0:
@@ -247,13 +262,17 @@ class _Probe:
 
 
 def _numbers_of(module: nn.Module) -> _Numbers:
-    """Return the plain numbers that a module and those within it hold."""
+    """Return the plain numbers that a module and those within it hold, in lists, too."""
     return {
-        (part, name): value
+        (part, name): numbers
         for part in module.modules()
-        for name, value in vars(part).items()
-        if isinstance(value, (int, float)) and name != "training" and value == value
+        for name, value in attributes_of(part).items()
+        if (numbers := tuple(one for one in held(value) if _is_number(one)))
     }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == value
 
 
 def _described(value: Tensor | Batch) -> str:

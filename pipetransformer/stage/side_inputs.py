@@ -100,14 +100,17 @@ class SideReceiver:
         rows, entries = self._receivers[number].receive(micro_batch), {}
         parts = rows.split([_row_bytes(spec) for spec in specs.values()], dim=1)
         for (name, spec), part in zip(specs.items(), parts, strict=True):
-            # A copy starts at an aligned address; a slice of one row would stay where it is.
-            part = part.clone(memory_format=torch.contiguous_format)
-            entries[name] = part.view(getattr(torch, spec.dtype)).view(len(rows), *spec.shape)
+            # Fresh memory is aligned; a slice of one row would stay where it is.
+            entry = torch.empty(len(rows), *spec.shape, dtype=getattr(torch, spec.dtype))
+            if entry.numel():
+                _as_bytes(entry).copy_(part)
+            entries[name] = entry
         return entries
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(len(tensor), -1).view(torch.uint8)
+    width = math.prod(tensor.shape[1:])
+    return tensor.detach().contiguous().view(len(tensor), width).view(torch.uint8)
 
 
 def _row_bytes(spec: TensorSpec) -> int:

@@ -16,7 +16,7 @@ from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
 from freeze.signals import gram
 from pipetransformer.config import Metric
-from pipetransformer.data import Batch
+from pipetransformer.data import Batch, seed_plainly
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import SplitProbe, as_sum_and_count
@@ -224,6 +224,11 @@ class TrainWork(LayerWork):
         torch.default_generator.manual_seed(seed)
         if self.layers.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+        model = self.layers.task.model
+        # What is not known to draw from them finds other numbers in each micro-batch; the last
+        # one's are the loss's, too.
+        if index in (self.layers.indices.start, len(model.sublayers) - 1, *model.plainly_random):
+            seed_plainly(seed)
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return the micro-batch's part of the step's mean loss, times the loss scale.
@@ -239,6 +244,11 @@ class TrainWork(LayerWork):
         num_samples = len(output)
         if isinstance(loss, tuple):
             total, count = loss
+            if isinstance(count, Tensor) and count.requires_grad:
+                raise ValueError(
+                    "the count of the loss's (sum, count) has a gradient, which would be lost: "
+                    "detach it where it is a weight, or return a mean"
+                )
             self.losses.append((_precise(total), _precise(count)))
             return total / self._divisor
         if loss.ndim != 0:
@@ -286,7 +296,13 @@ class EvaluationWork(LayerWork):
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=task.loss_fn.ignore_index)
         for name, metric in metrics.items():
+            before = output._version
             self._results.add(name, *_sum_and_count(name, metric(output, target)))
+            if output._version != before:
+                raise ValueError(
+                    f"metric {name!r} writes into the output, which the loss and other metrics "
+                    "are still to see: let it work on a copy"
+                )
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = task.loss_fn(output, target)

@@ -1,0 +1,106 @@
+"""Refuse ranks that were given different things: they would train on, and drift apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autodp import gather_json
+from pipetransformer.adapters import named_tensors
+from pipetransformer.data import Samples
+from pipetransformer.durable_files import hash_json
+from pipetransformer.job import Task
+from pipetransformer.processes import World, agree
+from pipetransformer.refusals.held_values import attributes_of, held
+
+_OF_A_PROCESS = {
+    "cache_folder", "device", "folder", "label", "memory_limit_bytes", "num_workers", "pin_memory",
+    "prefetch_factor", "progress", "resume", "setup_timeout_s", "step_timeout_s",
+}  # fmt: skip
+"""Settings that may differ, as nothing that is learned depends on them."""
+_NUM_SAMPLES, _ABSENT = 4, "absent"
+
+
+def refuse_differing_ranks(
+    task: Task, world: World, *, optimizer: str, data: Mapping[str, Samples]
+) -> None:
+    """Compare settings, optimizer, data and what the model holds unregistered. Collective.
+
+    Args:
+        optimizer: its groups' settings, spelled.
+        data: by the argument's name.
+    Raises:
+        ValueError: on every rank: it names what differs first.
+    """
+    if world.group is None:
+        return
+    facts = agree(lambda: dict(_facts(task, optimizer, data)), group=world.group)
+    found = gather_json(facts, group=world.group)
+    for what, advice in (item for one in found for item in ((k, v[1]) for k, v in one.items())):
+        values = [one[what][0] if what in one else _ABSENT for one in found]
+        # What changes from read to read on one rank says nothing.
+        if None not in values and any(value != values[0] for value in values):
+            raise ValueError(f"{what} differs from rank to rank ({_shortened(values)}); {advice}")
+
+
+def _facts(
+    task: Task, optimizer: str, data: Mapping[str, Samples]
+) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield what must be equal, by its name, with what to do where it is not."""
+    advice = "give all ranks the same: samples are shared out, and random numbers drawn, for all"
+    for name, value in task.config.plain().items():
+        if name not in _OF_A_PROCESS:
+            yield f"setting {name!r}", (str(value), advice)
+    yield "what optimizer= builds", (optimizer, advice)
+    yield "loss_fn=", (task.loss_fn.name, advice)
+    yield "the set of parameters that train", (hash_json(sorted(task.trainable)), advice)
+    for name, samples in data.items():
+        yield f"the length of {name}", (len(samples.dataset), advice)
+        for index in samples.spread(_NUM_SAMPLES):
+            once, again = (_digest(samples.probe([index]).items()) for _ in range(2))
+            yield (
+                f"sample {index} of {name}",
+                (
+                    once if once == again else None,
+                    "give all ranks the same data set, split with a fixed seed: it is shared out",
+                ),
+            )
+    for name, digest in _unregistered(task.model.model):
+        yield (
+            f"attribute {name}, which is not registered,",
+            (digest, "make it a buffer or a module, so that rank 0's counts"),
+        )
+
+
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield digests of the tensors that modules hold in plain attributes, by name."""
+    for owner, module in model.named_modules():
+        for name, value in attributes_of(module).items():
+            tensors: list[tuple[str, Tensor]] = []
+            for one in held(value):
+                if isinstance(one, Tensor):
+                    tensors.append(("", one))
+                elif isinstance(one, nn.Module) and one is not model:
+                    tensors += named_tensors(one).items()
+            if tensors:
+                yield f"{name!r} of {owner or type(module).__name__!r}", _digest(tensors)
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors:
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        if not tensor.is_meta and not tensor.is_sparse:
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            found.update(flat.numpy().tobytes())
+    return found.hexdigest()
+
+
+def _shortened(values: list[Any]) -> str:
+    text = ", ".join(map(str, values))
+    return text if len(text) < 200 else f"{text[:200]} ..."
