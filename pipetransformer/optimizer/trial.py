@@ -26,6 +26,14 @@ _LOUD = 100.0
 them is theirs."""
 
 
+_TORCHS = {
+    *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
+    "_need_device_dtype_check_for_fused", "_opt_called", "_step_count",
+    "_warned_capturable_if_run_uncaptured",
+}  # fmt: skip
+"""Attributes of an optimizer that torch keeps itself: groups, state, calls and hooks."""
+
+
 @dataclass(frozen=True)
 class OptimizerTraits:
     """Describe the optimizer that a factory builds.
@@ -173,9 +181,8 @@ class _Trial:
             f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
             for key in keys
         }
-        # torch's own bookkeeping of calls and hooks.
         for key, value in vars(self.optimizer).items():
-            if key not in ("param_groups", "state", "defaults") and not key.startswith("_"):
+            if key not in _TORCHS:
                 spelled[f"the attribute {key!r}"] = _spell(value)
         return spelled
 

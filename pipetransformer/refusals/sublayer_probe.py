@@ -39,7 +39,7 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
 """For what is computed in low precision."""
-_Numbers: TypeAlias = dict[tuple[nn.Module, str], tuple[float, ...]]
+_Numbers: TypeAlias = dict[tuple[nn.Module | None, str], tuple[float, ...]]
 """Numbers by the module that holds them, however deep, and the attribute's name."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Of errors that keep their kind where a sublayer's name is added."""
@@ -112,7 +112,22 @@ class _Probe:
         for index, expected in enumerate(first):
             self._compare(index, inputs, batch, expected)
             inputs = expected
-        refuse_split(self.task.loss_fn, first[-1], self.task.model.targets_of(batch))
+        self._try_loss(first[-1], self.task.model.targets_of(batch))
+
+    def _try_loss(self, output: Tensor, target: Any) -> None:
+        """Refuse a loss that depends on how a batch is split, or counts its calls."""
+        loss = self.task.loss_fn
+        before = _numbers_of(loss.function)
+        refuse_split(loss, output, target)
+        once = _numbers_of(loss.function)
+        if once != before:
+            refuse_split(loss, output, target)
+        if _numbers_of(loss.function) != once:
+            raise ValueError(
+                f"the loss {loss.name!r} changes a number that it holds in every call; here it is "
+                "called for every micro-batch, and to be tried, so that such a number counts no "
+                "steps: change it in a callback's on_step_end instead"
+            )
 
     def run_evaluation(self) -> None:
         """Run forwards and the loss as an evaluation does."""
@@ -261,11 +276,15 @@ class _Probe:
             raise ValueError(written_text(written, model.sublayers[index].name))
 
 
-def _numbers_of(module: nn.Module) -> _Numbers:
-    """Return the plain numbers that a module and those within it hold, in lists, too."""
+def _numbers_of(holder: Any) -> _Numbers:
+    """Return the plain numbers that a module and those within it hold, in lists, too; or those
+    that a function has captured.
+    """
+    if not isinstance(holder, nn.Module):
+        return {(None, ""): tuple(one for one in held(holder) if _is_number(one))}
     return {
         (part, name): numbers
-        for part in module.modules()
+        for part in holder.modules()
         for name, value in attributes_of(part).items()
         if (numbers := tuple(one for one in held(value) if _is_number(one)))
     }
