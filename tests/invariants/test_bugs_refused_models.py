@@ -308,7 +308,10 @@ def averaged(named: Named) -> Optimizer:
     ("optimizer", "message"),
     [
         (by_position, "updates '.*' in another way where it does not train the other"),
-        (lambda named: Secret([p for _, p in named], lr=0.1), "in another way once it is built"),
+        (
+            lambda named: Secret([p for _, p in named], lr=0.1),
+            "keeps the attribute '_t' beside the state",
+        ),
         (lambda named: Wrapping([p for _, p in named]), "in another way once it is built anew"),
         (averaged, "in another way once it is built anew"),
         (lambda named: SGD([p for n, p in named if n.startswith("5")], lr=0.1), "fails for the"),
