@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
+from pipetransformer.durable_files import hash_json
 from pipetransformer.forecast import Place, answers_text, find_plan, make_request
+
+_OPTIONS_FILE, _NUM_SAMPLES = "options.json", 64
+_MAY_CHANGE = {
+    "output_dir", "recipe", "processes", "pipeline_length", "max_replicas", "micro_batches",
+    "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs",
+}  # fmt: skip
+"""Options with which a killed run may go on, as nothing but rounding depends on them."""
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -101,8 +111,39 @@ def _as_set(trainer: Trainer, profile: Profile, request: PlanRequest) -> PlanReq
     )
 
 
+def refuse_other_options(options: RunOptions, workload: Workload) -> None:
+    """Refuse to go on with a killed run that was asked for otherwise; note what this one is.
+
+    Raises:
+        ValueError: options, or some of the training samples, are others.
+    """
+    folder = Path(options.output_dir)
+    given = {
+        k: v for k, v in {**asdict(options), **workload.options}.items() if k not in _MAY_CHANGE
+    }
+    num = len(workload.train_dataset)
+    chosen = sorted({n * (num - 1) // (_NUM_SAMPLES - 1) for n in range(_NUM_SAMPLES)})
+    if not workload.num_views:  # Else an image is another in each view.
+        given["training samples"] = hash_json([repr(workload.train_dataset[i]) for i in chosen])
+    given["number of training samples"] = num
+    asked: dict[str, Any] = json.loads(json.dumps(given))  # As they are read.
+    path = folder / _OPTIONS_FILE
+    if path.exists() and (folder / "run" / "checkpoints").exists():
+        had = json.loads(path.read_text())
+        if other := sorted(name for name in had | asked if had.get(name) != asked.get(name)):
+            raise ValueError(
+                f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
+                "a new --output_dir"
+            )
+    elif os.environ.get("RANK", "0") == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asked, indent=2) + "\n")
+
+
 def train(options: RunOptions, workload: Workload) -> None:
     """Fine-tune, evaluate, and write the results on rank 0."""
+    if not options.plan_only:
+        refuse_other_options(options, workload)
     folder, stops_early = Path(options.output_dir), options.baseline == "early-stop"
     further = {}
     if stops_early:

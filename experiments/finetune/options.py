@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -141,14 +142,34 @@ def check(options: RunOptions, specific: Any) -> None:
         raise ValueError(f"{folder}/run holds records of ours; give a new --output_dir")
 
 
+_LEAST = (
+    (
+        "num_train_epochs global_batch_size processes patience max_train_samples max_eval_samples "
+        "n_best_size max_answer_length image_size",
+        1,
+    ),
+    ("max_seq_length", 3),
+    (
+        "max_grad_norm weight_decay warmup_steps held_out_samples static_layers "
+        "evaluate_every_epochs checkpoint_every_epochs dataloader_num_workers doc_stride",
+        0,
+    ),
+)
+"""The least values of numeric options, by names."""
+
+
 def _check_values(options: RunOptions, specific: Any) -> None:
     """Refuse here what else would be refused behind the data, or not at all."""
-    for name in ("max_train_samples", "max_eval_samples", "n_best_size", "max_answer_length"):
-        value = getattr(specific, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; give at least 1")
-    if options.max_grad_norm < 0:
-        raise ValueError(f"--max_grad_norm is {options.max_grad_norm}; give 0 or more")
+    for owner in (options, specific):
+        for names, least in _LEAST:
+            for name in names.split():
+                value = getattr(owner, name, None)
+                if value is not None and not value >= least:  # Nor is it, where it is NaN.
+                    raise ValueError(f"--{name} is {value}; give at least {least}")
+    for name in ("learning_rate", "lora_learning_rate", "budget_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} is {value}; give a number above 0")
     if options.plan_only and options.scale_batch:
         raise ValueError("--plan_only plans for one global batch; leave --scale_batch out")
     named_schedule(options.lr_scheduler_type, warmup=options.warmup, learning_rate=1.0)

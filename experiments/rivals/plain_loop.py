@@ -136,6 +136,9 @@ class PlainLoop:
         self._freeze(self.step, epoch)
         for batch, part in islice(self._batches(ids), self.max_steps - self.step):
             loss = self._step(batch, part, self.step, is_last=is_last)
+            # In fp16 a step that overflows is left out.
+            if not math.isfinite(loss) and not self.scaler.is_enabled():
+                raise ValueError(f"step {self.step}: the loss is {loss}; lower --learning_rate")
             now = time.perf_counter()
             record = {"loss": loss, "frozen": self.frozen.depth, "seconds": now - begin}
             self.log.append({"kind": "step", "step": self.step, "epoch": epoch, **record})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,9 @@ class GlueTask:
             ValueError: the task has no such label.
         """
         if not self.classes:
-            return float(label)
+            if not math.isfinite(score := float(label)):
+                raise ValueError(f"the score {label!r} is no finite number")
+            return score
         if label not in self.classes:
             raise ValueError(f"the label {label!r} is none of {', '.join(self.classes)}")
         return self.classes.index(label)

@@ -76,6 +76,11 @@ class Images:
         if not isinstance(image, Image.Image):
             is_jpeg = isinstance(image, bytes)
             image = Image.open(io.BytesIO(image)) if is_jpeg else Image.fromarray(image)
+        if image.mode[0] in "IF":
+            raise ValueError(
+                f"image {index} has more than 8 bits a channel (mode {image.mode}), which would "
+                "turn white; convert it to 8 bits"
+            )
         return self._transform(image.convert("RGB")), int(self.labels[index])
 
 
@@ -218,7 +223,7 @@ def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
         ValueError: the folder does not hold the published files.
     """
     if path.suffix == ".npz":
-        return _read_npz(path, split)
+        return _read_npz(path, split, int(name.removeprefix("cifar")))
     try:
         found = CIFARS[name](path, train=split == "train")
     except RuntimeError as error:
@@ -229,15 +234,29 @@ def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
     return found.data, np.asarray(found.targets, np.int64)
 
 
-def _read_npz(path: Path, split: str) -> tuple[Any, Any]:
+def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
     with np.load(path) as file:  # numpy reads no pickles unless it is told to.
         arrays = {key: file[key] for key in file.files if key.startswith(split)}
-    labels = arrays[f"{split}_labels"] if f"{split}_labels" in arrays else arrays[f"{split}_y"]
+    known = (f"{split}_labels", f"{split}_y")
+    name = next((key for key in known if key in arrays), None)
+    if name is None:
+        raise ValueError(f"{path} has neither {' nor '.join(known)}; it has {sorted(arrays)}")
+    labels = arrays.pop(name).astype(np.int64).reshape(-1)
+    images: Any
     if f"{split}_offsets" in arrays:
-        data, offsets = arrays[f"{split}_data"], arrays[f"{split}_offsets"]
-        return _Jpegs(data, offsets), labels.astype(np.int64).reshape(-1)
-    key = next(k for k in arrays if k not in (f"{split}_labels", f"{split}_y"))
-    return arrays[key], labels.astype(np.int64).reshape(-1)
+        images = _Jpegs(arrays[f"{split}_data"], arrays[f"{split}_offsets"])
+        num = len(images.offsets) - 1
+    else:
+        images = next((one for one in arrays.values() if one.ndim == 4), None)
+        if images is None or images.dtype != np.uint8 or images.shape[3] != 3:
+            raise ValueError(f"{path} has no images of {split}: give (N, H, W, 3) uint8, or JPEGs")
+        num = len(images)
+    if num != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < num_classes):
+        raise ValueError(
+            f"{path} has {num} images of {split} and {len(labels)} labels; give one for each, of "
+            f"0 to {num_classes - 1}"
+        )
+    return images, labels
 
 
 @dataclass(frozen=True)

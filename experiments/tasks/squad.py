@@ -86,9 +86,24 @@ def read_questions(path: str | Path) -> list[Question]:
             raise ValueError(
                 f"{path}: the question {question['id']} has no answer; give a file of SQuAD 1.1"
             )
+    odd = [q["id"] for q in questions if not _stands_there(q)]
+    if odd:
+        raise ValueError(
+            f"{path}: of {len(odd)} questions, the first one {odd[0]}, an answer's text does not "
+            "stand where answer_start says; give starts in characters of the context"
+        )
     if twice := [one for one, num in Counter(q["id"] for q in questions).items() if num > 1]:
         raise ValueError(f"{path}: several questions have the id {twice[0]}; give each its own")
     return questions
+
+
+def _stands_there(question: Question) -> bool:
+    """Tell whether all answers are what the context has at their places."""
+    answers, context = question["answers"], question["context"]
+    return all(
+        text != "" and type(begin) is int and begin >= 0 and context.startswith(text, begin)
+        for text, begin in zip(answers["text"], answers["answer_start"], strict=True)
+    )
 
 
 def text_offsets(

@@ -108,7 +108,7 @@ def test_views_that_cannot_be_are_refused(
         (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
         (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
         (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
-        (("--max_grad_norm", "-1"), "--max_grad_norm is -1.0; give 0 or more"),
+        (("--max_grad_norm", "-1"), "--max_grad_norm is -1.0; give at least 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -231,7 +231,7 @@ def test_a_file_becomes_a_question_after_the_other(tmp_path: Path) -> None:
             "answers": {"text": ["two", "two three"], "answer_start": [4, 4]},
         }
     ]
-    article["paragraphs"].append({"context": "other", "qas": asked})  # type: ignore[attr-defined]
+    article["paragraphs"].append({"context": CONTEXT, "qas": asked})  # type: ignore[attr-defined]
     path.write_text(json.dumps({"version": "1.1", "data": [article]}))
     with pytest.raises(ValueError, match="several questions have the id q; give each its own"):
         read_questions(path)
