@@ -179,8 +179,7 @@ class PrefixCache:
                 batch = of_ids(loaded, wanted, ids)
             fresh = self._run(batch, first, last)
             if last == depth:
-                fresh = self._as_stored(fresh)
-                self._write(taken(kept_ids, chosen), fresh, depth)
+                fresh = self._kept(taken(kept_ids, chosen), fresh, depth)
             place(rows, positions, fresh, inverse)
         self._count(samples.found[:num], depth)
         return self._content.first(rows, num)
@@ -342,12 +341,13 @@ class PrefixCache:
                 kept[DIGEST] = batch[DIGEST] if DIGEST in batch else self._content.digests(batch)
             return {HIDDEN: torch.cat(parts), **kept}
 
-    def _as_stored(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Round as rows do: a sample is the same in every epoch, those in which it misses too."""
-        hidden = fresh[HIDDEN]
-        if self._store is None or self._content.dtype is None:
-            return fresh
-        return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
+    def _kept(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
+        """Round as rows do, and write: a sample is the same where it misses, too."""
+        if self._store is not None and self._content.dtype is not None:
+            hidden = fresh[HIDDEN]
+            fresh = {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
+        self._write(row_ids, fresh, depth)
+        return fresh
 
     def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
         if self._store is None or bool((row_ids >= self._store.num_rows).all()):

@@ -12,6 +12,7 @@ from typing import Any
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile
 from experiments.finetune.freezing import policy_of
+from experiments.finetune.killed_run import as_read, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
@@ -126,15 +127,10 @@ def refuse_other_options(options: RunOptions, workload: Workload) -> None:
     if not workload.num_views:  # Else an image is another in each view.
         given["training samples"] = hash_json([repr(workload.train_dataset[i]) for i in chosen])
     given["number of training samples"] = num
-    asked: dict[str, Any] = json.loads(json.dumps(given))  # As they are read.
+    asked = as_read(given)
     path = folder / _OPTIONS_FILE
     if path.exists() and (folder / "run" / "checkpoints").exists():
-        had = json.loads(path.read_text())
-        if other := sorted(name for name in had | asked if had.get(name) != asked.get(name)):
-            raise ValueError(
-                f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
-                "a new --output_dir"
-            )
+        refuse_others(folder, json.loads(path.read_text()), asked)
     elif os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asked, indent=2) + "\n")

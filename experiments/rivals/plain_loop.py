@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.baselines import KEEPS
+from experiments.finetune.killed_run import as_read, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
@@ -158,12 +159,7 @@ class PlainLoop:
                 self.max_steps = self._steps_in(self.options.budget_s or 0.0)
             return 0
         plain = read_plain(folder)
-        had, have = plain["options"], self._all_options()
-        if other := sorted(name for name in had | have if had.get(name) != have.get(name)):
-            raise ValueError(
-                f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
-                "a new --output_dir"
-            )
+        refuse_others(folder, plain["options"], self._all_options())
         restore_loop(folder, self.model, self.optimizer)
         self.scaler.load_state_dict(plain["scaler"])
         self.max_steps, self.log, self.step = plain["max_steps"], plain["log"], plain["step"]
@@ -185,9 +181,7 @@ class PlainLoop:
 
     def _all_options(self) -> dict[str, Any]:
         """Return what the run was asked for, but not where it is written."""
-        given = {**asdict(self.options), **self.workload.options, "output_dir": ""}
-        plain: dict[str, Any] = json.loads(json.dumps(given))  # As a saved run has them.
-        return plain
+        return as_read({**asdict(self.options), **self.workload.options, "output_dir": ""})
 
     def evaluate(self, dataset: Any) -> PredictionOutput:
         """Return outputs and metrics over a data set; every process goes through all of it."""

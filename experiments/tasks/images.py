@@ -204,8 +204,8 @@ def load_weights(model: Any, path: Path) -> None:
 def read_split(name: str, data: str, split: str, most: int | None) -> Split:
     """Read the "train" or "test" images of a data set, so many of them, chosen at random."""
     if name in CIFARS:
-        encoded, labels = _read_cifar(name, Path(data), split)
         classes = tuple(map(str, range(100 if name == "cifar100" else 10)))
+        encoded, labels = _read_cifar(name, Path(data), split, num_classes=len(classes))
     else:
         folder = Path(data, "train" if split == "train" else "val")
         tree = ImageFolder(folder, loader=lambda path: Image.open(path))
@@ -216,14 +216,14 @@ def read_split(name: str, data: str, split: str, most: int | None) -> Split:
     return Split(_Chosen(encoded, chosen), labels[chosen], chosen, classes)
 
 
-def _read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
+def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple[Any, Any]:
     """Read an npz file, or the Python version, whose files torchvision knows by their hashes.
 
     Raises:
         ValueError: the folder does not hold the published files.
     """
     if path.suffix == ".npz":
-        return _read_npz(path, split, int(name.removeprefix("cifar")))
+        return _read_npz(path, split, num_classes)
     try:
         found = CIFARS[name](path, train=split == "train")
     except RuntimeError as error:

@@ -62,6 +62,9 @@ class LayeredModel:
         targets: batch entries of the loss.
         loss_fn: the loss to take where the user gives none.
         unused: names of parameters and buffers that no forward reads (a pooler nobody asks).
+    Attributes:
+        plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
+            generators while they train.
     Raises:
         ValueError: a tensor is in no sublayer, in several (tied), or not the model's; a name is
             used twice; layers fall, skip a number, or leave the head no layer of its own.

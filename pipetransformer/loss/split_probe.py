@@ -212,7 +212,7 @@ def _joins(values: list[float], tolerance: float) -> bool:
 
 
 def random_state(device: torch.device) -> bytes:
-    """Return the state of the generators that layers and losses on a device draw from."""
+    """Tell states of the generators apart that layers and losses on a device draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -220,7 +220,7 @@ def random_state(device: torch.device) -> bytes:
 
 
 def plain_random_state() -> bytes:
-    """Return the state of Python's and numpy's generators."""
+    """Tell states of Python's and numpy's generators apart, within this process."""
     numpys: dict[str, Any] = np.random.get_state(legacy=False)
     state = numpys["state"]
-    return repr((random.getstate(), state["pos"])).encode() + bytes(state["key"])
+    return f"{hash(random.getstate())} {state['pos']} ".encode() + bytes(state["key"])

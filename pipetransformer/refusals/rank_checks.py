@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from autocache import chain_hash
 from autodp import gather_json
 from pipetransformer.adapters import named_tensors
 from pipetransformer.data import Samples
@@ -41,7 +39,8 @@ def refuse_differing_ranks(
         return
     facts = agree(lambda: dict(_facts(task, optimizer, data)), group=world.group)
     found = gather_json(facts, group=world.group)
-    for what, advice in (item for one in found for item in ((k, v[1]) for k, v in one.items())):
+    advised = {what: advice for one in found for what, (_, advice) in one.items()}
+    for what, advice in advised.items():
         values = [one[what][0] if what in one else _ABSENT for one in found]
         # What changes from read to read on one rank says nothing.
         if None not in values and any(value != values[0] for value in values):
@@ -63,18 +62,12 @@ def _facts(
         yield f"the length of {name}", (len(samples.dataset), advice)
         for index in samples.spread(_NUM_SAMPLES):
             once, again = (_digest(samples.probe([index]).items()) for _ in range(2))
-            yield (
-                f"sample {index} of {name}",
-                (
-                    once if once == again else None,
-                    "give all ranks the same data set, split with a fixed seed: it is shared out",
-                ),
-            )
+            told = once if once == again else None
+            split = "give all ranks the same data set, split with a fixed seed: it is shared out"
+            yield f"sample {index} of {name}", (told, split)
+    register = "make it a buffer or a module, so that rank 0's counts"
     for name, digest in _unregistered(task.model.model):
-        yield (
-            f"attribute {name}, which is not registered,",
-            (digest, "make it a buffer or a module, so that rank 0's counts"),
-        )
+        yield f"attribute {name}, which is not registered,", (digest, register)
 
 
 def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -92,13 +85,8 @@ def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    found = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors:
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        if not tensor.is_meta and not tensor.is_sparse:
-            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            found.update(flat.numpy().tobytes())
-    return found.hexdigest()
+    plain = ((n, t) for n, t in tensors if not t.is_meta and not t.is_sparse)
+    return f"{chain_hash(0, plain, mode=''):x}"
 
 
 def _shortened(values: list[Any]) -> str:

@@ -262,10 +262,12 @@ class Stage:
             program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
         )
         work.finish_step()
-        start = time.perf_counter()
         if self._world.device.type == "cuda":  # What was launched has yet to be computed.
+            start = time.perf_counter()
             torch.cuda.current_stream().synchronize()
-        return replace(report, compute_s=report.compute_s + time.perf_counter() - start)
+            computed_s = report.compute_s + time.perf_counter() - start
+            report = replace(report, compute_s=computed_s)
+        return report
 
     def _finish_gradients(self, sums: list[float], num_samples: int) -> tuple[float, float]:
         """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
