@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from experiments.finetune.options import RunOptions, option
-from experiments.finetune.script import run
-from experiments.tasks.glue import TASKS, TextSource, glue_workload
+from experiments.finetune.script import run, start
+from experiments.tasks.glue import TASKS, glue_workload
 from experiments.tasks.questions import questions_workload
 from experiments.tasks.smoke import make_glue, make_squad, make_text_model, smoke_folder
+from experiments.tasks.text_model import TextSource, num_positions
 from experiments.tasks.workload import Workload
 
 
@@ -43,14 +42,30 @@ class TextOptions:
         0, "of GLUE's training file, behind those that train, that are judged at the end, too"
     )
 
+    def check(self, _: RunOptions) -> None:
+        """Refuse what is no task, and options that it would ignore."""
+        if self.task not in (*TASKS, "squad"):
+            raise ValueError(f"--task is {self.task!r}; choose squad or one of {', '.join(TASKS)}")
+        if self.task == "squad":
+            if self.held_out_samples:
+                raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
+            if self.doc_stride > self.max_seq_length // 2:
+                raise ValueError(
+                    f"--doc_stride is {self.doc_stride}: windows of {self.max_seq_length} tokens "
+                    "would hardly advance; give at most half of --max_seq_length"
+                )
+            return
+        for name in ("doc_stride", "n_best_size", "max_answer_length"):
+            if getattr(self, name) != getattr(TextOptions, name):
+                raise ValueError(f"--{name} is for --task squad; leave it out")
+
 
 def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: the task is not known, there is no model, or it is too short.
+        ValueError: there is no model, or it is too short, or the data are not the task's.
     """
-    _check_task(options)
     model, data = options.model_name_or_path, options.data_dir
     if run_options.smoke:
         folder = smoke_folder(run_options.output_dir)
@@ -62,46 +77,28 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
             make_glue(options.task, Path(data))
     if model is None:
         raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
-    positions = AutoConfig.from_pretrained(model).max_position_embeddings
-    if options.max_seq_length > positions and not run_options.smoke:
+    positions = num_positions(model)
+    if options.max_seq_length > positions:
         raise ValueError(
             f"--max_seq_length is {options.max_seq_length}, but {model} has {positions} positions"
         )
     source = TextSource(
         model,
         data,
-        min(options.max_seq_length, 64) if run_options.smoke else options.max_seq_length,
+        options.max_seq_length,
         options.max_train_samples,
         options.max_eval_samples,
         run_options.seed,
         options.held_out_samples,
     )
     if options.task == "squad":
-        stride = min(options.doc_stride, 16) if run_options.smoke else options.doc_stride
-        if stride > source.max_length // 2:
-            raise ValueError(
-                f"--doc_stride is {stride}: windows of {source.max_length} tokens would hardly "
-                "advance; give at most half of --max_seq_length"
-            )
         return questions_workload(
             source,
-            stride=stride,
+            stride=options.doc_stride,
             num_best=options.n_best_size,
             max_answer_tokens=options.max_answer_length,
         )
     return glue_workload(options.task, source)
-
-
-def _check_task(options: TextOptions) -> None:
-    """Refuse what is no task, and options that it would ignore."""
-    if options.task not in (*TASKS, "squad"):
-        raise ValueError(f"--task is {options.task!r}; choose squad or one of {', '.join(TASKS)}")
-    if options.task == "squad" and options.held_out_samples:
-        raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
-    if options.task != "squad":
-        for name in ("doc_stride", "n_best_size", "max_answer_length"):
-            if getattr(options, name) != getattr(TextOptions, name):
-                raise ValueError(f"--{name} is for --task squad; leave it out")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,4 +107,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

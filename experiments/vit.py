@@ -15,7 +15,7 @@ from typing import Literal
 
 from experiments.finetune.baselines import KEEPS
 from experiments.finetune.options import RunOptions, option
-from experiments.finetune.script import run
+from experiments.finetune.script import run, start
 from experiments.tasks.images import CIFARS, ImageSource, image_workload
 from experiments.tasks.smoke import make_cifar, make_tree, smoke_folder
 from experiments.tasks.workload import Workload
@@ -39,23 +39,26 @@ class ImageOptions:
     max_train_samples: int | None = option(None, "images, chosen at random; all by default")
     max_eval_samples: int | None = option(None, "of the evaluation set")
 
+    def check(self, options: RunOptions) -> None:
+        """Refuse views that cannot be."""
+        if self.cache_views < 0 or (self.cache_views != 4 and not self.augment):
+            raise ValueError(f"--cache_views is {self.cache_views}; give 0 or more, and --augment")
+        if self.augment and not self.cache_views and options.baseline == KEEPS:
+            raise ValueError(
+                f"--baseline {KEEPS} would keep crops that never come again; leave it out"
+            )
+
 
 def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: there are no data, or they come in views that cannot be.
+        ValueError: there are no data, or they or the model are not what was named.
     """
-    if options.cache_views < 0 or (options.cache_views != 4 and not options.augment):
-        raise ValueError(f"--cache_views is {options.cache_views}; give 0 or more, and --augment")
-    if options.augment and not options.cache_views and run_options.baseline == KEEPS:
-        raise ValueError(
-            f"--baseline {KEEPS} would keep crops that never come again; leave it out"
-        )
     data, model, size = options.data, options.model_name_or_path, options.image_size
     if run_options.smoke:
         folder = smoke_folder(run_options.output_dir)
-        model, size = "vit_tiny_patch16_224", 32
+        model = "vit_tiny_patch16_224"
         is_cifar = options.dataset in CIFARS
         made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")
         data = str(made)
@@ -63,7 +66,7 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
         raise ValueError("--data is missing; give CIFAR's file or folder, or a tree of images")
     source = ImageSource(
         model,
-        options.weights,
+        None if run_options.smoke else options.weights,
         not run_options.smoke,
         data,
         size,
@@ -82,4 +85,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

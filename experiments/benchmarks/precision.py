@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.measuring.rounds import num_cores
-from experiments.tasks.glue import TextSource, glue_workload
+from experiments.tasks.glue import glue_workload
+from experiments.tasks.text_model import TextSource
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw
 

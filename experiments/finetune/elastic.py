@@ -12,7 +12,7 @@ from typing import Any
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile
 from experiments.finetune.freezing import policy_of
-from experiments.finetune.killed_run import as_read, refuse_others
+from experiments.finetune.killed_run import OPTIONS_FILE, as_read, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.tasks.workload import Workload
@@ -20,7 +20,7 @@ from pipetransformer import Trainer, named_optimizer
 from pipetransformer.durable_files import hash_json
 from pipetransformer.forecast import Place, answers_text, find_plan, make_request
 
-_OPTIONS_FILE, _NUM_SAMPLES = "options.json", 64
+_NUM_SAMPLES = 64
 _MAY_CHANGE = {
     "output_dir", "recipe", "processes", "pipeline_length", "max_replicas", "micro_batches",
     "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs",
@@ -53,7 +53,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
         "collate_fn": workload.collate_fn,
         "compute_metrics": workload.judge,
         "metrics": {},
-        "folder": None if options.plan_only else Path(options.output_dir, "run"),
+        "folder": None if options.plan_only else options.output_dir,
         "checkpoint_every_epochs": checkpoint_every,
         "resume": "auto" if checkpoint_every else False,
         "freeze_interval_steps": options.freeze_interval_steps,
@@ -127,11 +127,13 @@ def refuse_other_options(options: RunOptions, workload: Workload) -> None:
     if not workload.num_views:  # Else an image is another in each view.
         given["training samples"] = hash_json([repr(workload.train_dataset[i]) for i in chosen])
     given["number of training samples"] = num
-    asked = as_read(given)
-    path = folder / _OPTIONS_FILE
-    if path.exists() and (folder / "run" / "checkpoints").exists():
+    asked, is_first = as_read(given), os.environ.get("RANK", "0") == "0"
+    path = folder / OPTIONS_FILE
+    if path.exists() and (folder / "checkpoints").exists():
         refuse_others(folder, json.loads(path.read_text()), asked)
-    elif os.environ.get("RANK", "0") == "0":
+        if is_first:
+            print(f"{folder}: goes on with the run that was killed")
+    elif is_first:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asked, indent=2) + "\n")
 

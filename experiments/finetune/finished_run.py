@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipetransformer.report import latest_branch
+from pipetransformer.report import RECORDS_FILE, latest_branch
 
 Curve: TypeAlias = list[tuple[float, float]]
 """Seconds of training, and a metric then."""
@@ -47,7 +47,9 @@ class FinishedRun:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return its records, of ours or of a rival, without what a resume has discarded."""
-        return latest_branch(read_lines(records_file(self.folder)))
+        return latest_branch(
+            [json.loads(line) for line in (self.folder / RECORDS_FILE).read_text().splitlines()]
+        )
 
     def by_epoch(self, kind: str) -> list[dict[str, Any]]:
         """Return each epoch's last record of a kind."""
@@ -84,11 +86,6 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def draw_learning(curves: Mapping[str, Sequence[Curve]], path: Path, *, label: str) -> None:
     """Draw a metric over the seconds of training: a color for each name, a line for each run."""
     from matplotlib.figure import Figure  # Loaded where something is drawn.
@@ -105,9 +102,3 @@ def draw_learning(curves: Mapping[str, Sequence[Curve]], path: Path, *, label: s
     axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(path)
-
-
-def records_file(folder: Path) -> Path:
-    """Return where a run's records are: in `run` for ours, beside the summary for a rival."""
-    own = folder / "run" / "records.jsonl"
-    return own if own.exists() else folder / "records.jsonl"

@@ -20,7 +20,7 @@ def policy_of(freeze: str, replay: str | None) -> FreezePolicy:
         except ValueError as error:
             raise ValueError(f"--freeze: {error}") from error
     try:
-        return Replay(Path(replay, "run"))
+        return Replay(replay)
     except ValueError as error:
         raise ValueError(f"--replay repeats a run of ours: {error}") from error
 

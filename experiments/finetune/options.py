@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 from experiments.finetune.baselines import BASELINES, KEEPS, OF_ONE, PLAIN, split_taken, takes
 from experiments.finetune.freezing import policy_of, refuse_rest
+from experiments.finetune.killed_run import refuse_another_kind
 from freeze import POLICY_HELP
 from pipetransformer import named_schedule
 from pipetransformer.processes import world_size
@@ -57,7 +58,7 @@ class RunOptions:
     )
     replay: str | None = option(None, "a run's folder, whose freeze decisions are repeated")
     group_by_length: bool = option(False, "put texts of about equal lengths into a batch")
-    cache: bool = option(True, "keep the frozen layers' activations")
+    cache: bool = option(True, "whether the frozen layers' activations are kept")
     processes: int = option(1, "to start on this machine; torchrun starts them itself")
     memory_limit_bytes: int | None = option(None, "modelled bytes of a device slot")
     pipeline_length: int | None = option(None, "stages; the planner's choice by default")
@@ -116,12 +117,20 @@ def recipe_arguments(name: str) -> list[str]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe's options."""
-    path = Path(name)
-    if not path.suffix:
-        path = Path(__file__).parents[1] / "recipes" / f"{name}.toml"
-    with path.open("rb") as file:
-        return tomllib.load(file)
+    """Return a recipe's options.
+
+    Raises:
+        ValueError: there is no such recipe, or it is no TOML.
+    """
+    folder = Path(__file__).parents[1] / "recipes"
+    path = Path(name) if Path(name).suffix else folder / f"{name}.toml"
+    if not path.is_file():
+        known = sorted(one.stem for one in folder.glob("*.toml"))
+        raise ValueError(f"--recipe {name}: there is no {path}; give a file, or one of {known}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from error
 
 
 def check(options: RunOptions, specific: Any) -> None:
@@ -138,8 +147,7 @@ def check(options: RunOptions, specific: Any) -> None:
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
-    if options.baseline in PLAIN and (folder / "run").exists():
-        raise ValueError(f"{folder}/run holds records of ours; give a new --output_dir")
+    refuse_another_kind(folder, is_plain=options.baseline in PLAIN)
 
 
 _LEAST = (
@@ -170,6 +178,10 @@ def _check_values(options: RunOptions, specific: Any) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} is {value}; give a number above 0")
+    if world_size() > 1 and options.processes not in (1, world_size()):
+        raise ValueError(
+            f"--processes is {options.processes}, torchrun started {world_size()}; leave it out"
+        )
     if options.plan_only and options.scale_batch:
         raise ValueError("--plan_only plans for one global batch; leave --scale_batch out")
     named_schedule(options.lr_scheduler_type, warmup=options.warmup, learning_rate=1.0)

@@ -19,6 +19,7 @@ import torch
 
 import pipetransformer
 from experiments.benchmarks.measuring.rounds import num_cores
+from experiments.finetune.baselines import PLAIN
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
@@ -58,7 +59,8 @@ def write_outcome(
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for name, found in predictions.items():
-        workload.write_predictions(found, folder / ("predictions" + f"_{name}" * bool(name)))
+        path = folder / ("predictions" + f"_{name}" * bool(name))
+        workload.write_predictions(name, found, path)
     _draw(folder, workload.metric, options.baseline)
     summary = {
         "task": workload.name,
@@ -100,7 +102,7 @@ def _command() -> list[str]:
 def _draw(folder: Path, metric: str, baseline: str | None) -> None:
     """Draw report.png: all of a run of ours, or what a rival learned when."""
     path, records = folder / "report.png", FinishedRun(folder).records
-    if (folder / "run").exists():
+    if baseline not in PLAIN:
         draw_report({"elastic": records}, path)
     else:
         draw_learning({str(baseline): [learning_of(records, metric)]}, path, label=metric)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from experiments.finetune.baselines import split_taken
 from experiments.finetune.finished_run import FinishedRun
+from experiments.finetune.killed_run import SAVED_LOOP
 from experiments.finetune.options import read_recipe, recipe_arguments
-from experiments.rivals.saved_loop import SAVED_LOOP
 
 Extra = Callable[[str, int], Sequence[str]]
 """(variant, seed) -> what it adds to the recipe's command."""
@@ -98,7 +98,7 @@ class Series:
 
     def _run(self, variant: str, seed: int, arguments: Sequence[str]) -> None:
         folder = self._folder_of(variant, seed)
-        saved = (folder / "run" / "checkpoints", folder / SAVED_LOOP)
+        saved = (folder / "checkpoints", folder / SAVED_LOOP)
         if folder.exists() and not any(path.exists() for path in saved):
             shutil.rmtree(folder)
         command = [sys.executable, "-m", f"experiments.{self.script}", *arguments]
@@ -131,8 +131,10 @@ def series_of(options: argparse.Namespace) -> Series:
     """Return what options name.
 
     Raises:
-        ValueError: options for all runs say what differs between them.
+        ValueError: options for all runs say what differs between them, or seeds repeat.
     """
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds {options.seeds} names one twice; a run counts once")
     if given := [one for one in options.further if one.split("=")[0] in _OWN]:
         raise ValueError(f"{given} behind -- would be those of all runs alike; leave them out")
     return Series(

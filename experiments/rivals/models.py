@@ -27,7 +27,7 @@ def frozen_at(options: RunOptions) -> FrozenAt:
     """Return what freezes, where it follows from the position alone.
 
     Raises:
-        ValueError: it follows from gradients; another run's decisions are repeated by --replay.
+        ValueError: a policy decides it; another run's decisions are repeated by --replay.
     """
     if options.baseline == "static":
         return lambda step, epoch: options.static_layers
@@ -41,8 +41,8 @@ def frozen_at(options: RunOptions) -> FrozenAt:
     if isinstance(policy, NeverFreeze):
         return lambda step, epoch: 0
     raise ValueError(
-        f"--freeze {options.freeze} follows from what is measured while training; give the "
-        "baseline --replay RUN of such a run"
+        f"--freeze {options.freeze} decides while ours trains, and a plain loop follows schedules "
+        "alone; give the baseline --replay RUN of such a run"
     )
 
 

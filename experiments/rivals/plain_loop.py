@@ -33,13 +33,13 @@ from torch.utils.data import DataLoader
 
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.baselines import KEEPS
-from experiments.finetune.killed_run import as_read, refuse_others
+from experiments.finetune.killed_run import SAVED_LOOP, as_read, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, frozen_at, without_lora
-from experiments.rivals.saved_loop import SAVED_LOOP, read_plain, restore_loop, save_loop
+from experiments.rivals.saved_loop import read_plain, restore_loop, save_loop
 from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
@@ -164,6 +164,8 @@ class PlainLoop:
         self.scaler.load_state_dict(plain["scaler"])
         self.max_steps, self.log, self.step = plain["max_steps"], plain["log"], plain["step"]
         self.train_s, self.earlier_s = plain["train_s"], plain["total_s"]
+        if self.world.is_main:
+            print(f"{folder}: goes on with the run that was killed, at step {self.step}")
         return int(plain["epoch"])
 
     def _save(self, epoch: int, total_s: float) -> None:

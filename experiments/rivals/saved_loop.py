@@ -12,10 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from experiments.finetune.killed_run import SAVED_LOOP
 from pipetransformer.durable_files import replace_file
-
-SAVED_LOOP = "loop.safetensors"
-"""The file's name in a run's folder, where it is until the run is complete."""
 
 
 def save_loop(

@@ -5,22 +5,23 @@ from __future__ import annotations
 import csv
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-)
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
+from experiments.tasks.text_model import (
+    TextSource,
+    build_text_model,
+    load_tokenizer,
+    text_forward,
+)
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
 
@@ -130,31 +131,22 @@ TASKS: Mapping[str, GlueTask] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TextSource:
-    """Say which model and which data.
+class Row(NamedTuple):
+    """Hold a row of a task's file: its number there from 0 on, its sentences and its label."""
 
-    Args:
-        model: a folder or a name of the hub, with its tokenizer.
-        data: a folder with the task's files; None takes the hub's data set.
-        max_length: tokens; what is beyond is cut.
-        most_train, most_eval: samples; None takes all.
-        seed: of the new head.
-        held_out: samples of the training file, behind those that train, that are judged, too.
-    """
-
-    model: str
-    data: str | None
-    max_length: int
-    most_train: int | None
-    most_eval: int | None
-    seed: int
-    held_out: int = 0
+    number: int
+    sentences: tuple[str, ...]
+    label: float
 
 
 def glue_workload(name: str, source: TextSource) -> Workload:
-    """Read a task of GLUE."""
-    task, tokenizer = TASKS[name], AutoTokenizer.from_pretrained(source.model)
+    """Read a task of GLUE.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the files are not the task's.
+    """
+    task, tokenizer = TASKS[name], load_tokenizer(source.model)
+    numbers: dict[str, list[int]] = {}
 
     def split(which: str, most: int | None, *, first: int = 0) -> list[dict[str, Any]]:
         rows = _rows(task, name, source.data, which)[first:][:most]
@@ -163,15 +155,19 @@ def glue_workload(name: str, source: TextSource) -> Workload:
                 f"{first} samples train and {most} are to be held out, but the training file has "
                 f"{first + len(rows)}; give fewer"
             )
-        texts = ([row[column] for row in rows] for column in range(len(task.sentences)))
+        numbers["held_out" if first else which] = [row.number for row in rows]
+        texts = ([row.sentences[column] for row in rows] for column in range(len(task.sentences)))
         encoded = tokenizer(*texts, truncation=True, max_length=source.max_length)
         return [
-            {**{key: values[n] for key, values in encoded.items()}, "label": rows[n][-1]}
+            {**{key: values[n] for key, values in encoded.items()}, "label": rows[n].label}
             for n in range(len(rows))
         ]
 
     sets = {which: split(which, source.most_eval) for which in task.dev}
     main = next(iter(sets))
+    for which, own in sets.items():
+        if not task.classes and len({sample["label"] for sample in own}) < 2:
+            raise ValueError(f"{which}: all scores are equal, and correlate with nothing")
     if source.held_out:
         if source.most_train is None:
             raise ValueError("--held_out_samples needs --max_train_samples, behind which they are")
@@ -182,14 +178,15 @@ def glue_workload(name: str, source: TextSource) -> Workload:
         found = given[:, 0] if task.num_labels == 1 else given.argmax(axis=1)
         return task.metrics(found, np.asarray(prediction.label_ids).reshape(-1))
 
-    def write(prediction: Any, path: Path) -> None:
+    def write(which: str, prediction: Any, path: Path) -> None:
         given = prediction.predictions
         answers = (
             [f"{value:.3f}" for value in given[:, 0]]
             if task.num_labels == 1
             else [task.classes[number] for number in given.argmax(axis=1)]
         )
-        lines = [f"{index}\t{answer}\n" for index, answer in enumerate(answers)]
+        pairs = zip(numbers[which or main], answers, strict=True)
+        lines = [f"{number}\t{answer}\n" for number, answer in pairs]
         path.with_suffix(".tsv").write_text("index\tprediction\n" + "".join(lines))
 
     return Workload(
@@ -210,29 +207,12 @@ def glue_workload(name: str, source: TextSource) -> Workload:
     )
 
 
-def build_text_model(kind: Any, source: TextSource, small: bool, **options: Any) -> nn.Module:
-    """Load a model, or the lower half of its layers; a new head follows from the seed."""
-    torch.manual_seed(source.seed)
-    if small:
-        config = kind.from_pretrained(source.model, **options).config
-        options["num_hidden_layers"] = (config.num_hidden_layers + 1) // 2
-        if hasattr(config, "layer_types"):
-            options["layer_types"] = config.layer_types[: options["num_hidden_layers"]]
-        torch.manual_seed(source.seed)
-    model: nn.Module = kind.from_pretrained(source.model, **options)
-    return model
+def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
+    """Return a split's samples.
 
-
-def text_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the loss and the logits of a classifier, or those of starts and ends, (N, S, 2)."""
-    output = model(**batch)
-    if "logits" in output:
-        return output["loss"], output["logits"]
-    return output["loss"], torch.stack((output["start_logits"], output["end_logits"]), dim=-1)
-
-
-def _rows(task: GlueTask, name: str, data: str | None, which: str) -> Sequence[tuple[Any, ...]]:
-    """Return the sentences and the label of every sample of a split."""
+    Raises:
+        ValueError: there is no such file, or it is not the task's.
+    """
     if data is None:
         from datasets import load_dataset  # Heavy, and not needed for files.
 
@@ -240,32 +220,42 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> Sequence[t
         suffix = f"_{which}" if len(task.dev) > 1 and which != "train" else ""
         columns = task.hub or task.sentences
         rows = load_dataset("nyu-mll/glue", name)[f"{split}{suffix}"]
-        return [(*(row[column] for column in columns), row["label"]) for row in rows]
+        return [
+            Row(number, tuple(row[column] for column in columns), row["label"])
+            for number, row in enumerate(rows)
+        ]
     file = "train.tsv" if which == "train" else task.dev[which]
     path = Path(data) / file
     if not path.exists():
         raise ValueError(f"{path} is missing; give --data_dir, GLUE's folder of {name}")
+    csv.field_size_limit(sys.maxsize)
     # Some of the published files begin with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(
             lines, fieldnames=task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE
         )
-        return list(_read(task, path, reader))
+        try:
+            found = list(_read(task, path, reader))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is no tsv file in UTF-8: {error}") from error
+    if not found:
+        raise ValueError(f"{path} has no samples")
+    return found
 
 
-def _read(task: GlueTask, path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[Any, ...]]:
+def _read(task: GlueTask, path: Path, rows: csv.DictReader[str]) -> Iterator[Row]:
     """Yield samples; rows that lack a field, as some of the published files have, are left out."""
     columns, left_out = (*task.sentences, task.label), 0
-    for row in rows:
+    for number, row in enumerate(rows):
         if missing := [column for column in columns if column not in row]:
             raise ValueError(f"{path} has no column {missing[0]!r}; it has {list(row)}")
         if any(row[column] is None for column in columns):
             left_out += 1
             continue
         try:
-            number = task.number_of(row[task.label])
+            label = task.number_of(row[task.label])
         except ValueError as error:
             raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
-        yield (*(row[column] for column in task.sentences), number)
+        yield Row(number, tuple(row[column] for column in task.sentences), label)
     if left_out:
         _LOGGER.warning("%s: %d rows lack a field and are left out", path, left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import resample_abs_pos_embed
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
@@ -111,7 +113,7 @@ def image_workload(name: str, source: ImageSource) -> Workload:
         given: Any = prediction.predictions
         return {"accuracy": 100 * float((given.argmax(axis=1) == prediction.label_ids).mean())}
 
-    def write(prediction: Any, path: Path) -> None:
+    def write(_: str, prediction: Any, path: Path) -> None:
         classes = prediction.predictions.argmax(axis=1)
         lines = [
             f"{n}\t{given}\t{wanted}\n"
@@ -140,9 +142,17 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
     Args:
         source: its model, of whatever source, says how.
         whole: whether an image is squeezed into a square, and nothing of it cut off.
+    Raises:
+        ValueError: the model is no VisionTransformer.
     """
     with torch.device("meta"):
-        config = resolve_model_data_config(timm.create_model(source.model, pretrained=False))
+        model = timm.create_model(source.model, pretrained=False)
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"--model_name_or_path {source.model} is a {type(model).__name__}; give a "
+            "VisionTransformer, such as vit_base_patch16_224"
+        )
+    config = resolve_model_data_config(model)
     if source.pixels is not None:
         config["input_size"] = (3, source.pixels, source.pixels)
     if whole:
@@ -202,13 +212,22 @@ def load_weights(model: Any, path: Path) -> None:
 
 
 def read_split(name: str, data: str, split: str, most: int | None) -> Split:
-    """Read the "train" or "test" images of a data set, so many of them, chosen at random."""
+    """Read the "train" or "test" images of a data set, so many of them, chosen at random.
+
+    Raises:
+        ValueError: the data are missing, or not of the data set.
+    """
     if name in CIFARS:
         classes = tuple(map(str, range(100 if name == "cifar100" else 10)))
         encoded, labels = _read_cifar(name, Path(data), split, num_classes=len(classes))
     else:
         folder = Path(data, "train" if split == "train" else "val")
-        tree = ImageFolder(folder, loader=lambda path: Image.open(path))
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
+        try:
+            tree = ImageFolder(folder, loader=lambda path: Image.open(path))
+        except FileNotFoundError as error:  # It has no classes, or one of them no images.
+            raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
         classes, labels = tuple(tree.classes), np.array(tree.targets)
         encoded = _Tree(tree)
     # Files are ordered by class.
@@ -235,8 +254,11 @@ def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple
 
 
 def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
-    with np.load(path) as file:  # numpy reads no pickles unless it is told to.
-        arrays = {key: file[key] for key in file.files if key.startswith(split)}
+    try:
+        with np.load(path) as file:  # numpy reads no pickles unless it is told to.
+            arrays = {key: file[key] for key in file.files if key.startswith(split)}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no npz file of arrays: {error}") from error
     known = (f"{split}_labels", f"{split}_y")
     name = next((key for key in known if key in arrays), None)
     if name is None:

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding
 
-from experiments.tasks.glue import TextSource, build_text_model, text_forward
 from experiments.tasks.squad import (
     Answer,
     Question,
@@ -22,6 +21,12 @@ from experiments.tasks.squad import (
     read_questions,
     score,
     text_offsets,
+)
+from experiments.tasks.text_model import (
+    TextSource,
+    build_text_model,
+    load_tokenizer,
+    text_forward,
 )
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
@@ -37,7 +42,7 @@ def questions_workload(
         stride: tokens that two windows of a text share.
         num_best, max_answer_tokens: see `best_answers`.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    tokenizer = load_tokenizer(source.model)
     train = read_split(source.data, "train", source.most_train)
     questions = read_split(source.data, "dev", source.most_eval)
     entries, windows = cut(questions, tokenizer, length=source.max_length, stride=stride)
@@ -52,7 +57,7 @@ def questions_workload(
         best = {name: found[0].text for name, found in answers(prediction).items()}
         return score(best, questions)
 
-    def write(prediction: Any, path: Path) -> None:
+    def write(_: str, prediction: Any, path: Path) -> None:
         found = answers(prediction)
         best = {name: several[0].text for name, several in found.items()}
         several = {name: [asdict(one) for one in those] for name, those in found.items()}

@@ -75,12 +75,14 @@ def read_questions(path: str | Path) -> list[Question]:
         ValueError: the file is no such file, or has a question without an answer, as of SQuAD 2.0.
     """
     try:
-        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
+        articles = json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]
         questions = [one for article in articles for one in _questions(article)]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} is no SQuAD file ({error!r}); give one such as train-v1.1.json"
         ) from error
+    if not questions:
+        raise ValueError(f"{path} has no questions")
     for question in questions:
         if not question["answers"]["text"]:
             raise ValueError(

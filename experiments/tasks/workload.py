@@ -27,7 +27,8 @@ class Workload:
         judge: of the predictions for the evaluation set; metrics in percent, correlations times
             100.
         metric: the main one of them; higher is better.
-        write_predictions: writes the answers to the evaluation set in the task's own format.
+        write_predictions: (name, prediction, path without its suffix) writes the answers to an
+            evaluation set, "" or one of `further`, in the task's own format.
         further: other evaluation sets by name, judged alike.
         collate_fn: makes batches; None stacks.
         processing_class: a tokenizer, saved beside the model.
@@ -45,7 +46,7 @@ class Workload:
     forward: Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
     judge: Callable[[EvalPrediction], Mapping[str, float]]
     metric: str
-    write_predictions: Callable[[Any, Path], None]
+    write_predictions: Callable[[str, Any, Path], None]
     further: Mapping[str, SizedDataset]
     collate_fn: CollateFunction | None = None
     processing_class: Any = None

@@ -22,6 +22,7 @@ from pipetransformer.durable_files import replace_file, replace_tensors
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 _PRETRAINED_MODEL = "transformers.modeling_utils.PreTrainedModel"
+_TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
 
 
 def write_model_folder(
@@ -83,11 +84,22 @@ def _describe_timm(model: Any) -> str:
     description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     if "architecture" not in description:
         return ""
-    pixels = getattr(getattr(model, "patch_embed", None), "img_size", None)
     config = {
         "architecture": description["architecture"],
         "num_classes": model.num_classes,
-        "model_args": {} if pixels is None else {"img_size": pixels},
+        "model_args": _built_with(model),
         "pretrained_cfg": {**description, "num_classes": model.num_classes},
     }
     return json.dumps(config, indent=2, default=str)
+
+
+def _built_with(model: Any) -> dict[str, Any]:
+    """Return what a timm model may have been built with otherwise than its architecture says."""
+    built: dict[str, Any] = {}
+    if (pixels := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
+        built["img_size"] = pixels
+    if any(qualified_name(kind) == _TIMM_VIT for kind in type(model).__mro__):
+        built["depth"], built["embed_dim"] = len(model.blocks), model.embed_dim
+        built["num_heads"] = model.blocks[0].attn.num_heads
+        built["global_pool"] = model.global_pool
+    return built

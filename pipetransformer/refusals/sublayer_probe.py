@@ -1,8 +1,8 @@
 """Run two samples through the sublayers, and refuse what cannot be trained in parts.
 
     pass          samples   mode    what must hold
-    training      b a       train   no sublayer writes into its tensors, or counts its calls;
-                                    gradients reach the first
+    training      b a       train   no sublayer writes into its tensors, counts its calls, or
+                                    depends on earlier ones; gradients reach the first
     first         a b       eval    no random numbers are drawn, nothing is written
     split         a, b      eval    each sublayer gives each sample by itself what it gave first
 
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_map
 
 from autopipe.profile import left_as_found
 from pipetransformer.adapters import find_changed
-from pipetransformer.data import Batch, part_of
+from pipetransformer.data import Batch, own_random_numbers, part_of, seed_plainly
 from pipetransformer.job import Task, modes_of, set_modes
 from pipetransformer.loss import plain_random_state, random_state, refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
-from pipetransformer.refusals.held_values import attributes_of, held
+from pipetransformer.refusals.held_values import attributes_of, held, held_tensors
 from pipetransformer.stage import written_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class _Probe:
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
                 before, numbers = random_state(self.device), _numbers_of(sublayer.module)
+                tensors = _tensors_of(sublayer.module)
+                versions = [tensor._version for tensor in tensors]
                 plain = plain_random_state()
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
@@ -151,6 +153,9 @@ class _Probe:
                     model.plainly_random.add(index)
                 if _numbers_of(sublayer.module) != numbers:
                     self._refuse_counter(index, hidden, batch, numbers)
+                now = _tensors_of(sublayer.module)
+                if [*map(id, now)] != [*map(id, tensors)] or [t._version for t in now] != versions:
+                    self._refuse_memory(index, hidden, batch)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
                         # Not `grad`, which reentrant checkpointing does not allow.
@@ -186,6 +191,25 @@ class _Probe:
                 f"{type(module).__name__} in every call in training; here it is called for every "
                 "micro-batch, and to measure, so that such a number counts no steps: keep it "
                 "outside of the model, in a callback's on_step_end for instance"
+            )
+
+    def _refuse_memory(self, index: int, value: Tensor | Batch, batch: Batch) -> None:
+        """Refuse a sublayer whose output depends on what it was given before; one that only shows
+        what it has computed, as its attention's weights, does no harm.
+        """
+        outputs = []
+        for samples in (slice(None), slice(0, 1), slice(None)):
+            with own_random_numbers(self.device):
+                torch.manual_seed(0)
+                seed_plainly(0)
+                given = part_of(value, samples), part_of(batch, samples)
+                outputs.append(self._call(index, *given).detach())
+        if self._differ(outputs[2], outputs[0]):
+            raise ValueError(
+                f"sublayer {self.task.model.sublayers[index].name!r} gives another output in "
+                "training once other samples have run: it keeps tensors in attributes, which "
+                "would be others on each replica, and lost where layers move; let forward depend "
+                "on its arguments and parameters alone"
             )
 
     def _evaluate(self, batch: Batch) -> list[Tensor]:
@@ -288,6 +312,12 @@ def _numbers_of(holder: Any) -> _Numbers:
         for name, value in attributes_of(part).items()
         if (numbers := tuple(one for one in held(value) if _is_number(one)))
     }
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that a module and those within it hold in attributes."""
+    parts = (attributes_of(part) for part in module.modules())
+    return [tensor for part in parts for tensor in held_tensors(part)]
 
 
 def _is_number(value: Any) -> bool:

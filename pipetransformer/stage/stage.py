@@ -141,15 +141,15 @@ class Stage:
             recorder: takes down what runs when.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
-                the model was changed between two steps, or the loss depends on how the batch is
-                split.
+                the model was changed between two steps, or the loss has no gradient, or depends on
+                how the batch is split.
             NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, intrusion = time.perf_counter(), self._begin_step()
         work = self._train_work(coming, rows, next_ids)
         report = self._run(work, recorder)
-        wrong = intrusion or self._watch.find_written()
+        wrong = intrusion or self._watch.find_written() or work.find_detached()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.

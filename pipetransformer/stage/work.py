@@ -215,6 +215,7 @@ class TrainWork(LayerWork):
         sizes = batches.sizes
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor | float, Tensor | float]] = []
+        self._trains_nothing = False
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
@@ -241,7 +242,10 @@ class TrainWork(LayerWork):
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
         loss = self.layers.task.loss_fn(output, target)
-        num_samples = len(output)
+        num_samples, value = len(output), loss[0] if isinstance(loss, tuple) else loss
+        # Some micro-batches may be without a gradient, but not all.
+        is_detached = output.requires_grad and not value.requires_grad
+        self._trains_nothing = is_detached and (self._trains_nothing or not self.losses)
         if isinstance(loss, tuple):
             total, count = loss
             if isinstance(count, Tensor) and count.requires_grad:
@@ -265,6 +269,15 @@ class TrainWork(LayerWork):
             float(sum(count for _, count in self.losses)),
             float(self._probe.finds_difference()),
         ]
+
+    def find_detached(self) -> str:
+        """Say that no micro-batch's loss has a gradient, or ""."""
+        if not self._trains_nothing:
+            return ""
+        return (
+            f"the loss {self.layers.task.loss_fn.name!r} has no gradient by the model's output, "
+            "and nothing would train; do not detach it"
+        )
 
 
 class EvaluationWork(LayerWork):

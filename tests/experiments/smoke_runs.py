@@ -17,10 +17,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def losses(folder: Path) -> list[float]:
     """Return the loss of every step of a run, of ours or of a rival."""
-    path = folder / "run" / "records.jsonl"
-    lines = (path if path.exists() else folder / "records.jsonl").read_text().splitlines()
-    records = map(json.loads, lines)
-    return [record["loss"] for record in records if record["kind"] == "step"]
+    return [record["loss"] for record in FinishedRun(folder).records if record["kind"] == "step"]
 
 
 def frozen_from(folder: Path) -> dict[int, int]:

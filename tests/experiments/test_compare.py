@@ -77,8 +77,7 @@ def test_learning_counts_decisions_and_transitions_and_each_step_once(tmp_path: 
         moved(4, None), event("decision", 4, seconds=0.125), *steps[4:],
         event("evaluation", 6, f1=2.0),
     ]  # fmt: skip
-    path = tmp_path / "run" / "records.jsonl"
-    path.parent.mkdir()
+    path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
     found = learning_of(FinishedRun(tmp_path).records, "f1")
     assert found == [(104.75, 1.0), (106.875, 2.0)]

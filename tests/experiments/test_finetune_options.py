@@ -104,7 +104,7 @@ def test_views_that_cannot_be_are_refused(
     ("options", "message"),
     [
         (("--freeze", "schedul:1"), "--freeze: 'schedul:1' names no freeze policy"),
-        (("--replay", "nowhere"), "--replay repeats a run of ours: nowhere/run is no journal"),
+        (("--replay", "nowhere"), "--replay repeats a run of ours: nowhere is no journal"),
         (("--lr_scheduler_type", "lineer"), "is 'lineer'; choose one of"),
         (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
         (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
@@ -131,9 +131,12 @@ def test_a_rival_takes_of_a_recipe_what_it_can_and_says_the_rest(
 
 
 def test_a_rival_is_refused_beside_the_records_of_a_killed_run_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="/run holds records of ours; give a new --output_dir"):
+    (tmp_path / "options.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds records of ours; give a new --output_dir"):
         smoke(tmp_path, "--baseline", "ddp")
+    (tmp_path / "options.json").rename(tmp_path / "loop.safetensors")
+    with pytest.raises(ValueError, match="holds a rival that was killed; give a new --output_dir"):
+        smoke(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -349,3 +349,47 @@ def test_a_missing_number_in_the_data_is_no_randomness(caplog: pytest.LogCapture
     with make_trainer(replace(job, optimizer=sgd)) as trainer:
         trainer.step()
     assert "no cache" not in caplog.text
+
+
+def mean_so_far(layer: Layer, hidden: Tensor) -> Tensor:
+    """Take off a running mean of what came while training."""
+    if layer.training:
+        layer.mean = 0.5 * layer.mean + 0.5 * hidden.detach().mean(0)
+    return hidden - layer.mean
+
+
+def shown(layer: Layer, hidden: Tensor) -> Tensor:
+    """Keep what was computed for others to look at."""
+    layer.mean = hidden.detach()
+    return hidden
+
+
+def test_a_layer_that_remembers_in_plain_tensors_while_it_trains_is_refused() -> None:
+    # Each replica had its own mean, and a freeze lost it.
+    start = torch.zeros(8).double()
+    job = replace(TINY, build=lambda: around(Layer(mean_so_far, mean=start)))
+    with make_trainer(job) as trainer:
+        with pytest.raises(ValueError, match="output in training once other samples have run"):
+            trainer.step()
+    job = replace(TINY, build=lambda: around(Layer(shown, mean=start)))
+    with make_trainer(job) as trainer:
+        trainer.step()
+
+
+def detached(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.detach(), target)
+
+
+def train_detached(length: int) -> str:
+    settings = {**TINY.settings, "pipeline_length": length}
+    with make_trainer(replace(TINY, settings=settings, loss_fn=detached)) as trainer:
+        with pytest.raises(ValueError) as refused:
+            trainer.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_loss_without_a_gradient_is_refused(two_ranks: Pool, length: int) -> None:
+    # The loss stood still, and nobody said why.
+    messages = two_ranks.run(train_detached, length)
+    assert any("the loss 'detached' has no gradient by the model's output" in m for m in messages)
