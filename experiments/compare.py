@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from experiments.finetune.baselines import KEEPS
+from experiments.finetune.baselines import FREEZING, KEEPS
 from experiments.finetune.finished_run import draw_learning
 from experiments.finetune.options import RunOptions
 from experiments.finetune.options import parse as parse_options
@@ -30,19 +30,18 @@ from experiments.finetune.series import (
 from experiments.vit import ImageOptions
 
 DDP, OURS, TWO = "ddp", "ours", "ours, two processes"
-FREEZING = ("ddp+freeze", KEEPS)
 """Plain loops that freeze what ours froze."""
 ROWS: Mapping[str, tuple[str, ...]] = {
-    DDP: ("--baseline", "ddp", "--freeze", "none"),
+    DDP: ("--baseline", "ddp"),
     **{name: ("--baseline", name) for name in FREEZING},
     "ours, nothing frozen": ("--freeze", "none"),
     OURS: (),
     TWO: ("--processes", "2"),
-    "early-stop": ("--baseline", "early-stop", "--freeze", "none"),
-    "static": ("--baseline", "static", "--freeze", "none"),
-    "lora": ("--baseline", "lora", "--freeze", "none"),
-    "small": ("--baseline", "small", "--freeze", "none"),
-    "short": ("--baseline", "short", "--freeze", "none"),
+    "early-stop": ("--baseline", "early-stop"),
+    "static": ("--baseline", "static"),
+    "lora": ("--baseline", "lora"),
+    "small": ("--baseline", "small"),
+    "short": ("--baseline", "short"),
 }
 """What each row adds to the recipe."""
 
@@ -180,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "short":
             added += ["--budget_s", str(series.run_of(OURS, seed).train_s)]
         if name in (*FREEZING, TWO):
-            added += ["--freeze", "none", "--replay", str(series.run_of(OURS, seed).folder)]
+            added += ["--replay", str(series.run_of(OURS, seed).folder)]
         if name == "static":
             added += ["--static_layers", str(options.static_layers)]
         return added

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read has seen enough, as `head` has; the process's end would flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CorruptCheckpointError, OSError, ValueError, WorkerFailedError) as error:
+    except (CorruptCheckpointError, ImportError, OSError, ValueError, WorkerFailedError) as error:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1
     return 1 if is_answered is False else 0

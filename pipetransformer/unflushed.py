@@ -110,6 +110,7 @@ class UnflushedStage(Stage):
         told = torch.tensor(summed, dtype=torch.float64).view_as(told)
         total_s = time.perf_counter() - start
         self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
+        self._refuse_detached(steps[0].step, float(told[:, _TRAINED].sum()))
         _check_stream(steps, told)
         return _results(told, report, total_s=total_s, data_s=sum(data_s))
 
@@ -169,7 +170,7 @@ class UnflushedStage(Stage):
             for parameter in self.parameters.values():
                 parameter.grad = None
         self.signals.begin_step()
-        sums = [0.0, 0.0, 0.0] if work is None else work.loss_sums()
+        sums = [0.0] * 4 if work is None else work.loss_sums()
         squares = squares if self.speaks_for_stage else 0.0
         return torch.tensor([*sums, 0.0, squares], dtype=torch.float64)
 
@@ -215,6 +216,6 @@ def _check_stream(steps: Sequence[ComingStep], told: Tensor) -> None:
             )
 
 
-_COLUMNS = 5
-_LOSS, _COUNT, _SPLIT, _WRONG, _SQUARES = range(_COLUMNS)
+_COLUMNS = 6
+_LOSS, _COUNT, _SPLIT, _TRAINED, _WRONG, _SQUARES = range(_COLUMNS)
 """What is told of a step, in sums over the ranks."""

@@ -28,7 +28,7 @@ def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[Ro
             return [*options, "--scale_batch"]
         if ABLATION[plain].freeze and plain != FREEZE_ONLY:
             repeated = series.run_of(FREEZE_ONLY, seed).folder
-            options += ["--freeze", "none", "--replay", str(repeated)]
+            options += ["--replay", str(repeated)]
         return options
 
     series.run_all([*ABLATION, *grown], extra)

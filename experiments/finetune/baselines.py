@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 KEEPS = "ddp+freeze+cache"
-BASELINES = (
-    "ddp",
-    "ddp+freeze",
-    KEEPS,
-    "short",
-    "early-stop",
-    "static",
-    "lora",
-    "small",
-)
+FREEZING = ("ddp+freeze", KEEPS)
+BASELINES = ("ddp", *FREEZING, "short", "early-stop", "static", "lora", "small")
 PLAIN = tuple(name for name in BASELINES if name != "early-stop")
 """Those that a plain loop trains; our Trainer stops early."""
 
@@ -44,6 +36,8 @@ def takes(baseline: str | None, option: str) -> bool:
     """Tell whether an option means anything to a rival, or to ours, which is None."""
     if option in OF_ONE:
         return OF_ONE[option] == baseline
+    if option in ("freeze", "replay"):
+        return baseline is None or baseline in FREEZING
     if option == "layer_decay":
         return baseline != "lora"
     return baseline not in PLAIN or option not in OF_OURS

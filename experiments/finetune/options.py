@@ -12,8 +12,16 @@ from typing import Any, Literal, TypeVar
 
 from transformers import HfArgumentParser
 
-from experiments.finetune.baselines import BASELINES, KEEPS, OF_ONE, PLAIN, split_taken, takes
-from experiments.finetune.freezing import policy_of, refuse_rest
+from experiments.finetune.baselines import (
+    BASELINES,
+    FREEZING,
+    KEEPS,
+    OF_ONE,
+    PLAIN,
+    split_taken,
+    takes,
+)
+from experiments.finetune.freezing import frozen_at, policy_of, refuse_rest
 from experiments.finetune.killed_run import refuse_another_kind
 from freeze import POLICY_HELP
 from pipetransformer import named_schedule
@@ -94,6 +102,7 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
     first = ArgumentParser(add_help=False)
     first.add_argument("--recipe")
     first.add_argument("--baseline")
+    first.add_argument("--replay")
     named = first.parse_known_args(given)[0]
     if named.recipe is not None:
         known = {one.name for kind in kinds for one in fields(kind)}
@@ -101,7 +110,10 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
             raise ValueError(
                 f"the recipe {named.recipe} names {unknown}; known are {sorted(known)}"
             )
-        taken, left = split_taken(recipe_arguments(named.recipe), named.baseline)
+        recipe = recipe_arguments(named.recipe)
+        if named.replay is not None:
+            recipe = [one for one in recipe if not one.startswith("--freeze=")]
+        taken, left = split_taken(recipe, named.baseline)
         if left:
             print(f"{named.baseline or 'ours'}: without the recipe's {' '.join(left)}")
         given = [*taken, *given]  # The last one counts.
@@ -197,8 +209,9 @@ def _check_baseline(options: RunOptions) -> None:
     if options.baseline == "static" and not options.static_layers:
         raise ValueError("--baseline static needs --static_layers, of which none trains")
     _check_taken(options)
-    if options.baseline is not None:
-        _check_freezing(options, options.baseline)
+    freezes = options.freeze != "none" or options.replay is not None
+    if options.baseline in FREEZING and not freezes:
+        raise ValueError(f"--baseline {options.baseline} needs --freeze, or --replay RUN")
     if options.baseline in PLAIN:
         _check_plain(options, options.baseline)
 
@@ -218,19 +231,11 @@ def _check_taken(options: RunOptions) -> None:
             )
 
 
-def _check_freezing(options: RunOptions, baseline: str) -> None:
-    """Refuse a baseline that freezes what its name says that it does not, or the reverse."""
-    freezes = options.freeze != "none" or options.replay is not None
-    if freezes and not baseline.startswith("ddp+"):
-        raise ValueError(f"--baseline {baseline} freezes nothing; give --freeze none")
-    if baseline.startswith("ddp+") and not freezes:
-        raise ValueError(f"--baseline {baseline} needs --freeze, or --replay RUN")
-
-
 def _check_plain(options: RunOptions, baseline: str) -> None:
     """Refuse what a plain loop cannot do."""
     if options.label_smoothing_factor:
         raise ValueError("baselines train without label smoothing; leave it out")
+    frozen_at(options.freeze, options.replay)
     if options.replay is not None:
         refuse_rest(options.replay)
     if baseline == KEEPS and max(options.processes, world_size()) > 1:

@@ -1,49 +1,17 @@
-"""Say what each baseline trains, and what it freezes when."""
+"""Build what each baseline trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
-from experiments.finetune.baselines import KEEPS
-from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
-from freeze import FreezeSchedule, NeverFreeze, Replay
-
-FREEZING = ("ddp+freeze", KEEPS)
-FrozenAt = Callable[[int, int], int]
-"""(step, epoch) -> frozen layers."""
 
 
 def build_model(options: RunOptions, workload: Workload) -> nn.Module:
     """Build what a baseline trains."""
     model = workload.build(options.baseline == "small")
     return with_lora(model) if options.baseline == "lora" else model
-
-
-def frozen_at(options: RunOptions) -> FrozenAt:
-    """Return what freezes, where it follows from the position alone.
-
-    Raises:
-        ValueError: a policy decides it; another run's decisions are repeated by --replay.
-    """
-    if options.baseline == "static":
-        return lambda step, epoch: options.static_layers
-    if options.baseline not in FREEZING:
-        return lambda step, epoch: 0
-    policy = policy_of(options.freeze, options.replay)
-    if isinstance(policy, Replay) and options.replay is not None:
-        return lambda step, epoch: policy.at(step)
-    if isinstance(policy, FreezeSchedule):
-        return lambda step, epoch: policy.at(epoch)
-    if isinstance(policy, NeverFreeze):
-        return lambda step, epoch: 0
-    raise ValueError(
-        f"--freeze {options.freeze} decides while ours trains, and a plain loop follows schedules "
-        "alone; give the baseline --replay RUN of such a run"
-    )
 
 
 def with_lora(model: nn.Module) -> nn.Module:

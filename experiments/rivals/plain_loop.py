@@ -33,12 +33,13 @@ from torch.utils.data import DataLoader
 
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.baselines import KEEPS
+from experiments.finetune.freezing import FrozenAt, frozen_at
 from experiments.finetune.killed_run import SAVED_LOOP, as_read, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
-from experiments.rivals.models import build_model, frozen_at, without_lora
+from experiments.rivals.models import build_model, without_lora
 from experiments.rivals.saved_loop import read_plain, restore_loop, save_loop
 from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
@@ -94,7 +95,7 @@ class PlainLoop:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=enabled)
         self.model = build_model(options, workload).to(world.device)
         self.wrapped: nn.Module | None = None
-        self.frozen, self.frozen_at = FrozenPart(self.model, keeps=keeps), frozen_at(options)
+        self.frozen, self.frozen_at = FrozenPart(self.model, keeps=keeps), _frozen_at(options)
         self.optimizer = self._optimizer()
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = named_schedule(
@@ -318,6 +319,12 @@ class PlainLoop:
         fitting = int(budget_s / statistics.mean(times[1:]))
         (steps,) = broadcast_json([fitting], group=self.world.group)
         return max(1, min(self.max_steps, steps))
+
+
+def _frozen_at(options: RunOptions) -> FrozenAt:
+    if options.baseline == "static":
+        return lambda step, epoch: options.static_layers
+    return frozen_at(options.freeze, options.replay)
 
 
 def _is_due(every: int, epoch: int) -> bool:

@@ -61,14 +61,15 @@ class TrainConfig:
         pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
             other ranks, leave no room for it; None lets the planner choose at every decision.
         max_replicas: most pipelines R that train side by side; devices beyond them stay idle.
-            None for as many as have a sample in each step.
+            None for as many as there is room for; each must have a sample in every step.
         stage_workers: processes of each stage of one pipeline, such as (2, 1), all processes in
             all: a stage's take micro-batches in turn. Its boundaries are planned; where layers
             freeze until there is less than a sublayer a stage, all become replicas of one.
         micro_batches: micro-batches M of a step; None lets the planner choose.
-        micro_batch_size: samples of a micro-batch: fixes where a global batch is cut, whatever K
-            and R are. Dropout's masks belong to micro-batches, so that runs with one seed learn
-            the same on any devices; without it they depend on the pipelines that were chosen.
+        micro_batch_size: samples of a micro-batch, without `micro_batches`: fixes where a global
+            batch is cut, whatever K and R are. Dropout's masks belong to micro-batches, so that
+            runs with one seed learn the same on any devices; without it they depend on the
+            pipelines that were chosen.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         weight_versions: trains without a flush between steps, as PipeDream does: weights are
             "stashed", "vertical_sync" or "double_buffered" (`autopipe.stashing.version_rules`),
@@ -82,15 +83,16 @@ class TrainConfig:
             most what is free on the GPUs before the first step; None is that, and on CPUs no
             limit. What waits in host memory on any device is not counted: optimizer state of
             frozen layers, the cache, a checkpoint that is being written.
-        freeze_interval_steps: steps between two decisions; None decides by epochs.
+        freeze_interval_steps: steps between two decisions; None decides by epochs. At most one of
+            the three intervals is set.
         freeze_interval_epochs: decides at the start of every so many epochs.
         freeze_interval_share: decides after every such share of the run, rounded to steps.
         signals: what is measured and recorded beside gradient norms and what the policy asks for,
             named as in `LayerStats`, so that other policies can be tried on the run later.
-        probe_samples: samples of the training set, spread evenly over it, on which probe signals
-            look at every layer's outputs.
+        probe_samples: samples of the training set, at least 4, spread evenly over it, on which
+            probe signals look at every layer's outputs.
         scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
-            published system did; the learning rate is scaled with it.
+            published system did; the learning rate is scaled with it. Not with `max_steps`.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
         cache_folder: where the cache's file lives; RAM by default. One on a disk is used where the
             disk alone, without memory's help, reads rows faster than they are computed.
@@ -124,13 +126,14 @@ class TrainConfig:
             folder; what is due while the save before is still written may be left out, with a
             warning. 0 is never, and both may be set; with either, the run's end is saved, too.
         keep_checkpoints: how many of the newest checkpoints stay.
-        resume: "auto" continues from the newest usable checkpoint in the folder, or starts where
-            there is none; True insists on one; False starts, in a folder without a run. A process
-            that its launcher (torchrun --max-restarts) started again continues in any case.
+        resume: beside one of them: "auto" continues from the newest usable checkpoint in the
+            folder, or starts where there is none; True insists on one; False starts, in a folder
+            without a run. A process that its launcher (torchrun --max-restarts) started again
+            continues in any case.
         eval_batch_size: samples that are evaluated at a time, over all replicas; None is the
             global batch's.
         evaluate_every_epochs: 0 evaluates only when asked.
-        evaluate_every_steps: beside it; 0 is never.
+        evaluate_every_steps: beside it; 0 is never. With either, the run's end is evaluated, too.
         metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
             examples; None is the accuracy where the output is (N, classes) and the targets are
             class indices.
@@ -148,7 +151,8 @@ class TrainConfig:
         early_stopping_threshold: by how much a metric must be better to count as improvement.
         callbacks: told of events; the same on all ranks. See `Callback`.
         device: "auto" takes a GPU for each slot where there are enough, else the CPU;
-            "cuda-shared" lets slots share GPUs, with messages through host memory: for tests.
+            "cuda" refuses to train without so many, "cpu" leaves them alone, "cuda-shared" lets
+            slots share GPUs, with messages through host memory: for tests.
         step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
             they are predicted, and at least 60 s.
         setup_timeout_s: longest wait while groups are built and state moves, and for the slowest

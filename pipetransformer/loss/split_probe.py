@@ -138,6 +138,8 @@ class SplitProbe:
         total, gradient = value[0] if isinstance(value, tuple) else value, None
         if total.requires_grad:
             (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        if gradient is None and leaf.requires_grad:  # As where it ignores all of its targets.
+            gradient = torch.zeros_like(leaf)
         if gradient is not None and not isinstance(value, tuple):
             gradient = gradient * size
         return _Answer(size, total.dtype, *as_sum_and_count(value, size), gradient)

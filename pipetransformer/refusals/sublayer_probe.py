@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from pipetransformer.job import Task, modes_of, set_modes
 from pipetransformer.loss import plain_random_state, random_state, refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
-from pipetransformer.refusals.held_values import attributes_of, held, held_tensors
+from pipetransformer.refusals.held_values import Numbers, held, numbers_in, remembered
 from pipetransformer.stage import written_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
 _COARSEST = 5e-2
 """For what is computed in low precision."""
-_Numbers: TypeAlias = dict[tuple[nn.Module | None, str], tuple[float, ...]]
-"""Numbers by the module that holds them, however deep, and the attribute's name."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Of errors that keep their kind where a sublayer's name is added."""
 
@@ -142,19 +140,17 @@ class _Probe:
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True):
-                before, numbers = random_state(self.device), _numbers_of(sublayer.module)
-                tensors = _tensors_of(sublayer.module)
-                versions = [tensor._version for tensor in tensors]
-                plain = plain_random_state()
+                before, plain = random_state(self.device), plain_random_state()
+                had = remembered(sublayer.module)
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
                     self.is_random = sublayer.name
                 if plain_random_state() != plain:
                     model.plainly_random.add(index)
-                if _numbers_of(sublayer.module) != numbers:
-                    self._refuse_counter(index, hidden, batch, numbers)
-                now = _tensors_of(sublayer.module)
-                if [*map(id, now)] != [*map(id, tensors)] or [t._version for t in now] != versions:
+                has = remembered(sublayer.module)
+                if has.numbers != had.numbers:
+                    self._refuse_counter(index, hidden, batch, had.numbers, has.numbers)
+                if not has.has_tensors_of(had):
                     self._refuse_memory(index, hidden, batch)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
@@ -170,18 +166,17 @@ class _Probe:
             hidden = output.detach()
 
     def _refuse_counter(
-        self, index: int, value: Tensor | Batch, batch: Batch, numbers: _Numbers
+        self, index: int, value: Tensor | Batch, batch: Batch, before: Numbers, once: Numbers
     ) -> None:
         """Refuse numbers that change in each call; one that is set once, as a size, does no harm.
 
         Args:
-            numbers: of the sublayer before it was called for the first time, and afterwards.
+            before, once: of the sublayer before it was called for the first time, and after that.
         """
         sublayer = self.task.model.sublayers[index]
-        once = _numbers_of(sublayer.module)
         self._call(index, value, batch)
-        twice = _numbers_of(sublayer.module)
-        for (module, name), (number, *_) in numbers.items():
+        twice = remembered(sublayer.module).numbers
+        for (module, name), (number, *_) in before.items():
             if isinstance(vars(module)[name], (int, float)):
                 setattr(module, name, number)
         if changed := [key for key in twice if twice[key] != once.get(key)]:
@@ -300,28 +295,11 @@ class _Probe:
             raise ValueError(written_text(written, model.sublayers[index].name))
 
 
-def _numbers_of(holder: Any) -> _Numbers:
-    """Return the plain numbers that a module and those within it hold, in lists, too; or those
-    that a function has captured.
-    """
-    if not isinstance(holder, nn.Module):
-        return {(None, ""): tuple(one for one in held(holder) if _is_number(one))}
-    return {
-        (part, name): numbers
-        for part in holder.modules()
-        for name, value in attributes_of(part).items()
-        if (numbers := tuple(one for one in held(value) if _is_number(one)))
-    }
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Return the tensors that a module and those within it hold in attributes."""
-    parts = (attributes_of(part) for part in module.modules())
-    return [tensor for part in parts for tensor in held_tensors(part)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == value
+def _numbers_of(function: Any) -> Any:
+    """Return the plain numbers that a loss holds, a module or a function that captured some."""
+    if isinstance(function, nn.Module):
+        return remembered(function).numbers
+    return numbers_in(held(function))
 
 
 def _described(value: Tensor | Batch) -> str:

@@ -149,17 +149,18 @@ class Stage:
         start, intrusion = time.perf_counter(), self._begin_step()
         work = self._train_work(coming, rows, next_ids)
         report = self._run(work, recorder)
-        wrong = intrusion or self._watch.find_written() or work.find_detached()
+        wrong = intrusion or self._watch.find_written()
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.
-        *sums, num_split, num_early, num_wrong, num_stops = self._sum_over_world(
+        *sums, num_split, num_trained, num_early, num_wrong, num_stops = self._sum_over_world(
             [*work.loss_sums(), float(was_early), float(bool(wrong)), float(stops)]
         )
         if self._reducer is not None:
             self._reducer.finish(again=num_early > 0)
         reduce_s = time.perf_counter() - reduce_start
         self._refuse(num_split, num_wrong, wrong)
+        self._refuse_detached(coming.step, num_trained)
         loss, norm = self._finish_gradients(sums, len(coming.ids))
         skipped = self._must_skip(coming.step, loss, norm, work)
         if self._reducer is not None:
@@ -210,6 +211,16 @@ class Stage:
             self._probe.refuse()
         if num_wrong:
             raise ValueError(wrong or "another rank refuses to go on; it says why")
+
+    def _refuse_detached(self, step: int, num_trained: float) -> None:
+        """Refuse a loss that had a gradient for none of the first step's micro-batches; later on a
+        batch may have nothing to learn from.
+        """
+        if step == 0 and not num_trained:
+            raise ValueError(
+                f"the loss {self._task.loss_fn.name!r} has no gradient by the model's output, and "
+                "nothing would train; do not detach it"
+            )
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""

@@ -215,7 +215,7 @@ class TrainWork(LayerWork):
         sizes = batches.sizes
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor | float, Tensor | float]] = []
-        self._trains_nothing = False
+        self._num_with_gradient = 0
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
@@ -243,9 +243,7 @@ class TrainWork(LayerWork):
         self._probe.watch(output, target)
         loss = self.layers.task.loss_fn(output, target)
         num_samples, value = len(output), loss[0] if isinstance(loss, tuple) else loss
-        # Some micro-batches may be without a gradient, but not all.
-        is_detached = output.requires_grad and not value.requires_grad
-        self._trains_nothing = is_detached and (self._trains_nothing or not self.losses)
+        self._num_with_gradient += value.requires_grad or not output.requires_grad
         if isinstance(loss, tuple):
             total, count = loss
             if isinstance(count, Tensor) and count.requires_grad:
@@ -263,21 +261,15 @@ class TrainWork(LayerWork):
         return loss * (num_samples / self._divisor)
 
     def loss_sums(self) -> list[float]:
-        """Return [sum of the losses, count, whether it depends on the split]; 0 without a loss."""
+        """Return [sum of the losses, count, whether it depends on the split, in how many
+        micro-batches it had a gradient]; 0 without a loss.
+        """
         return [
             float(sum(total for total, _ in self.losses)),
             float(sum(count for _, count in self.losses)),
             float(self._probe.finds_difference()),
+            float(self._num_with_gradient),
         ]
-
-    def find_detached(self) -> str:
-        """Say that no micro-batch's loss has a gradient, or ""."""
-        if not self._trains_nothing:
-            return ""
-        return (
-            f"the loss {self.layers.task.loss_fn.name!r} has no gradient by the model's output, "
-            "and nothing would train; do not detach it"
-        )
 
 
 class EvaluationWork(LayerWork):

@@ -95,7 +95,7 @@ def test_rows_are_trained_once_each_by_their_script(
     compare.main([*given, *rows])
     first = capsys.readouterr().out
     assert first.count("seed 0, ") == 3 and "| short |" in first
-    assert "ddp, short: without --memory_limit_bytes 900000000 --lora_learning_rate 1\n" in first
+    assert "ddp, short: without --freeze=schedule:0,2 --memory_limit_bytes 900000000" in first
     assert "ours: without --lora_learning_rate 1\n" in first
     compare.main([*given, *rows])
     again = capsys.readouterr().out

@@ -37,7 +37,10 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "nobody"), "--baseline is 'nobody'; choose one of"),
         (("--baseline", "short"), "needs --budget_s"),
         (("--baseline", "static"), "needs --static_layers"),
-        (("--baseline", "ddp", "--freeze", "schedule:0,2"), "ddp freezes nothing"),
+        (
+            ("--baseline", "ddp", "--freeze", "schedule:0,2"),
+            "--freeze means nothing to --baseline ddp",
+        ),
         (("--baseline", "ddp", "--plan_only"), "--plan_only means nothing to --baseline ddp"),
         (("--baseline", "ddp", "--memory_limit_bytes", "9"), "--memory_limit_bytes means nothing"),
         (("--baseline", "small", "--pipeline_length", "1"), "--pipeline_length means nothing"),
@@ -59,7 +62,10 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "ddp+freeze", "--freeze", "schedule:9"), "9 layers are to freeze, but 4"),
         (("--baseline", "ddp+freeze", "--freeze", "paper:1/3"), "--replay RUN of such a run"),
         (("--freeze", "schedule:0,2", "--replay", "x"), "--freeze and --replay both say"),
-        (("--baseline", "early-stop", "--freeze", "schedule:0,2"), "early-stop freezes nothing"),
+        (
+            ("--baseline", "early-stop", "--freeze", "schedule:0,2"),
+            "--freeze means nothing to --baseline e",
+        ),
         (("--baseline", "ddp+freeze"), r"ddp\+freeze needs --freeze, or --replay RUN"),
         (("--baseline", "ddp", "--scale_batch"), "--scale_batch means nothing to --baseline ddp"),
         (("--budget_s", "9"), "--budget_s is for --baseline short"),
