@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.finetune.options import RunOptions, option
-from experiments.finetune.script import run, start
+from experiments.finetune.options import RunOptions, check_least, option
+from experiments.finetune.script import run
+from experiments.finetune.usage import start
 from experiments.tasks.glue import TASKS, glue_workload
 from experiments.tasks.questions import questions_workload
 from experiments.tasks.smoke import make_glue, make_squad, make_text_model, smoke_folder
-from experiments.tasks.text_model import TextSource, num_positions
+from experiments.tasks.text_model import TextSource
 from experiments.tasks.workload import Workload
 
 
@@ -39,13 +40,20 @@ class TextOptions:
     max_train_samples: int | None = option(None, "sentences, or questions; all by default")
     max_eval_samples: int | None = option(None, "of each evaluation set")
     held_out_samples: int = option(
-        0, "of GLUE's training file, behind those that train, that are judged at the end, too"
+        0,
+        "of GLUE's training file, behind those that train, that are judged at the end, too",
     )
 
-    def check(self, _: RunOptions) -> None:
-        """Refuse what is no task, and options that it would ignore."""
+    def check(self, options: RunOptions) -> None:
+        """Refuse what is no task, what it would ignore, and numbers that mean nothing."""
+        check_least(self, 1, "n_best_size", "max_answer_length")
+        check_least(self, 1, "max_train_samples", "max_eval_samples")
+        check_least(self, 0, "doc_stride", "held_out_samples")
+        check_least(self, 3, "max_seq_length")
         if self.task not in (*TASKS, "squad"):
             raise ValueError(f"--task is {self.task!r}; choose squad or one of {', '.join(TASKS)}")
+        if self.model_name_or_path is None and not options.smoke:
+            raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
         if self.task == "squad":
             if self.held_out_samples:
                 raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
@@ -64,7 +72,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: there is no model, or it is too short, or the data are not the task's.
+        ValueError: the model is too short, or the data are not the task's.
     """
     model, data = options.model_name_or_path, options.data_dir
     if run_options.smoke:
@@ -75,13 +83,7 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
             make_squad(Path(data))
         else:
             make_glue(options.task, Path(data))
-    if model is None:
-        raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
-    positions = num_positions(model)
-    if options.max_seq_length > positions:
-        raise ValueError(
-            f"--max_seq_length is {options.max_seq_length}, but {model} has {positions} positions"
-        )
+    assert model is not None  # As `check` has seen.
     source = TextSource(
         model,
         data,

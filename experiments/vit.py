@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from experiments.finetune.baselines import KEEPS
-from experiments.finetune.options import RunOptions, option
-from experiments.finetune.script import run, start
+from experiments.finetune.options import RunOptions, check_least, option
+from experiments.finetune.script import run
+from experiments.finetune.usage import start
 from experiments.tasks.images import CIFARS, ImageSource, image_workload
 from experiments.tasks.smoke import make_cifar, make_tree, smoke_folder
 from experiments.tasks.workload import Workload
@@ -40,7 +41,10 @@ class ImageOptions:
     max_eval_samples: int | None = option(None, "of the evaluation set")
 
     def check(self, options: RunOptions) -> None:
-        """Refuse views that cannot be."""
+        """Refuse data that are missing, views that cannot be, and numbers that mean nothing."""
+        check_least(self, 1, "image_size", "max_train_samples", "max_eval_samples")
+        if self.data is None and not options.smoke:
+            raise ValueError("--data is missing; give CIFAR's file or folder, or a tree of images")
         if self.cache_views < 0 or (self.cache_views != 4 and not self.augment):
             raise ValueError(f"--cache_views is {self.cache_views}; give 0 or more, and --augment")
         if self.augment and not self.cache_views and options.baseline == KEEPS:
@@ -53,7 +57,7 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     """Read what is fine-tuned.
 
     Raises:
-        ValueError: there are no data, or they or the model are not what was named.
+        ValueError: the data or the model are not what was named.
     """
     data, model, size = options.data, options.model_name_or_path, options.image_size
     if run_options.smoke:
@@ -62,8 +66,7 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
         is_cifar = options.dataset in CIFARS
         made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")
         data = str(made)
-    if data is None:
-        raise ValueError("--data is missing; give CIFAR's file or folder, or a tree of images")
+    assert data is not None  # As `check` has seen.
     source = ImageSource(
         model,
         None if run_options.smoke else options.weights,

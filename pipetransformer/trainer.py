@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopipe.plan import PlanRequest
 from autopipe.trace import Trace
 from freeze import FreezePolicy, PolicyFunction
 from pipetransformer.adapters import LayeredModel
@@ -235,6 +236,12 @@ class Trainer:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         with self._ready():
             return self._run.transitions.measure()
+
+    def plan_request(self, num_frozen: int) -> PlanRequest:
+        """Return what a decision before the coming step would ask of its planner with so many
+        frozen layers, from what `measure` has found.
+        """
+        return self._run.transitions.plan_request(num_frozen)
 
     @property
     def is_main_process(self) -> bool:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autopipe.plan import PlanRequest
-from autopipe.profile import Profile
 from experiments.finetune.freezing import policy_of
-from experiments.finetune.killed_run import OPTIONS_FILE, as_read, refuse_others
+from experiments.finetune.killed_run import note_or_refuse
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
+from experiments.finetune.usage import as_usage
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
-from pipetransformer.durable_files import hash_json
-from pipetransformer.forecast import Place, answers_text, find_plan, make_request
-
-_NUM_SAMPLES = 64
-_MAY_CHANGE = {
-    "output_dir", "recipe", "processes", "pipeline_length", "max_replicas", "micro_batches",
-    "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs",
-}  # fmt: skip
-"""Options with which a killed run may go on, as nothing but rounding depends on them."""
+from pipetransformer.forecast import Place, answers_text, find_plan
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -65,6 +53,32 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
     }
 
 
+def make_trainer(options: RunOptions, workload: Workload) -> Trainer:
+    """Build the model and what trains it.
+
+    Raises:
+        ValueError: options do not go together with the model or the data.
+    """
+    further: dict[str, Any] = {}
+    if options.baseline == "early-stop":
+        further = {
+            "metric_for_best_model": workload.metric,
+            "load_best_model_at_end": True,
+            "early_stopping_patience": options.patience,
+        }
+    return Trainer(
+        workload.build(False),
+        workload.train_dataset,
+        eval_dataset=workload.eval_dataset,
+        optimizer=named_optimizer(
+            "adamw", options.learning_rate, weight_decay=options.weight_decay
+        ),
+        freeze=policy_of(options.freeze, options.replay),
+        **settings_of(options, workload),
+        **further,
+    )
+
+
 def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None:
     """Measure, and print on rank 0 which pipeline each number of frozen layers would get."""
     measured, world = trainer.measure(), trainer.world
@@ -77,86 +91,21 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
         measured.cache_bytes_per_s,
     )
     layers = max(cost.layer for cost in measured.profile.sublayers)
-    requests = [
-        _as_set(
-            trainer,
-            measured.profile,
-            make_request(
-                place,
-                global_batch=options.global_batch_size,
-                num_frozen=num_frozen,
-                memory_limit_bytes=options.memory_limit_bytes,
-                cached=options.cache,
-            ),
-        )
-        for num_frozen in range(layers)
-    ]
+    requests = [trainer.plan_request(num_frozen) for num_frozen in range(layers)]
     if trainer.is_main_process:
         num_samples = len(workload.train_dataset)
         answers = [find_plan(place, request, plan="fastest") for request in requests]
         print(answers_text(workload.name, answers, num_samples=num_samples))
 
 
-def _as_set(trainer: Trainer, profile: Profile, request: PlanRequest) -> PlanRequest:
-    """Consider only pipelines that the settings allow."""
-    config, lengths = trainer.config, request.lengths
-    if config.pipeline_length is not None:
-        num_active = len(profile.sublayers) - profile.first_active(request.num_frozen)
-        most = min(config.pipeline_length, num_active)
-        lengths = (max(one for one in trainer.world.lengths if one <= most),)
-    return replace(
-        request,
-        lengths=lengths,
-        max_replicas=config.most_replicas(),
-        micro_batches=None if config.micro_batches is None else (config.micro_batches,),
-    )
-
-
-def refuse_other_options(options: RunOptions, workload: Workload) -> None:
-    """Refuse to go on with a killed run that was asked for otherwise; note what this one is.
-
-    Raises:
-        ValueError: options, or some of the training samples, are others.
-    """
-    folder = Path(options.output_dir)
-    given = {
-        k: v for k, v in {**asdict(options), **workload.options}.items() if k not in _MAY_CHANGE
-    }
-    num = len(workload.train_dataset)
-    chosen = sorted({n * (num - 1) // (_NUM_SAMPLES - 1) for n in range(_NUM_SAMPLES)})
-    if not workload.num_views:  # Else an image is another in each view.
-        given["training samples"] = hash_json([repr(workload.train_dataset[i]) for i in chosen])
-    given["number of training samples"] = num
-    asked, is_first = as_read(given), os.environ.get("RANK", "0") == "0"
-    path = folder / OPTIONS_FILE
-    if path.exists() and (folder / "checkpoints").exists():
-        refuse_others(folder, json.loads(path.read_text()), asked)
-        if is_first:
-            print(f"{folder}: goes on with the run that was killed")
-    elif is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asked, indent=2) + "\n")
-
-
 def train(options: RunOptions, workload: Workload) -> None:
     """Fine-tune, evaluate, and write the results on rank 0."""
-    if not options.plan_only:
-        refuse_other_options(options, workload)
-    folder, stops_early = Path(options.output_dir), options.baseline == "early-stop"
-    further = {}
-    if stops_early:
-        further = {"metric_for_best_model": workload.metric, "load_best_model_at_end": True}
-    with Trainer(
-        workload.build(False),
-        workload.train_dataset,
-        eval_dataset=workload.eval_dataset,
-        optimizer=named_optimizer(
-            "adamw", options.learning_rate, weight_decay=options.weight_decay
-        ),
-        freeze=policy_of(options.freeze, options.replay),
-        early_stopping_patience=options.patience if stops_early else None,
-        **{**settings_of(options, workload), **further},
-    ) as trainer:
+    folder = Path(options.output_dir)
+    with as_usage():
+        if not options.plan_only:
+            note_or_refuse(options, workload)
+        trainer = make_trainer(options, workload)
+    with trainer:
         if options.plan_only:
             say_plans(options, workload, trainer)
             return

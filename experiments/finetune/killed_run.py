@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-OPTIONS_FILE = "options.json"
-"""What a run of ours was asked for, in its folder from the start on."""
+from experiments.finetune.options import RunOptions
+from experiments.tasks.workload import Workload
+from pipetransformer.checkpoint import CHECKPOINTS
+from pipetransformer.durable_files import hash_json
+from pipetransformer.transition import JOURNAL_FILE
+
 SAVED_LOOP = "loop.safetensors"
 """A plain loop as of the end of an epoch, in a run's folder until that is complete."""
+_OPTIONS_FILE = "options.json"
+"""What a run of ours was asked for, in its folder from the start on."""
+_NUM_SAMPLES = 64
+_MAY_CHANGE = {
+    "output_dir", "recipe", "processes", "pipeline_length", "max_replicas", "micro_batches",
+    "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs",
+}  # fmt: skip
+"""Options with which a killed run may go on: where it trains, and how often it saves."""
+
+
+def has_saved(folder: Path) -> bool:
+    """Tell whether a run, of ours or a rival, goes on in its folder when it is started again."""
+    return any((folder / name).exists() for name in (CHECKPOINTS, JOURNAL_FILE, SAVED_LOOP))
 
 
 def refuse_another_kind(folder: Path, *, is_plain: bool) -> None:
     """Raise a ValueError where a folder holds a killed run of ours, or of a rival, and now trains
-    the other."""
-    if is_plain and (folder / OPTIONS_FILE).exists():
+    the other.
+    """
+    if is_plain and (folder / _OPTIONS_FILE).exists():
         raise ValueError(f"{folder} holds records of ours; give a new --output_dir")
     if not is_plain and (folder / SAVED_LOOP).exists():
         raise ValueError(f"{folder} holds a rival that was killed; give a new --output_dir")
 
 
-def as_read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as a file of JSON gives them back."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))
+def asked_for(options: RunOptions, workload: Workload) -> dict[str, Any]:
+    """Return what decides what a run learns, as JSON gives it back."""
+    given = {**asdict(options), **workload.options}
+    asked = {name: value for name, value in given.items() if name not in _MAY_CHANGE}
+    num = asked["number of training samples"] = len(workload.train_dataset)
+    if not workload.num_views:  # Else an image is another in each view.
+        chosen = sorted({n * (num - 1) // (_NUM_SAMPLES - 1) for n in range(_NUM_SAMPLES)})
+        asked["training samples"] = hash_json([repr(workload.train_dataset[i]) for i in chosen])
+    plain: dict[str, Any] = json.loads(json.dumps(asked))
     return plain
 
 
@@ -35,3 +61,21 @@ def refuse_others(folder: Path, had: Mapping[str, Any], asked: Mapping[str, Any]
             f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
             "a new --output_dir"
         )
+
+
+def note_or_refuse(options: RunOptions, workload: Workload) -> None:
+    """Refuse to go on with a killed run of ours that was asked for otherwise; else note what this
+    one is asked for.
+
+    Raises:
+        ValueError: options, or some of the training samples, are others.
+    """
+    folder, asked = Path(options.output_dir), asked_for(options, workload)
+    path, is_first = folder / _OPTIONS_FILE, os.environ.get("RANK", "0") == "0"
+    if path.exists() and has_saved(folder):
+        refuse_others(folder, json.loads(path.read_text()), asked)
+        if is_first:
+            print(f"{folder}: goes on with the run that was killed")
+    elif is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asked, indent=2) + "\n")

@@ -22,7 +22,6 @@ from experiments.finetune.baselines import (
     takes,
 )
 from experiments.finetune.freezing import frozen_at, policy_of, refuse_rest
-from experiments.finetune.killed_run import refuse_another_kind
 from freeze import POLICY_HELP
 from pipetransformer import named_schedule
 from pipetransformer.processes import world_size
@@ -145,47 +144,31 @@ def read_recipe(name: str) -> dict[str, Any]:
         raise ValueError(f"{path} is no TOML file: {error}") from error
 
 
-def check(options: RunOptions, specific: Any) -> None:
-    """Raise a ValueError for what does not go together, or names nothing.
-
-    Args:
-        options: of any script.
-        specific: of the one that runs.
-    """
+def check(options: RunOptions) -> None:
+    """Raise a ValueError for what does not go together, or names nothing."""
     if options.replay is not None and options.freeze != "none":
         raise ValueError("--freeze and --replay both say what freezes; give one")
-    _check_values(options, specific)
+    _check_values(options)
     _check_baseline(options)
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")
-    refuse_another_kind(folder, is_plain=options.baseline in PLAIN)
 
 
-_LEAST = (
-    (
-        "num_train_epochs global_batch_size processes patience max_train_samples max_eval_samples "
-        "n_best_size max_answer_length image_size",
-        1,
-    ),
-    ("max_seq_length", 3),
-    (
-        "max_grad_norm weight_decay warmup_steps held_out_samples static_layers "
-        "evaluate_every_epochs checkpoint_every_epochs dataloader_num_workers doc_stride",
-        0,
-    ),
-)
-"""The least values of numeric options, by names."""
+def check_least(options: Any, least: float, *names: str) -> None:
+    """Raise a ValueError for numbers among options that are below the least, or NaN."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"--{name} is {value}; give at least {least}")
 
 
-def _check_values(options: RunOptions, specific: Any) -> None:
+def _check_values(options: RunOptions) -> None:
     """Refuse here what else would be refused behind the data, or not at all."""
-    for owner in (options, specific):
-        for names, least in _LEAST:
-            for name in names.split():
-                value = getattr(owner, name, None)
-                if value is not None and not value >= least:  # Nor is it, where it is NaN.
-                    raise ValueError(f"--{name} is {value}; give at least {least}")
+    check_least(options, 1, "num_train_epochs", "global_batch_size", "processes", "patience")
+    check_least(options, 0, "max_grad_norm", "weight_decay", "warmup_steps", "static_layers")
+    check_least(options, 0, "evaluate_every_epochs", "checkpoint_every_epochs")
+    check_least(options, 0, "dataloader_num_workers")
     for name in ("learning_rate", "lora_learning_rate", "budget_s"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from experiments.finetune import elastic
+from experiments.finetune.baselines import PLAIN
+from experiments.finetune.killed_run import refuse_another_kind
 from experiments.finetune.options import RunOptions, check, parse
+from experiments.finetune.usage import as_usage
 from experiments.rivals import plain_loop
 from experiments.tasks.workload import Workload
-from pipetransformer import WorkerFailedError, launch
+from pipetransformer import launch
 from pipetransformer.processes import world_size
 
 
@@ -28,7 +31,6 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound=OwnOptions)
 Describe = Callable[[RunOptions, Any], Workload]
 
-_ELASTIC = (None, "early-stop")
 _OF_SMOKE = {
     "num_train_epochs": 2,
     "global_batch_size": 16,
@@ -38,18 +40,6 @@ _OF_SMOKE = {
 }
 """The most that --smoke takes of options; a size that is not given is this one."""
 _MADE_BY_SMOKE = ("data", "data_dir", "model_name_or_path", "weights")
-
-
-class UsageError(ValueError):
-    """Say what was asked for wrongly, before anything is trained."""
-
-
-def start(main: Callable[[], None]) -> None:
-    """Run a script as a program: what was asked for wrongly is one line, not a traceback."""
-    try:
-        main()
-    except (UsageError, WorkerFailedError) as error:
-        sys.exit(f"error: {error}")
 
 
 def run(kind: type[Own], describe: Describe, arguments: Sequence[str] | None) -> None:
@@ -63,24 +53,18 @@ def run(kind: type[Own], describe: Describe, arguments: Sequence[str] | None) ->
         UsageError: what they ask for cannot be.
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    with _as_usage():
+    with as_usage():
         specific, options = parse((kind, RunOptions), arguments)
-        check(options, specific)
+        check(options)
         specific.check(options)
+        folder = Path(options.output_dir)
+        refuse_another_kind(folder, is_plain=options.baseline in PLAIN)
     if options.smoke:
         specific, options = _as_smoke(specific), _as_smoke(options)
     if options.processes > 1 and world_size() == 1:
         launch(_train, (describe, options, specific), num_slots=options.processes)
     else:
         _train(describe, options, specific)
-
-
-@contextmanager
-def _as_usage() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UsageError(error) from error
 
 
 def _as_smoke(options: T) -> T:
@@ -91,7 +75,8 @@ def _as_smoke(options: T) -> T:
         for name, most in _OF_SMOKE.items()
         if name in given and (given[name] is None or given[name] > most)
     }
-    for one in fields(cast(Any, options)):
+    is_first = os.environ.get("RANK", "0") == "0"
+    for one in fields(cast(Any, options)) if is_first else ():
         value = given[one.name]
         if one.name in smaller and value != one.default:
             print(f"--smoke: --{one.name} is {smaller[one.name]}, not {value}")
@@ -101,13 +86,11 @@ def _as_smoke(options: T) -> T:
 
 
 def _train(describe: Describe, options: RunOptions, specific: Any) -> None:
-    with _as_usage():
+    with as_usage():
         workload = replace(describe(options, specific), options=asdict(specific))
         if options.group_by_length and workload.length_entry is None:
             raise ValueError(
                 "--group_by_length saves nothing: samples are equally long, or padded so"
             )
-    if options.baseline in _ELASTIC:
-        elastic.train(options, workload)
-    else:
-        plain_loop.train(options, workload)
+    train = plain_loop.train if options.baseline in PLAIN else elastic.train
+    train(options, workload)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from experiments.finetune.baselines import split_taken
 from experiments.finetune.finished_run import FinishedRun
-from experiments.finetune.killed_run import SAVED_LOOP
+from experiments.finetune.killed_run import has_saved
 from experiments.finetune.options import read_recipe, recipe_arguments
 
 Extra = Callable[[str, int], Sequence[str]]
@@ -98,8 +98,7 @@ class Series:
 
     def _run(self, variant: str, seed: int, arguments: Sequence[str]) -> None:
         folder = self._folder_of(variant, seed)
-        saved = (folder / "checkpoints", folder / SAVED_LOOP)
-        if folder.exists() and not any(path.exists() for path in saved):
+        if folder.exists() and not has_saved(folder):
             shutil.rmtree(folder)
         command = [sys.executable, "-m", f"experiments.{self.script}", *arguments]
         command += ["--output_dir", str(folder)]

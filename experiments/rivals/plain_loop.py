@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from torch.utils.data import DataLoader
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.baselines import KEEPS
 from experiments.finetune.freezing import FrozenAt, frozen_at
-from experiments.finetune.killed_run import SAVED_LOOP, as_read, refuse_others
+from experiments.finetune.killed_run import SAVED_LOOP, asked_for, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
+from experiments.finetune.usage import as_usage
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, without_lora
@@ -49,7 +50,7 @@ from pipetransformer.model_files import write_model_folder
 from pipetransformer.optimizer import decay_by_layer
 from pipetransformer.predictions import PredictionOutput
 from pipetransformer.processes import World, connect
-from pipetransformer.report import finite
+from pipetransformer.report import RECORDS_FILE, finite
 
 _DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 600.0
@@ -68,13 +69,14 @@ def train(options: RunOptions, workload: Workload) -> None:
     """Fine-tune, evaluate, and write the results on rank 0."""
     world = connect("auto", timeout_s=_TIMEOUT_S)
     try:
-        loop = PlainLoop(options, workload, world)
+        with as_usage():
+            loop = PlainLoop(options, workload, world)
         outcome, found = loop.run()
         if world.is_main:
             folder = Path(options.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(finite(record)) + "\n" for record in loop.log)
-            (folder / "records.jsonl").write_text(lines)
+            (folder / RECORDS_FILE).write_text(lines)
             model = without_lora(loop.model)
             state, processor = model.state_dict(), workload.processing_class
             write_model_folder(model, state, folder / "model", processor)
@@ -109,7 +111,8 @@ class PlainLoop:
     def run(self) -> tuple[Outcome, dict[str, PredictionOutput]]:
         """Train to the end; return what came of it."""
         options, workload = self.options, self.workload
-        first_epoch = self._go_on()
+        with as_usage():
+            first_epoch = self._go_on()
         order, start = self._order(options.global_batch_size), time.perf_counter()
         num_epochs = -(-self.max_steps // self.steps_per_epoch)
         for epoch in range(first_epoch, num_epochs):
@@ -160,7 +163,7 @@ class PlainLoop:
                 self.max_steps = self._steps_in(self.options.budget_s or 0.0)
             return 0
         plain = read_plain(folder)
-        refuse_others(folder, plain["options"], self._all_options())
+        refuse_others(folder, plain["options"], asked_for(self.options, self.workload))
         restore_loop(folder, self.model, self.optimizer)
         self.scaler.load_state_dict(plain["scaler"])
         self.max_steps, self.log, self.step = plain["max_steps"], plain["log"], plain["step"]
@@ -171,7 +174,7 @@ class PlainLoop:
 
     def _save(self, epoch: int, total_s: float) -> None:
         plain = {
-            "options": self._all_options(),
+            "options": asked_for(self.options, self.workload),
             "scaler": self.scaler.state_dict(),
             "max_steps": self.max_steps,
             "log": self.log,
@@ -181,10 +184,6 @@ class PlainLoop:
             "epoch": epoch,
         }
         save_loop(Path(self.options.output_dir), self.model, self.optimizer, plain)
-
-    def _all_options(self) -> dict[str, Any]:
-        """Return what the run was asked for, but not where it is written."""
-        return as_read({**asdict(self.options), **self.workload.options, "output_dir": ""})
 
     def evaluate(self, dataset: Any) -> PredictionOutput:
         """Return outputs and metrics over a data set; every process goes through all of it."""

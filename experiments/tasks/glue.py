@@ -132,7 +132,9 @@ TASKS: Mapping[str, GlueTask] = {
 
 
 class Row(NamedTuple):
-    """Hold a row of a task's file: its number there from 0 on, its sentences and its label."""
+    """Hold a row of a task's file: its number among those that are not blank, its sentences and
+    its label.
+    """
 
     number: int
     sentences: tuple[str, ...]
@@ -145,7 +147,7 @@ def glue_workload(name: str, source: TextSource) -> Workload:
     Raises:
         ValueError: the model has no tokenizer, or the files are not the task's.
     """
-    task, tokenizer = TASKS[name], load_tokenizer(source.model)
+    task, tokenizer = TASKS[name], load_tokenizer(source.model, source.max_length)
     numbers: dict[str, list[int]] = {}
 
     def split(which: str, most: int | None, *, first: int = 0) -> list[dict[str, Any]]:
@@ -165,13 +167,13 @@ def glue_workload(name: str, source: TextSource) -> Workload:
 
     sets = {which: split(which, source.most_eval) for which in task.dev}
     main = next(iter(sets))
-    for which, own in sets.items():
-        if not task.classes and len({sample["label"] for sample in own}) < 2:
-            raise ValueError(f"{which}: all scores are equal, and correlate with nothing")
     if source.held_out:
         if source.most_train is None:
             raise ValueError("--held_out_samples needs --max_train_samples, behind which they are")
         sets["held_out"] = split("train", source.held_out, first=source.most_train)
+    for which, own in sets.items():
+        if not task.classes and len({sample["label"] for sample in own}) < 2:
+            raise ValueError(f"{which}: all scores are equal, and correlate with nothing")
 
     def judge(prediction: EvalPrediction) -> Metrics:
         given: Any = prediction.predictions

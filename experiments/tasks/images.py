@@ -145,8 +145,11 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
     Raises:
         ValueError: the model is no VisionTransformer.
     """
-    with torch.device("meta"):
-        model = timm.create_model(source.model, pretrained=False)
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(source.model, pretrained=False)
+    except RuntimeError as error:
+        raise ValueError(f"--model_name_or_path {source.model}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             f"--model_name_or_path {source.model} is a {type(model).__name__}; give a "
@@ -225,7 +228,7 @@ def read_split(name: str, data: str, split: str, most: int | None) -> Split:
         if not folder.is_dir():
             raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
         try:
-            tree = ImageFolder(folder, loader=lambda path: Image.open(path))
+            tree = ImageFolder(folder, loader=Image.open)
         except FileNotFoundError as error:  # It has no classes, or one of them no images.
             raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
         classes, labels = tuple(tree.classes), np.array(tree.targets)
@@ -257,7 +260,7 @@ def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
     try:
         with np.load(path) as file:  # numpy reads no pickles unless it is told to.
             arrays = {key: file[key] for key in file.files if key.startswith(split)}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no npz file of arrays: {error}") from error
     known = (f"{split}_labels", f"{split}_y")
     name = next((key for key in known if key in arrays), None)

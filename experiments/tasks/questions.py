@@ -42,7 +42,7 @@ def questions_workload(
         stride: tokens that two windows of a text share.
         num_best, max_answer_tokens: see `best_answers`.
     """
-    tokenizer = load_tokenizer(source.model)
+    tokenizer = load_tokenizer(source.model, source.max_length)
     train = read_split(source.data, "train", source.most_train)
     questions = read_split(source.data, "dev", source.most_eval)
     entries, windows = cut(questions, tokenizer, length=source.max_length, stride=stride)

@@ -36,30 +36,32 @@ class TextSource:
     held_out: int = 0
 
 
-def num_positions(model: str) -> int:
-    """Return the tokens of the longest text that a model takes."""
-    config = AutoConfig.from_pretrained(model)
-    first = config.pad_token_id + 1 if config.model_type in _BEHIND_PADDING else 0
-    return int(config.max_position_embeddings) - first
-
-
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str, max_length: int) -> Any:
     """Load the tokenizer of a model.
 
+    Args:
+        model: a folder or a name of the hub.
+        max_length: tokens of the longest text that it is given.
     Raises:
-        ValueError: there is none, or it is another model's.
+        ValueError: there is none, or it is another model's, or the model takes shorter texts.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # What transformers makes of a folder without one.
         raise ValueError(
             f"{model} has no tokenizer: to it all words are unknown; put the pretrained model's "
             "tokenizer files beside the weights"
         )
-    if len(tokenizer) > (known := AutoConfig.from_pretrained(model).vocab_size):
+    if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer of {model} has {len(tokenizer)} tokens, and the model {known}; give "
-            "the model its own tokenizer"
+            f"the tokenizer of {model} has {len(tokenizer)} tokens, and the model "
+            f"{config.vocab_size}; give the model its own tokenizer"
+        )
+    first = config.pad_token_id + 1 if config.model_type in _BEHIND_PADDING else 0
+    if max_length > (positions := config.max_position_embeddings - first):
+        raise ValueError(
+            f"--max_seq_length is {max_length}, but {model} has {positions} positions"
         )
     return tokenizer
 

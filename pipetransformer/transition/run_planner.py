@@ -134,7 +134,7 @@ class RunPlanner:
             clock.step,
             clock.max_steps - clock.step,
             rested(self.calibration.applied_to(self.measurements.profile), resting),
-            self._request(clock, num_frozen, current),
+            self.request(clock, num_frozen, current),
             before,
             partial(self.predict_transition_s, before),
             self._task.config.scale_batch,
@@ -160,7 +160,8 @@ class RunPlanner:
             expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
         return expected
 
-    def _request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
+    def request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
+        """Return what a planner is asked; see `plan`."""
         config, measured = self._task.config, self.measurements
         request = PlanRequest(
             self._world.size,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autodp import gather_json
-from autopipe.plan import PipelinePlan
+from autopipe.plan import PipelinePlan, PlanRequest
 from freeze import FreezeContext, FreezePolicy
 from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observing
@@ -149,6 +149,11 @@ class Transitions:
             self.decider.planner.use(self._measure())
         self._has_just_measured = False
         return self.decider.planner.measurements
+
+    def plan_request(self, num_frozen: int) -> PlanRequest:
+        """Return what a planner would be asked now; possible from `begin` on."""
+        decider = self.decider
+        return decider.planner.request(self.clock(), num_frozen, decider.current)
 
     def decide_if_due(
         self, metrics: Mapping[str, float], evaluated_at: int | None

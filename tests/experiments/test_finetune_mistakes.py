@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Roberta
 
 from experiments import bert, compare
 from experiments.finetune.options import RunOptions, check
-from experiments.finetune.script import start
 from experiments.finetune.series import series_of
+from experiments.finetune.usage import start
 from experiments.rivals.plain_loop import PlainLoop
 from experiments.tasks.glue import TASKS, glue_workload
 from experiments.tasks.images import (
@@ -31,7 +32,7 @@ from experiments.tasks.images import (
 )
 from experiments.tasks.smoke import make_glue, make_text_model
 from experiments.tasks.squad import read_questions
-from experiments.tasks.text_model import TextSource, load_tokenizer, num_positions
+from experiments.tasks.text_model import TextSource, load_tokenizer
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer
 from pipetransformer.cli import main
@@ -46,16 +47,18 @@ def test_a_killed_run_goes_on_with_its_own_options_alone(tmp_path: Path) -> None
     saves = ("--checkpoint_every_epochs", "1")
     step, killed = Trainer.step, tmp_path / "killed"
 
-    def dies(trainer: Trainer) -> Any:
-        if trainer.global_step == 9:
+    def dies(at: int, trainer: Trainer) -> Any:
+        if trainer.global_step == at:
             raise KeyboardInterrupt
         return step(trainer)
 
-    with mock.patch.object(Trainer, "step", dies), pytest.raises(KeyboardInterrupt):
-        smoke(killed, *saves)
-    for option, value in (("learning_rate", "1e-2"), ("freeze", "schedule:0,1")):
-        with pytest.raises(ValueError, match=f"holds a killed run with another {option}; give"):
-            smoke(killed, *saves, f"--{option}", value)
+    for at in (3, 9):  # Where there are decisions alone, and then behind a checkpoint.
+        dying = functools.partialmethod(functools.partial(dies, at))
+        with mock.patch.object(Trainer, "step", dying), pytest.raises(KeyboardInterrupt):
+            smoke(killed, *saves)
+        for option, value in (("learning_rate", "1e-2"), ("freeze", "schedule:0,1")):
+            with pytest.raises(ValueError, match=f"holds a killed run with another {option}; "):
+                smoke(killed, *saves, f"--{option}", value)
     assert smoke(killed, *saves)["metrics"] == smoke(tmp_path / "whole")["metrics"]
 
 
@@ -82,7 +85,7 @@ def test_a_plain_loop_that_diverges_ends(tmp_path: Path) -> None:
 def test_numbers_that_mean_nothing_are_refused(name: str, value: Any, least: str) -> None:
     options = dataclasses.replace(RunOptions(output_dir="nowhere"), **{name: value})
     with pytest.raises(ValueError, match=f"--{name} is {value}; give {least}"):
-        check(options, object())
+        check(options)
 
 
 def test_an_answer_that_does_not_stand_where_it_is_said_to_is_refused(tmp_path: Path) -> None:
@@ -139,24 +142,28 @@ def read_sst2(model: Path, data: Path) -> Workload:
 def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     # transformers made one of it that knows no word: every text was alike.
     model = make_text_model(tmp_path / "model")
-    assert num_positions(str(model)) == 128
+    with pytest.raises(ValueError, match="--max_seq_length is 129, but .* has 128 positions"):
+        load_tokenizer(str(model), 129)
     for path in model.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             path.unlink()
     with pytest.raises(ValueError, match="has no tokenizer: to it all words are unknown"):
-        load_tokenizer(str(model))
+        load_tokenizer(str(model), 128)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model = make_text_model(tmp_path / "model")
     BertConfig.from_pretrained(model, vocab_size=50).save_pretrained(model)
     with pytest.raises(ValueError, match=r"has \d+ tokens, and the model 50; give the model its"):
-        load_tokenizer(str(model))
+        load_tokenizer(str(model), 128)
 
 
 def test_positions_of_a_roberta_begin_behind_its_padding(tmp_path: Path) -> None:
-    RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(tmp_path)
-    assert num_positions(str(tmp_path)) == 512
+    model = make_text_model(tmp_path)
+    RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(model)
+    load_tokenizer(str(model), 512)
+    with pytest.raises(ValueError, match="--max_seq_length is 513, but .* has 512 positions"):
+        load_tokenizer(str(model), 513)
 
 
 def test_predictions_are_numbered_as_the_file_is(tmp_path: Path) -> None:
