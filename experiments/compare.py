@@ -27,6 +27,7 @@ from experiments.finetune.series import (
     series_of,
     spread,
 )
+from experiments.finetune.usage import as_usage, start
 from experiments.vit import ImageOptions
 
 DDP, OURS, TWO = "ddp", "ours", "ours, two processes"
@@ -170,7 +171,8 @@ def _changes_images(series: Series) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and print the table."""
     options = parse(arguments)
-    series = series_of(options)
+    with as_usage():
+        series = series_of(options)
     if KEEPS in options.rows and _changes_images(series):
         raise ValueError(f"{KEEPS} would keep crops that never come again; leave it out")
 
@@ -196,4 +198,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

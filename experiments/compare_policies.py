@@ -20,6 +20,7 @@ from pathlib import Path
 from experiments.compare import ROWS, read_rows, table
 from experiments.finetune.finished_run import FinishedRun, draw_learning
 from experiments.finetune.series import Series, add_series_options, markdown, series_of, spread
+from experiments.finetune.usage import as_usage, start
 from freeze import POLICY_HELP, named_policy
 
 NONE = "none"
@@ -101,7 +102,8 @@ def _frozen_at(run: FinishedRun, share: float) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and print the tables."""
     options = parse(arguments)
-    series = series_of(options)
+    with as_usage():
+        series = series_of(options)
     run_rows(options, series)
     names = rows_of(options)
     rows = read_rows(series, names, base=NONE)
@@ -116,4 +118,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -30,7 +30,7 @@ import torch
 
 from autopipe.profile import Profile
 from autopipe.trace import text_table
-from experiments.benchmarks.measuring.plain_loop import plain_seconds
+from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, plain_seconds
 from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule
@@ -49,7 +49,7 @@ from pipetransformer.report import (
 from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2
-BATCH_SIZE = 32
+MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 4e-4
 DONOR_LEARNING_RATE = 6e-4
 DONOR_EPOCHS = 16
@@ -149,10 +149,10 @@ def train_donor(path: str) -> None:
         eval_dataset=test,
         optimizer=adamw(DONOR_LEARNING_RATE),
         epochs=DONOR_EPOCHS,
-        global_batch_size=32,
+        global_batch_size=BATCH_SIZE,
         evaluate_every_epochs=DONOR_EPOCHS,
         learning_rate_schedule=cosine_with_warmup(),
-        max_grad_norm=1.0,
+        max_grad_norm=MAX_GRAD_NORM,
         label="donor",
     ) as trainer:
         trainer.fit()
@@ -181,7 +181,7 @@ def run_settings(settings: DemoSettings, run: str) -> dict[str, Any]:
         "plan": "published" if run == "published" else "fastest",
         "memory_limit_bytes": MEMORY_LIMIT_BYTES,
         "learning_rate_schedule": polynomial_with_warmup(),
-        "max_grad_norm": 1.0,
+        "max_grad_norm": MAX_GRAD_NORM,
         "evaluate_every_epochs": 2,
         "folder": run_folder(settings, run),
         "checkpoint_every_epochs": settings.epochs,
@@ -252,7 +252,9 @@ def summarize(settings: DemoSettings) -> dict[str, Any]:
     return {
         "runs": runs,
         "plain_loop_seconds": plain_seconds(
-            [record["frozen"] for record in steps], device=measured["device"]
+            [record["frozen"] for record in steps],
+            device=measured["device"],
+            max_grad_norm=MAX_GRAD_NORM,
         ),
         "seed": settings.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -49,7 +49,7 @@ from experiments.soak_run import (
     SoakRun,
     train,
 )
-from pipetransformer import WorkerFailedError, launch
+from pipetransformer import launch
 from pipetransformer.checkpoint import open_checkpoint, published
 
 KILLS_A_RUN = 10
@@ -181,18 +181,21 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
             )
         tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
         tally.differing += not same_bits(read_state(folder), reference.state)
-    except (TimeoutError, WorkerFailedError) as error:
+    except (RuntimeError, TimeoutError) as error:  # Such as a WorkerFailedError.
         printed = folder / ERRORS
         said = printed.read_text()[-3000:] if printed.exists() else "no rank began"
         print(f"{error}\n{run}\n{said}")
         failure = error
     killed = folder / KILLED
     where = killed.read_text().splitlines() if killed.exists() else []
-    began = [float(line) for line in (folder / ATTEMPTS).read_text().splitlines()]
+    attempts = folder / ATTEMPTS
+    began = (
+        [float(line) for line in attempts.read_text().splitlines()] if attempts.exists() else []
+    )
     # All attempts together may be too long though none of them is.
     tally.hangs += count_late([*began, time.time()]) or isinstance(failure, TimeoutError)
     restarted_unkilled = failure is None and len(began) != len(where) + 1
-    tally.failed += isinstance(failure, WorkerFailedError) or restarted_unkilled
+    tally.failed += isinstance(failure, RuntimeError) or restarted_unkilled
     tally.kills += len(where)
     tally.where.update(name.partition(".")[0] for name in where)
 

@@ -27,6 +27,7 @@ from autopipe.cluster import load_cluster
 from experiments.ablation import simulated, trained
 from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
 from experiments.finetune.series import add_series_options, markdown, series_of, spread
+from experiments.finetune.usage import as_usage, start
 from experiments.published.setting import (
     ALPHA,
     BATCH,
@@ -93,7 +94,10 @@ def _ratio(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def _trained(options: argparse.Namespace) -> list[Row]:
-    series = series_of(options)
+    with as_usage():
+        series = series_of(options)
+        if options.sweep is not None and options.scale_batch:
+            raise ValueError("--sweep and --scale_batch are two tables; give one of them")
     if options.sweep is not None:
         return trained.sweep(series, options.sweep, processes=options.processes)
     return trained.train_parts(
@@ -132,9 +136,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     simulate.add_argument("--image-size", type=int)
     simulate.add_argument("--seq-length", type=int)
     simulate.add_argument("--dtype", default="float32")
-    simulate.add_argument("--samples", type=int, default=1_281_167, help="of an epoch")
-    simulate.add_argument("--batch", type=int, default=800, help="samples of a step")
-    simulate.add_argument("--epochs", type=int, default=10)
+    simulate.add_argument("--samples", type=int, default=NUM_SAMPLES, help="of an epoch")
+    simulate.add_argument("--batch", type=int, default=2 * BATCH, help="samples of a step")
+    simulate.add_argument("--epochs", type=int, default=EPOCHS)
     simulate.add_argument("--alpha", default="1/3", help="of the published rule")
     simulate.add_argument("--sweep", choices=("alpha", "micro_batches", "cached_from"))
     simulate.add_argument("--picture", type=Path, help="draw samples/s by epoch into this file")
@@ -168,4 +172,4 @@ def _is_published(options: argparse.Namespace) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

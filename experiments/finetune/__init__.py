@@ -1,6 +1,6 @@
 """Fine-tune one task: elastically, or as a user would without this project.
 
-options ─► freezing ─► script: elastic ─────────► outputs ─► finished_run ─► series of them
-              └──────────────► plain_loop: the rivals ┘
-                               └ frozen_part
+options ◄ baselines, freezing ─► script ─┬─► elastic ─────────► outputs ─► finished_run ─► series
+                                         └─► experiments.rivals ───┘
+killed_run: what may go on in its folder     usage: what was asked for wrongly, in a line
 """

@@ -37,7 +37,7 @@ def frozen_at(freeze: str, replay: str | None) -> FrozenAt:
         ValueError: a policy decides it; another run's decisions are repeated by --replay.
     """
     policy = policy_of(freeze, replay)
-    if isinstance(policy, Replay) and replay is not None:
+    if isinstance(policy, Replay):
         return lambda step, epoch: policy.at(step)
     if isinstance(policy, FreezeSchedule):
         return lambda step, epoch: policy.at(epoch)

@@ -219,7 +219,8 @@ def _check_plain(options: RunOptions, baseline: str) -> None:
     if options.label_smoothing_factor:
         raise ValueError("baselines train without label smoothing; leave it out")
     frozen_at(options.freeze, options.replay)
-    if options.replay is not None:
-        refuse_rest(options.replay)
+    repeated = options.replay or options.freeze.partition("replay:")[2]
+    if repeated:
+        refuse_rest(repeated)
     if baseline == KEEPS and max(options.processes, world_size()) > 1:
         raise ValueError(f"--baseline {KEEPS} keeps activations in one process alone")

@@ -68,7 +68,7 @@ def read_split(path: str | None, option: str, limit: int | None) -> Dataset:
     """Read a task's tsv file, or as many of its lines as asked for."""
     if path is None:
         raise ValueError(f"--{option} is missing; give it, or leave out what needs it")
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return Dataset.from_list(rows[:limit])
 

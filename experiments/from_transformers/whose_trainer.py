@@ -10,9 +10,7 @@ from typing import Any, Literal
 import transformers
 
 import pipetransformer.hf
-from pipetransformer import FreezeSchedule
-
-_SCHEDULE = "schedule:"
+from freeze import POLICY_HELP, named_policy
 
 
 @dataclass
@@ -24,10 +22,7 @@ class TrainerArguments:
     )
     freeze: str = field(
         default="none",
-        metadata={
-            "help": "none, or schedule:0,2,4: so many frozen layers in the first, second, third "
-            "epoch and from there on; of pipetransformer's Trainer only"
-        },
+        metadata={"help": f"of pipetransformer's Trainer only: {POLICY_HELP}"},
     )
 
 
@@ -35,27 +30,14 @@ def trainer_class(options: TrainerArguments) -> Callable[..., Any]:
     """Return what takes the arguments of `transformers.Trainer` and makes a Trainer.
 
     Raises:
-        ValueError: `freeze` is nothing known, or is asked of transformers' Trainer.
+        ValueError: `freeze` names no policy, or is asked of transformers' Trainer.
     """
-    freeze = _policy(options.freeze)
     if options.trainer == "pipetransformer":
-        return partial(pipetransformer.hf.Trainer, freeze=freeze)
-    if freeze is not None:
+        return partial(pipetransformer.hf.Trainer, freeze=named_policy(options.freeze))
+    if options.freeze != "none":
         raise ValueError(
             f"--freeze {options.freeze} is not for --trainer transformers, which freezes nothing; "
             "leave one of them out"
         )
     found: Callable[..., Any] = transformers.Trainer
     return found
-
-
-def _policy(given: str) -> FreezeSchedule | None:
-    if given == "none":
-        return None
-    layers = given.removeprefix(_SCHEDULE).split(",")
-    if not given.startswith(_SCHEDULE) or not all(number.isdecimal() for number in layers):
-        raise ValueError(
-            f"--freeze is {given!r}; give none, or schedule: and the frozen layers by epoch, such "
-            "as schedule:0,2,4"
-        )
-    return FreezeSchedule([int(number) for number in layers])

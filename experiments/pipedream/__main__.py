@@ -71,7 +71,11 @@ def run_train(options: argparse.Namespace) -> None:
     course = trained.Course(
         options.epochs, options.batch_size, options.num_samples, options.seed, options.small
     )
-    num_samples = len(range(len(load_digits_split()[0]))[: options.num_samples])
+    num_samples = len(load_digits_split()[0])
+    if options.num_samples is not None:
+        num_samples = min(num_samples, options.num_samples)
+    if num_samples < options.batch_size:
+        raise ValueError(f"{num_samples} samples make no batch of {options.batch_size}; give more")
     before = torch.get_num_threads()
     torch.set_num_threads(options.workers)
     try:

@@ -214,4 +214,6 @@ def ways(build: Callable[[], nn.Sequential], setting: Setting, batch: Tensor) ->
     elif plan.name == "straight":
         own = [leaf.end - leaf.begin for leaf in plan.leaves]
         found[CHOICE] = partial(Unflushed, balance=own, versions="stashed", chunks=1)
+    else:
+        print(f"{CHOICE}: {plan.name}, which is planned and not trained here")
     return {name: make(build(), setting) for name, make in found.items()}

@@ -1,5 +1,6 @@
 """Train as a user would without this project.
 
 plain_loop ─► models: what each baseline trains · frozen_part: what freezes, and is kept
-           ─► judging: outputs and metrics
+           ─► views of augmented samples · judging: outputs and metrics
+           ─► saved_loop: what a killed one goes on from
 """

@@ -198,7 +198,8 @@ class PlainLoop:
         def outputs() -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
             for batch in map(self._named, batches):
                 with torch.no_grad(), self._autocast():
-                    yield batch, self.workload.forward(self.model, batch)[1]
+                    output = self.workload.forward(self.model, batch)[1]
+                yield batch, output
 
         return judged(outputs(), self.workload.judge)
 

@@ -1,5 +1,5 @@
 """Describe what is fine-tuned: model, data, judge.
 
 workload ◄─ glue, questions ◄ squad: spans and their scores, images
-smoke: tiny models and files of the same formats
+text_model: models and tokenizers     smoke: tiny models and files of the same formats
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from autocache import NamelessFilesError, RowLayout, RowStore
@@ -33,7 +34,12 @@ def share_store(
             path = str(store.path)
         except OSError as error:
             failure = str(error)
-    answers = gather_json([path, failure], group=world.group)
+    with ExitStack() as undone:  # Where another rank is gone.
+        if store is not None:
+            undone.callback(store.close)
+            undone.callback(store.unlink)
+        answers = gather_json([path, failure], group=world.group)
+        undone.pop_all()
     if store is None and not any(text for _, text in answers):
         node = world.rank // world.slots_per_node
         try:

@@ -165,7 +165,7 @@ class TransitionCost:
             sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
         moves = plan_moves(old, new, sizes, slots_per_node=self._world.slots_per_node)
         slowest = min(profile.link.bytes_per_s, profile.node_link.bytes_per_s)
-        return largest_incoming_bytes(moves, sizes) * (1 / slowest)
+        return largest_incoming_bytes(moves, sizes) / slowest
 
 
 def plan_name(plan: PipelinePlan) -> str:

@@ -65,7 +65,7 @@ def pretend(settings: DemoSettings, run: str) -> None:
 def test_the_report_compares_all_runs_with_the_baseline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "plain_seconds", lambda frozen, device: 10.0 * len(frozen))
+    monkeypatch.setattr(demo, "plain_seconds", lambda frozen, **_: 10.0 * len(frozen))
     settings, said = DemoSettings(folder=str(tmp_path / "demo"), published=True), list[str]()
     for run in settings.runs:
         pretend(settings, run)

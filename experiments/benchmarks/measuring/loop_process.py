@@ -50,7 +50,12 @@ class LoopProcess:
         self._process = context.Process(target=_serve, args=(other, task, num_threads, settings))
         self._process.start()
         other.close()
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
 
     def freeze(self, num_frozen: int) -> None:
         """Freeze the bottom layers."""
@@ -84,7 +89,8 @@ class LoopProcess:
         self.close()
 
     def _ask(self, *request: Any) -> Any:
-        self._pipe.send(request)
+        with suppress(OSError):  # Where it has failed, there is no answer.
+            self._pipe.send(request)
         return self._answer()
 
     def _answer(self) -> Any:

@@ -32,6 +32,8 @@ from pipetransformer.data import CollateFunction, SizedDataset
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE
+_NUM_TIMED = 20
+"""Steps whose median is taken, at each number of frozen layers."""
 SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
 """Tokens of all sentences, and of the longest where each batch is padded to its own."""
 
@@ -221,24 +223,27 @@ class _TrainersOrder(Iterable[list[int]]):
 
 
 def plain_seconds(
-    frozen_by_step: Sequence[int], *, device: str = "cpu", num_timed: int = 20
+    frozen_by_step: Sequence[int], *, device: str = "cpu", max_grad_norm: float | None = None
 ) -> float:
     """Extrapolate what a plain loop on all cores, or one GPU, takes for the demo's steps.
 
     Args:
         frozen_by_step: layers frozen in every step.
         device: where it trains.
-        num_timed: steps whose median is taken, at each number of frozen layers.
+        max_grad_norm: as of the loop.
     """
-    before = torch.get_num_threads()
+    before, total_s = torch.get_num_threads(), 0.0
     torch.set_num_threads(num_cores())
-    loop, total_s = PlainLoop(digits_task(), learning_rate=1e-3, device=device), 0.0
-    for frozen, number in sorted(Counter(frozen_by_step).items()):
-        loop.freeze(frozen)
-        loop.step()
-        times_s = [seconds_of(loop.step) for _ in range(num_timed)]
-        total_s += number * statistics.median(times_s)
-    torch.set_num_threads(before)
+    try:
+        task = digits_task()
+        loop = PlainLoop(task, learning_rate=1e-3, max_grad_norm=max_grad_norm, device=device)
+        for frozen, number in sorted(Counter(frozen_by_step).items()):
+            loop.freeze(frozen)
+            loop.step()
+            times_s = [seconds_of(loop.step) for _ in range(_NUM_TIMED)]
+            total_s += number * statistics.median(times_s)
+    finally:
+        torch.set_num_threads(before)
     return total_s
 
 
