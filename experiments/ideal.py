@@ -30,7 +30,8 @@ def ideal_seconds(
         length, replicas, frozen = step["length"], step["replicas"], step["frozen"]
         if frozen != depth:
             # A thaw leaves rows of a depth that is too great, so all layers below run again.
-            fill_s = _prefix_s(profile, depth if frozen > depth else 0, frozen)
+            above, size = depth if frozen > depth else 0, profile.batch_sizes[-1]
+            fill_s = profile.prefix_s(frozen, size, above=above) / size
             depth, unfilled = frozen, num_samples
         samples, micro_batches = step["samples"], step["micro_batches"]
         micro_batch = max(1, round(samples / replicas / micro_batches))
@@ -52,17 +53,4 @@ def _active_s(profile: Profile, num_frozen: int, micro_batch: int) -> float:
             if sublayer.layer >= num_frozen
         )
         / micro_batch
-    )
-
-
-def _prefix_s(profile: Profile, first: int, last: int) -> float:
-    """Return the seconds a sample costs in frozen layers first..last-1."""
-    size = profile.batch_sizes[-1]
-    return (
-        sum(
-            profile.frozen_s(i, size)
-            for i, sublayer in enumerate(profile.sublayers)
-            if first <= sublayer.layer < last
-        )
-        / size
     )

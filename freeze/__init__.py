@@ -12,6 +12,7 @@ watches one, and says what could freeze.
 """
 
 from freeze.in_place import apply, find_layers
+from freeze.journal_lines import JOURNAL_FILE, read_line, sealed_line
 from freeze.policies import (
     AlphaSchedule,
     AutoFreeze,
@@ -44,10 +45,11 @@ from freeze.policy import (
 from freeze.policy_names import POLICY_HELP, named_policy
 
 __all__ = [
-    "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule", "AutoFreeze",
-    "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "Guarded",
+    "JOURNAL_FILE", "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule",
+    "AutoFreeze", "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy",
+    "FreezeSchedule", "Guarded",
     "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
     "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy",
     "checked_decision", "checked_scale", "find_layers", "frozen_since", "named_policy",
-    "sets_rates",
+    "read_line", "sealed_line", "sets_rates",
 ]  # fmt: skip

@@ -65,10 +65,10 @@ def complete_request(
             They are where that saves time; a row is written about as fast as it is read.
         reads_a_row: how often a row will be read once it has been computed and written.
     """
-    cached_s, frozen = None, range(profile.first_active(request.num_frozen))
-    if cache_bytes_per_s is not None and frozen:
+    cached_s = None
+    if cache_bytes_per_s is not None and profile.first_active(request.num_frozen):
         chunk = request.prefix_chunk or 1
-        computed_s = sum(profile.frozen_s(index, chunk) for index in frozen) / chunk
+        computed_s = profile.prefix_s(request.num_frozen, chunk) / chunk
         read_s = write_s = profile.prefix_bytes(request.num_frozen) / cache_bytes_per_s
         saved_s = computed_s - read_s
         if saved_s > 0 and reads_a_row * saved_s > write_s:

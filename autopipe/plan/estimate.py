@@ -89,7 +89,7 @@ class StepModel:
             all_s = profile.cached_fetch_s + request.prefix_cached_s * num_samples
         else:
             chunk = request.prefix_chunk or max(sizes)
-            one_s = sum(profile.frozen_s(index, chunk) for index in range(self.first_active))
+            one_s = profile.prefix_s(request.num_frozen, chunk)
             read_s = profile.fetch_s + profile.read_s * num_samples
             all_s = read_s + math.ceil(num_samples / chunk) * one_s
         return all_s / request.workers_of(length)[0]

@@ -127,6 +127,11 @@ class Profile:
         """Return the index of the first sublayer above so many frozen layers."""
         return sum(cost.layer < num_frozen for cost in self.sublayers)
 
+    def prefix_s(self, num_frozen: int, num_samples: int, *, above: int = 0) -> float:
+        """Return the seconds of so many samples through frozen layers above .. num_frozen - 1."""
+        indices = range(self.first_active(above), self.first_active(num_frozen))
+        return sum(self.frozen_s(index, num_samples) for index in indices)
+
     def prefix_bytes(self, num_frozen: int) -> float:
         """Return the bytes of a sample's activations behind so many frozen layers."""
         first = self.first_active(num_frozen)

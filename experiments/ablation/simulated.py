@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopipe.plan import PipelinePlan, PlanRequest
-from autopipe.profile import Profile
 from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, Row
 from pipetransformer.forecast import Place
 from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
@@ -114,7 +113,7 @@ def _pays(place: Place, training: Training, num_frozen: int) -> bool:
     """Tell whether a sample's frozen part is read faster than computed."""
     chunk = _chunk(place, training)
     read_s = _cached_s(place, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
-    return read_s < forward_s(place.profile, 0, num_frozen, chunk) / chunk
+    return read_s < place.profile.prefix_s(num_frozen, chunk) / chunk
 
 
 def _cached_s(
@@ -131,22 +130,13 @@ def _cached_s(
     written_s = profile.prefix_bytes(num_frozen) / rate
     hit_s = profile.prefix_bytes(before) / rate
     if before != num_frozen:
-        hit_s += forward_s(profile, before, num_frozen, chunk) / chunk + written_s
-    miss_s = forward_s(profile, 0, num_frozen, chunk) / chunk + written_s
+        hit_s += profile.prefix_s(num_frozen, chunk, above=before) / chunk + written_s
+    miss_s = profile.prefix_s(num_frozen, chunk) / chunk + written_s
     return hits * hit_s + (1 - hits) * miss_s
 
 
 def _chunk(place: Place, training: Training) -> int:
     return usual_prefix_chunk(training.global_batch, place.num_slots)
-
-
-def forward_s(profile: Profile, first: int, last: int, batch: int) -> float:
-    """Return the seconds of a batch through the frozen layers first .. last - 1."""
-    return sum(
-        profile.frozen_s(index, batch)
-        for index, cost in enumerate(profile.sublayers)
-        if first <= cost.layer < last
-    )
 
 
 def simulate_parts(place: Place, training: Training) -> list[Row]:

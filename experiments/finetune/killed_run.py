@@ -11,9 +11,9 @@ from typing import Any
 
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
+from freeze import JOURNAL_FILE
 from pipetransformer.checkpoint import CHECKPOINTS
 from pipetransformer.durable_files import hash_json
-from pipetransformer.transition import JOURNAL_FILE
 
 SAVED_LOOP = "loop.safetensors"
 """A plain loop as of the end of an epoch, in a run's folder until that is complete."""

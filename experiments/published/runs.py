@@ -25,7 +25,6 @@ from experiments.ablation.parts import NOTHING_FROZEN, Parts
 from experiments.ablation.simulated import (
     SimulatedEpoch,
     Training,
-    forward_s,
     simulate,
 )
 from experiments.published.setting import (
@@ -136,14 +135,14 @@ class PublishedSystem:
 
         A cached sample is read as it was in the epoch before; layers frozen since are computed.
         """
-        whole_s = forward_s(self.profile, 0, num_frozen, BATCH)
+        whole_s = self.profile.prefix_s(num_frozen, BATCH)
         if not cached or before < CACHE_FROM:
             return whole_s
         if self.cache_read_s is None:
-            read_s = forward_s(self.profile, 0, CACHE_FROM, BATCH)
+            read_s = self.profile.prefix_s(CACHE_FROM, BATCH)
         else:
             read_s = BATCH * self.cache_read_s
-        return min(whole_s, read_s + forward_s(self.profile, before, num_frozen, BATCH))
+        return min(whole_s, read_s + self.profile.prefix_s(num_frozen, BATCH, above=before))
 
 
 def published_system(profile: Profile) -> PublishedSystem:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
+from freeze.journal_lines import JOURNAL_FILE, read_line
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
-_CHECK_DIGITS = 16
-"""Of a journal's line."""
 _Held: TypeAlias = tuple[int, tuple[int, ...]]
 """How many layers are frozen from a step on, and which rest."""
 
@@ -72,15 +69,15 @@ class Replay(FreezePolicy):
 
 def _read_journal(path: Path) -> list[tuple[int, _Held]]:
     """Return the decisions by step; a torn last line was never carried out."""
-    path = path / "journal.jsonl" if path.is_dir() else path
+    path = path / JOURNAL_FILE if path.is_dir() else path
     try:
-        entries = [_read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        entries = [read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
         decisions = [
             (entry["step"], (own["num_frozen"], tuple(own.get("resting", ()))))
             for entry in entries
             for own in (entry["decision"],)
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error
     if any(entry.get("sets_rates") for entry in entries):
         raise ValueError(
@@ -88,11 +85,3 @@ def _read_journal(path: Path) -> list[tuple[int, _Held]]:
             "does not hold; give that policy itself"
         )
     return decisions
-
-
-def _read_line(line: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = json.loads(line)
-    check = entry.pop("check")
-    if hashlib.sha256(json.dumps(entry).encode()).hexdigest()[:_CHECK_DIGITS] != check:
-        raise ValueError(f"the decision of step {entry['step']} does not fit its check value")
-    return entry

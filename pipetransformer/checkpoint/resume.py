@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from autodp import Shard, gather_json
+from freeze import JOURNAL_FILE
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint.format import (
     Checkpoint,
@@ -42,7 +43,6 @@ from pipetransformer.processes import (
     told_by_rank_0,
 )
 from pipetransformer.transition import (
-    JOURNAL_FILE,
     OPTIMIZER,
     WEIGHTS,
     shard_name,

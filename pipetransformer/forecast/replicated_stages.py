@@ -102,7 +102,7 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
     profile, chain = place.profile, graph_of(place.profile, minibatch)
     first = profile.first_active(request.num_frozen)
     if request.prefix_cached_s is None:
-        frozen_s = sum(profile.frozen_s(index, minibatch) for index in range(first))
+        frozen_s = profile.prefix_s(request.num_frozen, minibatch)
     else:
         frozen_s = minibatch * request.prefix_cached_s
     active = chain.without({node.name for node in chain.nodes[:first]})

@@ -8,11 +8,10 @@ transitions ─► decider ─► decision ─► journal
 from pipetransformer.transition.decider import plan_shape
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
-from pipetransformer.transition.journal import JOURNAL_FILE
 from pipetransformer.transition.ownership import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
 from pipetransformer.transition.transitions import Change, Transitions
 
 __all__ = [
-    "Change", "Decision", "Deployment", "JOURNAL_FILE", "OPTIMIZER", "Transitions",
+    "Change", "Decision", "Deployment", "OPTIMIZER", "Transitions",
     "WEIGHTS", "plan_shape", "shard_name", "split_shard_name",
 ]  # fmt: skip

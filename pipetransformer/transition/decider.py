@@ -13,6 +13,7 @@ from typing import Any
 from autodp import broadcast_json
 from autopipe.plan import PipelinePlan
 from freeze import (
+    JOURNAL_FILE,
     FreezeContext,
     FreezePolicy,
     PolicyError,
@@ -26,7 +27,7 @@ from pipetransformer.position import Clock
 from pipetransformer.processes import World
 from pipetransformer.transition.costs import plan_name
 from pipetransformer.transition.decision import Decision
-from pipetransformer.transition.journal import JOURNAL_FILE, Journal
+from pipetransformer.transition.journal import Journal
 from pipetransformer.transition.run_planner import RunPlanner
 
 _NOISE = 0.03

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetransformer.durable_files import LineFile, fsync, hash_json
+from freeze import read_line, sealed_line
+from pipetransformer.durable_files import LineFile, fsync
 
-_CHECK_DIGITS = 16
 _LOG = logging.getLogger(__name__)
 
 
@@ -38,21 +38,13 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-            check = entry.pop("check")
-            if check != hash_json(entry)[:_CHECK_DIGITS]:
-                raise ValueError(f"it does not fit its check value {check!r}")
-            entries.append(entry)
+            entries.append(read_line(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             _LOG.warning(
                 f"journal {path}, line {number} is damaged ({error!r}): its decision is taken "
                 "anew if its step is trained again"
             )
     return entries
-
-
-JOURNAL_FILE = "journal.jsonl"
-"""Its name in a run's folder."""
 
 
 class Journal:
@@ -89,9 +81,8 @@ class Journal:
         # As text, NaN equals itself, and 1, 1.0 and True differ.
         if line == json.dumps(self._recorded.get(step)):
             return
-        sealed = json.dumps({**entry, "check": hash_json(entry)[:_CHECK_DIGITS]})
         try:
-            self._file.append(f"{sealed}\n".encode(), durable=True)
+            self._file.append(sealed_line(entry), durable=True)
         except OSError as error:
             _LOG.warning(
                 f"the decision of step {step} is not in the journal: {error}; a run that is "

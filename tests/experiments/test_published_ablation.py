@@ -8,7 +8,6 @@ import pytest
 
 from autopipe.plan.published import throughput_table
 from experiments.ablation.parts import Parts
-from experiments.ablation.simulated import forward_s
 from experiments.ablation.simulated import total_s as simulated_s
 from experiments.published import ablation
 from experiments.published.runs import (
@@ -69,7 +68,7 @@ def test_the_baseline_is_one(system: PublishedSystem) -> None:
 
 def test_the_device_s_rate_is_the_published_forward_s(system: PublishedSystem) -> None:
     for batch, seconds in FORWARD_S.items():
-        modelled = forward_s(system.profile, 0, NUM_LAYERS, batch)
+        modelled = system.profile.prefix_s(NUM_LAYERS, batch)
         assert modelled == pytest.approx(seconds, rel=0.03)
 
 
@@ -97,12 +96,12 @@ def test_a_cache_reads_the_epoch_before_and_computes_what_froze_since(
     cached, computed = (
         system.run(Parts(auto_pipe=True, auto_dp=True, auto_cache=on)) for on in (True, False)
     )
-    read_s = forward_s(system.profile, 0, 3, 400)
+    read_s = system.profile.prefix_s(3, 400)
     for before, now, plain in zip(cached, cached[1:], computed[1:], strict=False):
-        fresh_s = forward_s(system.profile, before.num_frozen, now.num_frozen, 400)
+        fresh_s = system.profile.prefix_s(now.num_frozen, 400, above=before.num_frozen)
         expected = read_s + fresh_s if before.num_frozen >= 3 else plain.prefix_s
         assert now.prefix_s == pytest.approx(min(expected, plain.prefix_s))
-        assert plain.prefix_s == pytest.approx(forward_s(system.profile, 0, now.num_frozen, 400))
+        assert plain.prefix_s == pytest.approx(system.profile.prefix_s(now.num_frozen, 400))
 
 
 def test_transitions_are_charged_where_something_froze(system: PublishedSystem) -> None:
