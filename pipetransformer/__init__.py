@@ -7,8 +7,8 @@ All that training with `Trainer` and pipelines in one process take is here. Besi
 from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, StashedPipeline, flatten_sequential, restore_batch_norm
-from autopipe.plan import PipelinePlan
-from autopipe.profile import Profile
+from autopipe.plan import PipelinePlan, PlanRequest
+from autopipe.profile import Profile, Ring
 from autopipe.trace import Recorder, Span, Summary, Trace
 from freeze import (
     AlphaSchedule,
@@ -63,13 +63,13 @@ __all__ = [
     "Decision", "EvalPrediction", "FitReport", "FreezeContext", "FreezeDecision", "FreezeOut",
     "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded", "LayerStats", "LayeredModel", "Linear",
     "Loss", "Measurements", "NeverFreeze", "NonFiniteError", "PaperRule", "PeerError",
-    "PipelinePlan", "PlanSituation", "Plasticity", "PolicyError", "PredictionOutput", "Profile",
-    "QuietUpdates", "Recorder", "Replay", "Shadow", "Span", "StashedPipeline", "StepResult",
-    "Sublayer", "Summary", "TensorBoard", "Trace", "TrainConfig", "Trainer", "Verification",
-    "VerificationError", "WorkerFailedError", "adamw", "balance", "cosine_with_warmup",
-    "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",
-    "named_optimizer", "named_schedule", "polynomial_with_warmup", "published_plan",
-    "register_adapter", "restore_batch_norm", "skip",
+    "PipelinePlan", "PlanRequest", "PlanSituation", "Plasticity", "PolicyError",
+    "PredictionOutput", "Profile", "QuietUpdates", "Recorder", "Replay", "Ring", "Shadow", "Span",
+    "StashedPipeline", "StepResult", "Sublayer", "Summary", "TensorBoard", "Trace", "TrainConfig",
+    "Trainer", "Verification", "VerificationError", "WorkerFailedError", "adamw", "balance",
+    "cosine_with_warmup", "fastest_plan", "flatten_sequential", "is_checkpointing",
+    "is_recomputing", "launch", "named_optimizer", "named_schedule", "polynomial_with_warmup",
+    "published_plan", "register_adapter", "restore_batch_norm", "skip",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

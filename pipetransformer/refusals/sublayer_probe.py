@@ -139,7 +139,7 @@ class _Probe:
         for index, sublayer in enumerate(model.sublayers):
             if isinstance(hidden, Tensor):
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
-            with self._lent(index, training=True):
+            with self._lent(index, training=True) as found:
                 before, plain = random_state(self.device), plain_random_state()
                 had = remembered(sublayer.module)
                 output = self._call(index, hidden, batch)
@@ -150,7 +150,8 @@ class _Probe:
                 has = remembered(sublayer.module)
                 if has.numbers != had.numbers:
                     self._refuse_counter(index, hidden, batch, had.numbers, has.numbers)
-                if not has.has_tensors_of(had):
+                # What is registered is refused behind it, by its name.
+                if not (has.has_tensors_of(had) or find_changed(model.tensors(index), found)):
                     self._refuse_memory(index, hidden, batch)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
@@ -275,9 +276,9 @@ class _Probe:
         return float((one - other).nan_to_num().abs().max()) > allowed
 
     @contextmanager
-    def _lent(self, index: int, *, training: bool) -> Iterator[None]:
+    def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
         """Hold a sublayer on the device, in a mode; leave it as it was found, and refuse it if it
-        has written into its tensors.
+        has written into its tensors. Yields them as they were.
         """
         model = self.task.model
         with (
@@ -288,7 +289,7 @@ class _Probe:
             set_modes(modes_of(model, (index,), training=training))
             before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
             try:
-                yield
+                yield before
             finally:
                 written = _put_back(model.tensors(index), before)
         if written:
