@@ -99,7 +99,7 @@ def test_rows_are_trained_once_each_by_their_script(
     assert "ours: without --lora_learning_rate 1\n" in first
     compare.main([*given, *rows])
     again = capsys.readouterr().out
-    assert "seed 0, " not in again and "ddp, short: without --memory_limit_bytes" in again
+    assert "seed 0, " not in again and "ddp, short: without --freeze=schedule:0,2" in again
     with pytest.raises(ValueError, match="holds a run of other options"):
         compare.main([*given, *rows, "--global_batch_size", "8"])
     recipe.write_text('task = "sst2"\nfreeze = "schedule:0,3"\nnum_train_epochs = 2\n')
