@@ -28,8 +28,8 @@ _MAY_CHANGE = {
 
 
 def has_saved(folder: Path) -> bool:
-    """Tell whether a run, of ours or a rival, goes on in its folder when it is started again."""
-    return any((folder / name).exists() for name in (CHECKPOINTS, JOURNAL_FILE, SAVED_LOOP))
+    """Tell whether a killed run, of ours or a rival, has saved what it can go on from."""
+    return (folder / CHECKPOINTS).exists() or (folder / SAVED_LOOP).exists()
 
 
 def refuse_another_kind(folder: Path, *, is_plain: bool) -> None:
@@ -72,7 +72,8 @@ def note_or_refuse(options: RunOptions, workload: Workload) -> None:
     """
     folder, asked = Path(options.output_dir), asked_for(options, workload)
     path, is_first = folder / _OPTIONS_FILE, os.environ.get("RANK", "0") == "0"
-    if path.exists() and has_saved(folder):
+    # What was decided is repeated even where nothing was saved.
+    if path.exists() and (has_saved(folder) or (folder / JOURNAL_FILE).exists()):
         refuse_others(folder, json.loads(path.read_text()), asked)
         if is_first:
             print(f"{folder}: goes on with the run that was killed")

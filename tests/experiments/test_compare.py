@@ -12,6 +12,7 @@ import pytest
 
 from experiments import compare
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
+from experiments.finetune.killed_run import has_saved
 from experiments.finetune.series import series_of
 
 
@@ -145,3 +146,10 @@ def test_a_metric_without_a_value_is_read_as_nan(tmp_path: Path) -> None:
     run = FinishedRun(tmp_path / "run")
     assert math.isnan(run.metric) and math.isnan(run.learning[0][1])
     assert run.reached_s(0.0) is None
+
+
+def test_a_killed_run_that_had_saved_nothing_starts_anew(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").touch()
+    assert not has_saved(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    assert has_saved(tmp_path)
