@@ -45,11 +45,10 @@ from freeze.policy import (
 from freeze.policy_names import POLICY_HELP, named_policy
 
 __all__ = [
-    "JOURNAL_FILE", "MEASURED_SIGNALS", "POLICY_HELP", "PROBE_SIGNALS", "AlphaSchedule",
-    "AutoFreeze", "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy",
-    "FreezeSchedule", "Guarded",
-    "LayerStats", "Linear", "NeverFreeze", "PaperRule", "Plasticity", "PolicyError",
-    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy",
-    "checked_decision", "checked_scale", "find_layers", "frozen_since", "named_policy",
-    "read_line", "sealed_line", "sets_rates",
+    "AlphaSchedule", "AutoFreeze", "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy",
+    "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear", "MEASURED_SIGNALS",
+    "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity", "PolicyError",
+    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision",
+    "checked_scale", "find_layers", "frozen_since", "named_policy", "read_line", "sealed_line",
+    "sets_rates",
 ]  # fmt: skip

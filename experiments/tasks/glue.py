@@ -103,6 +103,14 @@ class GlueTask:
             raise ValueError(f"the label {label!r} is none of {', '.join(self.classes)}")
         return self.classes.index(label)
 
+    def found(self, outputs: Array) -> Array:
+        """Return the classes, or values, that (N, C) outputs say."""
+        return outputs.argmax(axis=1) if self.classes else outputs[:, 0]
+
+    def name_of(self, found: Any) -> str:
+        """Return one of them as the task's files have it."""
+        return self.classes[found] if self.classes else f"{found:.3f}"
+
 
 _DEV = {"dev": "dev.tsv"}
 _TWO, _PAIR = ("0", "1"), ("sentence1", "sentence2")
@@ -177,18 +185,11 @@ def glue_workload(name: str, source: TextSource) -> Workload:
 
     def judge(prediction: EvalPrediction) -> Metrics:
         given: Any = prediction.predictions
-        found = given[:, 0] if task.num_labels == 1 else given.argmax(axis=1)
-        return task.metrics(found, np.asarray(prediction.label_ids).reshape(-1))
+        return task.metrics(task.found(given), np.asarray(prediction.label_ids).reshape(-1))
 
     def write(which: str, prediction: Any, path: Path) -> None:
-        given = prediction.predictions
-        answers = (
-            [f"{value:.3f}" for value in given[:, 0]]
-            if task.num_labels == 1
-            else [task.classes[number] for number in given.argmax(axis=1)]
-        )
-        pairs = zip(numbers[which or main], answers, strict=True)
-        lines = [f"{number}\t{answer}\n" for number, answer in pairs]
+        pairs = zip(numbers[which or main], task.found(prediction.predictions), strict=True)
+        lines = [f"{number}\t{task.name_of(found)}\n" for number, found in pairs]
         path.with_suffix(".tsv").write_text("index\tprediction\n" + "".join(lines))
 
     return Workload(

@@ -38,7 +38,7 @@ def write_model_folder(
         OSError: the disk is full, or nothing may be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if _is_transformers(model):
+    if _is_a(model, _PRETRAINED_MODEL):
         _write_transformers(model, state, folder)
     else:
         replace_tensors(folder / WEIGHTS_FILE, state)
@@ -58,7 +58,7 @@ class DescribedModel:
     def state_dict(self) -> dict[str, str]:
         """Return the file's text; "" for a model that neither library describes."""
         model: Any = self._model
-        if not _is_transformers(model):
+        if not _is_a(model, _PRETRAINED_MODEL):
             return {"config": _describe_timm(model)}
         config = copy(model.config)
         config.architectures = [type(model).__name__]  # As its `save_pretrained` has it.
@@ -68,8 +68,9 @@ class DescribedModel:
         """Leave the model as it is: a run that continues is given it anew."""
 
 
-def _is_transformers(model: nn.Module) -> bool:
-    return any(qualified_name(kind) == _PRETRAINED_MODEL for kind in type(model).__mro__)
+def _is_a(model: nn.Module, name: str) -> bool:
+    """Tell whether a model is of a class, by its qualified name, or of one derived from it."""
+    return any(qualified_name(kind) == name for kind in type(model).__mro__)
 
 
 def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -98,7 +99,7 @@ def _built_with(model: Any) -> dict[str, Any]:
     built: dict[str, Any] = {}
     if (pixels := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
         built["img_size"] = pixels
-    if any(qualified_name(kind) == _TIMM_VIT for kind in type(model).__mro__):
+    if _is_a(model, _TIMM_VIT):
         built["depth"], built["embed_dim"] = len(model.blocks), model.embed_dim
         built["num_heads"] = model.blocks[0].attn.num_heads
         built["global_pool"] = model.global_pool
