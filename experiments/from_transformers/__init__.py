@@ -2,5 +2,5 @@
 
 glue                  classify sentences and pairs of them
 question_answering    find answers in texts
-whose_trainer         the option
+script                what both have in common
 """

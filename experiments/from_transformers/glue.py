@@ -7,51 +7,31 @@
 
 from __future__ import annotations
 
-import csv
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    HfArgumentParser,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
+from transformers import AutoModelForSequenceClassification, EvalPrediction
+
+from experiments.from_transformers.script import (
+    given,
+    make_trainer,
+    read_options,
+    report,
+    tokenizer_of,
+    train,
 )
-
-from experiments.from_transformers.whose_trainer import TrainerArguments, trainer_class
-
-COLUMNS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "sst2": (("sentence",), "label"),
-    "mrpc": (("#1 String", "#2 String"), "Quality"),
-}
-"""A task's columns: its sentences, and their class."""
-
-
-@dataclass
-class ModelArguments:
-    """Hold which model is fine-tuned."""
-
-    model_name_or_path: str = field(metadata={"help": "a folder with a model and its tokenizer"})
-    dropout: float | None = field(
-        default=None, metadata={"help": "of hidden states and attention; default: the model's"}
-    )
+from experiments.tasks.glue import TASKS, GlueTask, Row, read_tsv
 
 
 @dataclass
 class DataArguments:
     """Hold on which data."""
 
-    task_name: Literal["sst2", "mrpc"] = field(metadata={"help": "a task of GLUE"})
+    task_name: str = field(metadata={"help": "a task of GLUE", "choices": list(TASKS)})
     train_file: str | None = None
     validation_file: str | None = None
     test_file: str | None = None
@@ -64,122 +44,66 @@ class DataArguments:
     max_predict_samples: int | None = None
 
 
-def read_split(path: str | None, option: str, limit: int | None) -> Dataset:
-    """Read a task's tsv file, or as many of its lines as asked for."""
-    if path is None:
-        raise ValueError(f"--{option} is missing; give it, or leave out what needs it")
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return Dataset.from_list(rows[:limit])
-
-
-def tokenise(data: DataArguments, tokenizer: Any, dataset: Dataset) -> Dataset:
+def tokenise(data: DataArguments, tokenizer: Any, rows: list[Row]) -> Dataset:
     """Return a split's tokens and, where it has them, its labels."""
-    sentences, label = COLUMNS[data.task_name]
-
-    def convert(examples: Any) -> Any:
-        encoded = tokenizer(
-            *(examples[name] for name in sentences),
-            padding="max_length" if data.pad_to_max_length else False,
-            max_length=data.max_seq_length,
-            truncation=True,
-        )
-        if label in examples:
-            encoded["label"] = [int(one) for one in examples[label]]
-        return encoded
-
-    return dataset.map(convert, batched=True, remove_columns=dataset.column_names)
-
-
-def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the share of right classes, and the F1 of class 1."""
-    given: Any = np.argmax(prediction.predictions, axis=1)
-    wanted: Any = prediction.label_ids
-    both = ((given == 1) & (wanted == 1)).sum()
-    either = (given == 1).sum() + (wanted == 1).sum()
-    return {
-        "accuracy": float((given == wanted).mean()),
-        "f1": float(2 * both / either) if either else 0.0,
-    }
-
-
-def load(options: ModelArguments) -> tuple[Any, Any]:
-    """Return model and tokenizer."""
-    name, dropout = options.model_name_or_path, {}
-    if options.dropout is not None:
-        names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-        dropout = dict.fromkeys(names, options.dropout)
-    config = AutoConfig.from_pretrained(name, num_labels=2, **dropout)
-    model = AutoModelForSequenceClassification.from_pretrained(name, config=config)
-    return model, AutoTokenizer.from_pretrained(name)
+    sentences = zip(*(row.sentences for row in rows), strict=True)
+    encoded = tokenizer(*map(list, sentences), max_length=data.max_seq_length, truncation=True)
+    if rows[0].label is not None:
+        encoded["label"] = [row.label for row in rows]
+    return Dataset.from_dict(encoded)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, evaluate and predict, as asked."""
-    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, TrainerArguments)
-    parser = HfArgumentParser(kinds)
-    model_args, data_args, training_args, trainer_args = parser.parse_args_into_dataclasses(
-        args=arguments
-    )
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    Trainer = trainer_class(trainer_args)
-    set_seed(training_args.seed)
-    model, tokenizer = load(model_args)
+    options = read_options(DataArguments, arguments)
+    data, asked = options.data, options.training
+    task, tokenizer = TASKS[data.task_name], tokenizer_of(options)
 
-    def split(name: str, limit: int | None) -> Dataset:
-        option = f"{name}_file"
-        read = read_split(getattr(data_args, option), option, limit)
-        return tokenise(data_args, tokenizer, read)
+    def rows_of(name: str, limit: int | None) -> list[Row]:
+        path = given(getattr(data, f"{name}_file"), f"{name}_file")
+        return read_tsv(task, Path(path), labelled=name != "test")[:limit]
 
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    if training_args.do_train:
-        train_dataset = split("train", data_args.max_train_samples)
-    if training_args.do_eval:
-        eval_dataset = split("validation", data_args.max_eval_samples)
+    def judge(prediction: EvalPrediction) -> dict[str, float]:
+        found = task.found(np.asarray(prediction.predictions))
+        metrics = task.metrics(found, np.asarray(prediction.label_ids).reshape(-1))
+        return {name: value / 100 for name, value in metrics.items()}
 
-    trainer = Trainer(
-        model=model,
-        args=training_args,
+    train_dataset = eval_dataset = None
+    if asked.do_train:
+        train_dataset = tokenise(data, tokenizer, rows_of("train", data.max_train_samples))
+    if asked.do_eval:
+        eval_dataset = tokenise(data, tokenizer, rows_of("validation", data.max_eval_samples))
+    trainer = make_trainer(
+        options,
+        AutoModelForSequenceClassification,
+        tokenizer,
+        head=task.head,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        compute_metrics=accuracy_and_f1,
-        processing_class=tokenizer,
-        data_collator=default_data_collator
-        if data_args.pad_to_max_length
-        else DataCollatorWithPadding(tokenizer),
+        compute_metrics=judge,
     )
-
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        metrics = {**result.metrics, "train_samples": len(train_dataset)}
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-
-    if training_args.do_eval:
+    if train_dataset is not None:
+        train(trainer, train_dataset)
+    if eval_dataset is not None:
         metrics = trainer.evaluate(eval_dataset=eval_dataset)
-        metrics["eval_samples"] = len(eval_dataset)
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    if training_args.do_predict:
-        predict(trainer, split("test", data_args.max_predict_samples))
-
+        report(trainer, "eval", {**metrics, "eval_samples": len(eval_dataset)})
+    if asked.do_predict:
+        rows = rows_of("test", data.max_predict_samples)
+        outputs = trainer.predict(tokenise(data, tokenizer, rows)).predictions
+        write(trainer, task, rows, outputs)
     trainer.create_model_card(
-        finetuned_from=model_args.model_name_or_path,
+        finetuned_from=options.model.model_name_or_path,
         tasks="text-classification",
-        dataset=f"GLUE {data_args.task_name.upper()}",
+        dataset=f"GLUE {data.task_name.upper()}",
         language="en",
     )
 
 
-def predict(trainer: Any, dataset: Dataset) -> None:
-    """Write the classes of a split into output_dir/predict_results.tsv."""
-    classes = np.argmax(trainer.predict(dataset).predictions, axis=1)
+def write(trainer: Any, task: GlueTask, rows: list[Row], outputs: Any) -> None:
+    """Write the labels of a split into output_dir/predict_results.tsv."""
     if trainer.is_world_process_zero():
-        lines = [f"{index}\t{number}\n" for index, number in enumerate(classes)]
+        found = zip(rows, task.found(outputs), strict=True)
+        lines = [f"{row.number}\t{task.name_of(one)}\n" for row, one in found]
         path = Path(trainer.args.output_dir, "predict_results.tsv")
         path.write_text("index\tprediction\n" + "".join(lines), encoding="utf-8")
 

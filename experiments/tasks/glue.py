@@ -141,12 +141,12 @@ TASKS: Mapping[str, GlueTask] = {
 
 class Row(NamedTuple):
     """Hold a row of a task's file: its number among those that are not blank, its sentences and
-    its label.
+    its label, None where it is to be found.
     """
 
     number: int
     sentences: tuple[str, ...]
-    label: float
+    label: float | None
 
 
 def glue_workload(name: str, source: TextSource) -> Workload:
@@ -227,10 +227,18 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
             Row(number, tuple(row[column] for column in columns), row["label"])
             for number, row in enumerate(rows)
         ]
-    file = "train.tsv" if which == "train" else task.dev[which]
-    path = Path(data) / file
+    path = Path(data) / ("train.tsv" if which == "train" else task.dev[which])
     if not path.exists():
         raise ValueError(f"{path} is missing; give --data_dir, GLUE's folder of {name}")
+    return read_tsv(task, path)
+
+
+def read_tsv(task: GlueTask, path: Path, *, labelled: bool = True) -> list[Row]:
+    """Read a task's file; rows that lack a field, as some of the published have, are left out.
+
+    Raises:
+        ValueError: it is not the task's, or has no samples.
+    """
     csv.field_size_limit(sys.maxsize)
     # Some of the published files begin with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -238,7 +246,7 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
             lines, fieldnames=task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE
         )
         try:
-            found = list(_read(task, path, reader))
+            found = list(_read(task, path, reader, labelled))
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} is no tsv file in UTF-8: {error}") from error
     if not found:
@@ -246,9 +254,8 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
     return found
 
 
-def _read(task: GlueTask, path: Path, rows: csv.DictReader[str]) -> Iterator[Row]:
-    """Yield samples; rows that lack a field, as some of the published files have, are left out."""
-    columns, left_out = (*task.sentences, task.label), 0
+def _read(task: GlueTask, path: Path, rows: csv.DictReader[str], labelled: bool) -> Iterator[Row]:
+    columns, left_out = (*task.sentences, *[task.label] * labelled), 0
     for number, row in enumerate(rows):
         if missing := [column for column in columns if column not in row]:
             raise ValueError(f"{path} has no column {missing[0]!r}; it has {list(row)}")
@@ -256,7 +263,7 @@ def _read(task: GlueTask, path: Path, rows: csv.DictReader[str]) -> Iterator[Row
             left_out += 1
             continue
         try:
-            label = task.number_of(row[task.label])
+            label = task.number_of(row[task.label]) if labelled else None
         except ValueError as error:
             raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
         yield Row(number, tuple(row[column] for column in task.sentences), label)

@@ -6,6 +6,7 @@ A text that is too long is read through windows that overlap; the best span of a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,7 @@ def questions_workload(
         return score(best, questions)
 
     def write(_: str, prediction: Any, path: Path) -> None:
-        found = answers(prediction)
-        best = {name: several[0].text for name, several in found.items()}
-        several = {name: [asdict(one) for one in those] for name, those in found.items()}
-        path.with_suffix(".json").write_text(json.dumps(best, indent=2, ensure_ascii=False))
-        path.with_name("nbest_predictions.json").write_text(
-            json.dumps(several, indent=2, ensure_ascii=False)
-        )
+        write_answers(answers(prediction), path.parent)
 
     return Workload(
         "squad",
@@ -83,6 +78,23 @@ def questions_workload(
         ),
         processing_class=tokenizer,
     )
+
+
+def write_answers(
+    answers: Mapping[str, Sequence[Answer]], folder: Path, *, prefix: str = ""
+) -> None:
+    """Write the best answers, and several of each question, as SQuAD's programs read them.
+
+    Args:
+        answers: by the questions' ids, the best first.
+        folder: where.
+        prefix: of the files' names.
+    """
+    best = {name: several[0].text for name, several in answers.items()}
+    several = {name: [asdict(one) for one in those] for name, those in answers.items()}
+    for name, content in (("predictions", best), ("nbest_predictions", several)):
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (folder / f"{prefix}{name}.json").write_text(text, encoding="utf-8")
 
 
 def read_split(data: str | None, split: str, most: int | None) -> list[Question]:

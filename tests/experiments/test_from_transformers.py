@@ -14,8 +14,8 @@ import pytest
 
 import pipetransformer.hf
 from experiments.from_transformers import glue, question_answering
-from experiments.from_transformers.question_answering import answer_tokens
-from experiments.from_transformers.whose_trainer import TrainerArguments, trainer_class
+from experiments.from_transformers.script import TrainerArguments, trainer_class
+from experiments.tasks.squad import answer_tokens
 from pipetransformer import FreezeSchedule
 from tests.experiments.tiny_scripts import (
     answerer,
@@ -55,7 +55,8 @@ def sst2(folder: Path) -> list[str]:
     model = ["--task_name", "sst2", "--model_name_or_path", classifier(folder / "model")]
     train = ["--train_file", write_sst2(folder / "train.tsv", 45)]
     test = ["--test_file", write_sst2(folder / "test.tsv", 9, labelled=False), "--do_predict"]
-    return [*model, *train, "--validation_file", write_sst2(folder / "dev.tsv", 21), *test]
+    dev = ["--validation_file", write_sst2(folder / "dev.tsv", 21), "--max_seq_length", "64"]
+    return [*model, *train, *dev, *test]
 
 
 def mrpc(folder: Path) -> list[str]:
