@@ -16,7 +16,6 @@ last line printed is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.plain_loop import (
     RivalTask,
     Sentences,
@@ -38,7 +38,7 @@ from experiments.benchmarks.rivals import MAX_GRAD_NORM, make_trainer
 from freeze import FreezeContext
 from freeze.advisor import FreezeAdvisor
 
-MOST_OFF = 0.10
+BARS = Bars(most={"most_uncached_off": 0.10})
 DEPTHS = (2, 4)
 WATCHED, HALF = 10, 26
 """Steps in which the advisor has its hooks, and all steps before the freeze; as many follow."""
@@ -128,7 +128,7 @@ def main() -> int:
     task = sentences_task(Sentences(options.minilm, options.sst2))
     with tempfile.TemporaryDirectory() as folder:
         runs = [{d: run(task, d, folder) for d in DEPTHS} for _ in range(options.repeats)]
-    found: dict[str, Any] = {"most_off": MOST_OFF}
+    found: dict[str, Any] = {}
     for cached, kind in ((False, "uncached"), (True, "cached")):
         off = found[f"{kind}_off"] = {}
         for depth in DEPTHS:
@@ -137,8 +137,7 @@ def main() -> int:
             each = ", ".join(f"{one.predicted:.1%} -> {one.saved:.1%}" for one in outcomes)
             print(f"{depth} of {task.num_layers} layers, {kind}, predicted -> saved: {each}")
             found[f"{kind}_runs_of_{depth}"] = [asdict(one) for one in outcomes]
-    print(json.dumps({**found, "torch": torch.__version__, "cores": num_cores()}))
-    return 1 if max(found["uncached_off"].values()) > MOST_OFF else 0
+    return conclude({"most_uncached_off": max(found["uncached_off"].values()), **found}, BARS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Run it as `python -m experiments.benchmarks.busy`; the last line printed is JSON
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import subprocess
@@ -27,13 +26,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from experiments.benchmarks import restless
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.measuring.processes import found_by
-from experiments.benchmarks.measuring.rounds import bootstrap, num_cores
+from experiments.benchmarks.measuring.rounds import bootstrap
 from experiments.benchmarks.rivals import make_trainer
 
 STEPS_PER_EPOCH = 20
@@ -44,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "K = 2, M = 2": {"pipeline_length": 2, "micro_batches": 2},
     "K = 2, M = 4": {"pipeline_length": 2, "micro_batches": 4},
 }
-MOST = {"elastic_over_best_fixed": 1.10, "slower_after_freezing": 0}
+BARS = Bars(most={"elastic_over_best_fixed": 1.10, "slower_after_freezing": 0})
 
 
 @contextmanager
@@ -113,11 +112,8 @@ def measure(num_repeats: int) -> dict[str, Any]:
         "slower_after_freezing": sum(after > before for before, after in pairwise(typical)),
         "interval": [ratio.low, ratio.high],
         "repeats": num_repeats,
-        "most": MOST,
         "median_s": {name: statistics.median(some) for name, some in totals.items()},
         "step_s_by_depth": dict(zip(depths[0], typical, strict=True)),
-        "torch": torch.__version__,
-        "cores": num_cores(),
     }
 
 
@@ -127,9 +123,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    found = measure(options.repeats)
-    print(json.dumps(found))
-    return 1 if any(float(found[name]) > most for name, most in MOST.items()) else 0
+    return conclude(measure(options.repeats), BARS)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ printed is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,12 +31,14 @@ from autocache import (
     RowStore,
     chain_hash,
 )
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.rounds import Ratio, num_cores, paired_ratio
 
 TOKENS, WIDTH, BATCH, NUM_ROWS = 197, 768, 64, 512
 NUM_FROZEN, NUM_NEW = 6, 2
-LEAST = {"read_vs_memcpy": 0.8, "write_vs_memcpy": 0.8}
-MOST = {"hit_step_overhead": 1.05}
+BARS = Bars(
+    least={"read_vs_memcpy": 0.8, "write_vs_memcpy": 0.8}, most={"hit_step_overhead": 1.05}
+)
 
 
 def compare_with_memcpy(num_pairs: int) -> dict[str, Ratio]:
@@ -176,22 +177,9 @@ def main() -> int:
     found = {**compare_with_memcpy(num_pairs), **compare_steps(max(8, num_pairs // 3))}
     for name, ratio in found.items():
         print(f"{name:22} {ratio.median:6.3f}   95 % interval {ratio.low:.3f} to {ratio.high:.3f}")
-    print(
-        json.dumps(
-            {
-                **{name: ratio.median for name, ratio in found.items()},
-                "intervals": {name: [ratio.low, ratio.high] for name, ratio in found.items()},
-                "pairs": num_pairs,
-                "least": LEAST,
-                "most": MOST,
-                "torch": torch.__version__,
-                "cores": num_cores(),
-            }
-        )
-    )
-    misses = [name for name, least in LEAST.items() if found[name].median < least]
-    misses += [name for name, most in MOST.items() if found[name].median > most]
-    return 1 if misses else 0
+    medians = {name: ratio.median for name, ratio in found.items()}
+    intervals = {name: [ratio.low, ratio.high] for name, ratio in found.items()}
+    return conclude({**medians, "intervals": intervals, "pairs": num_pairs}, BARS)
 
 
 if __name__ == "__main__":

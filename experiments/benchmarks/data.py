@@ -27,7 +27,6 @@ count. Run it as `python -m experiments.benchmarks.data`; the last line printed 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -38,15 +37,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.jpegs import Jpegs, jpeg_task, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.plain_loop import RivalTask
-from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave, num_cores
+from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
 
 EPOCHS = 10**6  # More than are ever run.
-LEAST = {"plain_over_ours": 0.98}
-MOST = {"wait_share_beyond_plain": 0.02}
+BARS = Bars(least={"plain_over_ours": 0.98}, most={"wait_share_beyond_plain": 0.02})
 
 
 @dataclass(frozen=True)
@@ -195,18 +194,8 @@ def measure(workload: Workload) -> dict[str, Any]:
         "losses_differ_by": differ_by,
         "states": found,
         "workload": asdict(workload),
-        "least": LEAST,
-        "most": MOST,
-        "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cores": num_cores(),
     }
-
-
-def misses(found: dict[str, Any]) -> list[str]:
-    """Name the figures that miss what they must be."""
-    low = [name for name, least in LEAST.items() if found[name] < least]
-    return low + [name for name, most in MOST.items() if found[name] > most]
 
 
 def main() -> int:
@@ -218,8 +207,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     found = measure(Workload(num_rounds=options.rounds, num_workers=options.workers))
-    print(json.dumps(found))
-    return 1 if misses(found) else 0
+    return conclude(found, BARS)
 
 
 if __name__ == "__main__":

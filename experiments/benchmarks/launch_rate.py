@@ -7,14 +7,15 @@ device does not share it. Run it as `python -m experiments.benchmarks.launch_rat
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
+import sys
 import time
 from multiprocessing.pool import ThreadPool
 
 import torch
 
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.rounds import num_cores
 
 SECONDS = 0.5
@@ -33,7 +34,7 @@ def count_operations(seconds: float) -> int:
     return done
 
 
-def main() -> None:
+def main() -> int:
     """Print the medians of interleaved repeats and, last, one JSON line."""
     num = max(2, min(num_cores(), 4))
     with multiprocessing.get_context("spawn").Pool(num) as processes, ThreadPool(num) as threads:
@@ -51,16 +52,8 @@ def main() -> None:
     for name, values in rates.items():
         spread = f"{min(values):,.0f} to {max(values):,.0f}"
         print(f"  {name:12} {medians[name]:10,.0f} operations/s   ({spread})")
-    print(
-        json.dumps(
-            {
-                "operations_per_s": medians,
-                "cores": num_cores(),
-                "torch": torch.__version__,
-            }
-        )
-    )
+    return conclude({"operations_per_s": medians}, Bars())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,17 +7,17 @@ experiments.benchmarks.overhead`.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.measuring.rounds import paired_ratio
 from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer
 
-LIMIT = 1.02
+BARS = Bars(most={"k1_overhead_low": 1.02})
 
 
 def main() -> int:
@@ -43,18 +43,8 @@ def main() -> int:
     print(
         f"  ratio         {ratio.median:8.4f}   95 % interval {ratio.low:.4f} to {ratio.high:.4f}"
     )
-    print(
-        json.dumps(
-            {
-                "k1_overhead": ratio.median,
-                "interval": [ratio.low, ratio.high],
-                "pairs": len(pairs),
-                "limit": LIMIT,
-                "torch": torch.__version__,
-            }
-        )
-    )
-    return 1 if ratio.low > LIMIT else 0
+    interval = {"k1_overhead_low": ratio.low, "k1_overhead_high": ratio.high}
+    return conclude({"k1_overhead": ratio.median, **interval, "pairs": len(pairs)}, BARS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import statistics
 import sys
@@ -21,10 +20,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
 
 from autopipe.plan import PipelinePlan, PlanRequest, plan_as_published, plan_pipeline
 from autopipe.profile import Profile
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.measuring.processes import found_by
 from experiments.benchmarks.measuring.rounds import bootstrap
@@ -37,7 +36,9 @@ WARM_UP, MEASURED = 3, 3
 
 Planner = Callable[[Profile, PlanRequest], PipelinePlan]
 
-LIMITS = {"plan_error_median": 0.05, "plan_error_max": 0.15, "plan_regret": 0.05}
+BARS = Bars(
+    most={"plan_error_median": 0.05, "plan_error_max": 0.15, "plan_regret": 0.05},
+)
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,11 @@ def _compare(
     }
 
 
-def report(found: dict[str, Any]) -> Iterator[str]:
-    """Write the table, and last the figures as JSON."""
+def table(found: dict[str, Any]) -> Iterator[str]:
+    """Write what was predicted and measured, and what the planner chose."""
     yield "frozen  K  M  schedule  predicted ms  measured ms   ratio"
-    errors = []
     for point, values in found["grid"]:
         predicted, measured = (statistics.median(column) for column in zip(*values, strict=True))
-        errors.append(abs(predicted / measured - 1))
         yield (
             f"{point['frozen']:6}  {point['length']}  {point['micro_batches']}  "
             f"{point['schedule']:8}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}  "
@@ -169,29 +168,28 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     yield "\nthe planner's choice beside the fastest of the grid, measured again in turn"
     for choice in found["choices"]:
         yield from _choice_lines(choice)
-    interval, regret = bootstrap(np.array(errors)), max(map(_regret, found["choices"]))
-    num_pairs = sum(len(choice["ratios"]) for choice in found["choices"])
-    yield (
-        f"\nmedian error {interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}] over "
-        f"{len(errors)} pipelines x {len(found['grid'][0][1])} rounds, largest "
-        f"{max(errors):.3f}; regret {regret:.3f} over {num_pairs} pairs; "
-        f"torch {torch.__version__}"
-    )
-    yield json.dumps(
-        {
-            "plan_error_median": round(interval.median, 4),
-            "plan_error_max": round(max(errors), 4),
-            "plan_regret": round(regret, 4),
-            "interval": [round(interval.low, 4), round(interval.high, 4)],
-            "pipelines": len(errors),
-            "pairs": num_pairs,
-            "paper_over_choice": [
-                round(bootstrap(np.array(choice["paper_ratios"])).median, 3)
-                for choice in found["choices"]
-            ],
-            "limits": LIMITS,
-        }
-    )
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """Return how far predictions are off, and how much longer the planner's choices take."""
+    errors = []
+    for _, values in found["grid"]:
+        predicted, measured = (statistics.median(column) for column in zip(*values, strict=True))
+        errors.append(abs(predicted / measured - 1))
+    interval = bootstrap(np.array(errors))
+    return {
+        "plan_error_median": round(interval.median, 4),
+        "plan_error_max": round(max(errors), 4),
+        "plan_regret": round(max(map(_regret, found["choices"])), 4),
+        "interval": [round(interval.low, 4), round(interval.high, 4)],
+        "pipelines": len(errors),
+        "rounds": len(found["grid"][0][1]),
+        "pairs": sum(len(choice["ratios"]) for choice in found["choices"]),
+        "paper_over_choice": [
+            round(bootstrap(np.array(choice["paper_ratios"])).median, 3)
+            for choice in found["choices"]
+        ],
+    }
 
 
 def _choice_lines(choice: dict[str, Any]) -> Iterator[str]:
@@ -225,11 +223,6 @@ def _is_best(choice: dict[str, Any]) -> bool:
     return same and (choice["length"] == 1 or choice["schedule"] == best["schedule"])
 
 
-def misses(figures: dict[str, Any]) -> list[str]:
-    """Name the figures that are beyond their limits."""
-    return [name for name, limit in LIMITS.items() if figures[name] > limit]
-
-
 def main() -> int:
     """Measure and judge."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -238,9 +231,9 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=12, help="a number of frozen layers")
     options = parser.parse_args()
     asked = tuple(options.frozen), options.rounds, options.pairs
-    lines = list(report(found_by(measure_grid, asked)))
-    print("\n".join(lines))
-    return int(bool(misses(json.loads(lines[-1]))))
+    found = found_by(measure_grid, asked)
+    print("\n".join(table(found)))
+    return conclude(figures(found), BARS)
 
 
 if __name__ == "__main__":

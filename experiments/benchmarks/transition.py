@@ -11,7 +11,6 @@ experiments.benchmarks.transition`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,11 +19,11 @@ from typing import Any
 
 import torch
 
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.processes import found_by
 from experiments.benchmarks.transition_run import Measured, Workload, measure_on_this_rank
 
-STEPS_LIMIT = 1.0
-COPY_LIMIT = 3.0
+BARS = Bars(most={"transition_steps": 1.0, "transition_over_copy": 3.0})
 
 
 def measure(workload: Workload) -> Measured:
@@ -32,8 +31,8 @@ def measure(workload: Workload) -> Measured:
     return found_by(measure_on_this_rank, (workload,))
 
 
-def verdict(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:
-    """Return what the last line says: medians over the launches, with the least and the most."""
+def summary(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:
+    """Return what the last line says: medians over the launches, and their ranges."""
     steps, over_copy = [run.steps for run in runs], [run.over_copy for run in runs]
     return {
         "transition_steps": median(steps),
@@ -43,9 +42,7 @@ def verdict(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:
         "moved_bytes": runs[0].moved_bytes,
         "parameters": runs[0].parameters,
         "launches": len(runs),
-        "limits": {"transition_steps": STEPS_LIMIT, "transition_over_copy": COPY_LIMIT},
         "workload": asdict(workload),
-        "torch": torch.__version__,
     }
 
 
@@ -84,13 +81,12 @@ def main(arguments: Sequence[str]) -> int:
             f"{run.steps:10.3f} {run.over_copy:11.2f}",
             flush=True,
         )
-    line = verdict(workload, runs)
+    line = summary(workload, runs)
     print(
         f"{line['moved_bytes'] / 1e6:.0f} MB moved, every weight and moment of "
         f"{line['parameters'] / 1e6:.1f} M parameters is bit for bit its owner's"
     )
-    print(json.dumps(line))
-    return int(line["transition_steps"] > STEPS_LIMIT or line["transition_over_copy"] > COPY_LIMIT)
+    return conclude(line, BARS)
 
 
 if __name__ == "__main__":

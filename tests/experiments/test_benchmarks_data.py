@@ -15,6 +15,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from experiments.benchmarks import data, rivals
+from experiments.benchmarks.measuring.bars import conclude
 from experiments.benchmarks.measuring.jpegs import Jpegs, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
@@ -53,9 +54,11 @@ def test_data_prints_what_each_side_waits_in_each_state(
     ],
 )
 def test_data_fails_where_ours_waits_or_takes_longer(
-    figures: dict[str, float], missed: list[str]
+    figures: dict[str, float], missed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert data.misses(figures) == missed
+    assert conclude(figures, data.BARS) == bool(missed)
+    line = json.loads(capsys.readouterr().out)
+    assert line["missed"] == missed and line["most"] == {"wait_share_beyond_plain": 0.02}
 
 
 def test_samples_in_another_order_are_found_by_their_losses() -> None:
@@ -156,7 +159,7 @@ def test_rivals_pad_batch_by_batch_and_read_through_workers_where_that_is_asked_
     found = json.loads(json.dumps(rivals.compare(asked)))
     assert found["losses_differ_by"]["MiniLM on SST-2"] <= 1e-4
     assert (found["padding"], found["workers"]) == ("longest", 2)
-    assert all(found[name] > 0 for name in rivals.LEAST)
+    assert all(found[name] > 0 for name in rivals.BARS.least)
 
 
 def test_padding_of_random_tokens_is_refused() -> None:

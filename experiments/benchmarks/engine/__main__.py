@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from experiments.benchmarks.engine.threads import (
     without_flushes,
 )
 from experiments.benchmarks.engine.workloads import Encoder, UNet, Workload
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.rounds import (
     Comparison,
     faster,
@@ -238,10 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for comparison in measure_all(options, peer):
         comparisons.append(comparison)
         print_row(comparison, judged=not options.quick)
-    facts = {"quick": options.quick, "cores": num_cores(), "torch": torch.__version__}
-    print(json.dumps({**as_json(comparisons), **facts}))
-    missed = any(verdict(comparison).startswith("MISSES") for comparison in comparisons)
-    return 1 if missed and not options.quick else 0
+    missed = sum(verdict(comparison).startswith("MISSES") for comparison in comparisons)
+    found = {**as_json(comparisons), "quick": options.quick, "bars_missed": missed}
+    return conclude(found, Bars() if options.quick else Bars(most={"bars_missed": 0}))
 
 
 def measure_all(options: Options, peer: ModuleType | None) -> Iterator[Comparison]:
