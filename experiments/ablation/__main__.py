@@ -37,6 +37,7 @@ from experiments.published.setting import (
     SPEED_UPS,
 )
 from pipetransformer.forecast import ModelChoice, described_place
+from pipetransformer.report import new_figure, open_frame
 
 PUBLISHED_MODEL = "vit_base_patch16_224"
 _WIDE = 10.0
@@ -71,13 +72,11 @@ def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
 
 def draw_rates(rows: Sequence[Row], path: Path) -> None:
     """Draw each row's samples/s by epoch."""
-    from matplotlib.figure import Figure  # Loaded where something is drawn.
-
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for row in rows:
         axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
     axes.grid(axis="y", color="#e4e6ea")
     rates = [rate for row in rows for rate in row.rates if rate > 0]
     if rates and max(rates) > _WIDE * min(rates):

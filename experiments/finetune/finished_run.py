@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipetransformer.report import RECORDS_FILE, latest_branch
+from pipetransformer.report import RECORDS_FILE, latest_branch, new_figure, open_frame
 
 Curve: TypeAlias = list[tuple[float, float]]
 """Seconds of training, and a metric then."""
@@ -88,16 +88,14 @@ def _number(value: float | None) -> float:
 
 def draw_learning(curves: Mapping[str, Sequence[Curve]], path: Path, *, label: str) -> None:
     """Draw a metric over the seconds of training: a color for each name, a line for each run."""
-    from matplotlib.figure import Figure  # Loaded where something is drawn.
-
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for number, (name, several) in enumerate(curves.items()):
         for index, curve in enumerate(several):
             seconds, metrics = zip(*curve, strict=True)
             own = name if index == 0 else None
             axes.plot(seconds, metrics, color=f"C{number}", marker=".", label=own)
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
     axes.grid(axis="y", color="#e4e6ea")
     axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
     axes.legend(frameon=False)

@@ -42,6 +42,7 @@ from autopipe.trace import Summary, as_bytes
 from experiments.finetune.series import markdown
 from experiments.pipedream.networks import transformer
 from experiments.pipedream.ways import loss_fn
+from pipetransformer.report import new_figure
 
 _BATCHES, _BLOCKS = 3, 2
 """Batches that are drawn and run; blocks of a measured stage."""
@@ -209,10 +210,8 @@ def table(drawn: Mapping[str, Drawn], measured: Mapping[str, Measured]) -> str:
 
 def draw(drawn: Mapping[str, Drawn], path: Path) -> None:
     """Draw all schedules over one time, a row a worker; numbers are micro-batches."""
-    from matplotlib.figure import Figure  # Loaded where something is drawn.
-
     heights = [sum(one.replicas) for one in drawn.values()]
-    figure = Figure(figsize=(14, 0.36 * sum(heights) + 0.6 * len(heights)), layout="constrained")
+    figure = new_figure(14, 0.36 * sum(heights) + 0.6 * len(heights))
     all_axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axes, (name, one) in zip(all_axes, drawn.items(), strict=True):
         start_s, a_batch = 0.0, one.num_micro_batches * len(one.schedules) // _BATCHES
@@ -237,4 +236,4 @@ def draw(drawn: Mapping[str, Drawn], path: Path) -> None:
         axes.invert_yaxis()
         axes.spines[["top", "right", "left"]].set_visible(False)
     all_axes[-1].set_xlabel("forwards of a micro-batch; blue runs forward, green backward")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)

@@ -16,6 +16,7 @@ from experiments.digits import load_digits_split
 from experiments.finetune.series import markdown
 from experiments.pipedream.networks import build
 from experiments.pipedream.ways import CHOICE, Setting, Way, ways
+from pipetransformer.report import new_figure, open_frame
 
 DATA_PARALLEL = "data parallel"
 
@@ -122,9 +123,7 @@ def table(learned: list[Learning], *, samples_an_epoch: int) -> str:
 
 def draw(learned: dict[str, list[Learning]], path: Path) -> None:
     """Draw each network's accuracies over the seconds of training."""
-    from matplotlib.figure import Figure  # Loaded where something is drawn.
-
-    figure = Figure(figsize=(5 * len(learned), 4), dpi=110, layout="constrained")
+    figure = new_figure(5 * len(learned), 4)
     all_axes = figure.subplots(1, len(learned), squeeze=False)[0]
     for axes, (network, several) in zip(all_axes, learned.items(), strict=True):
         for one in several:
@@ -133,7 +132,7 @@ def draw(learned: dict[str, list[Learning]], path: Path) -> None:
             seconds = torch.tensor(one.epoch_s).cumsum(0).tolist()
             axes.plot(seconds, one.accuracies, marker=".", label=one.name)
         axes.set(title=network, xlabel="seconds of training", ylabel="accuracy, %")
-        axes.spines[["top", "right"]].set_visible(False)
+        open_frame(axes)
         axes.grid(axis="y", color="#e4e6ea")
     all_axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
