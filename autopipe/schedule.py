@@ -47,7 +47,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 
@@ -60,6 +60,11 @@ class Op(Enum):
     BACKWARD = "backward"
     SEND_GRADIENT = "send_gradient"
     UPDATE = "update"
+
+    @property
+    def is_forward(self) -> bool:
+        """Tell whether it is a part of a micro-batch's forward."""
+        return self in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
 @dataclass(frozen=True)
@@ -175,13 +180,14 @@ def unflushed(num_stages: int, num_batches: int, num_micro_batches: int = 1) -> 
     return replicated_one_f_one_b((1,) * num_stages, total, update_every=num_micro_batches)
 
 
-def forward_only(
-    num_stages: int, num_micro_batches: int, *, replicas: Sequence[int] | None = None
-) -> Schedule:
-    """Run forwards alone; where stages have several workers, these take turns."""
+@lru_cache(maxsize=256)
+def forward_only(replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
+    """Run forwards alone, on stages of so many workers each, which take turns; kept."""
     return tuple(
-        _with_links(_each(Op.FORWARD, range(number, num_micro_batches, count)), stage, num_stages)
-        for stage, count in enumerate(replicas or (1,) * num_stages)
+        _with_links(
+            _each(Op.FORWARD, range(number, num_micro_batches, count)), stage, len(replicas)
+        )
+        for stage, count in enumerate(replicas)
         for number in range(count)
     )
 
@@ -189,8 +195,11 @@ def forward_only(
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def schedule_of(name: str, replicas: Sequence[int], num_micro_batches: int) -> Schedule:
+@lru_cache(maxsize=256)
+def schedule_of(name: str, replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
     """Return a schedule of `SCHEDULES`, for stages of so many workers each.
+
+    Kept, because each step asks for the same one again.
 
     Raises:
         ValueError: stages have several workers, which is for "1f1b" alone.
@@ -226,8 +235,7 @@ def micro_batch_sizes(
 
 def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageProgram]:
     """Part a program that runs all its forwards first into them and the rest."""
-    forward_ops = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
-    length = next((n for n, ins in enumerate(program) if ins.op not in forward_ops), len(program))
+    length = next((n for n, ins in enumerate(program) if not ins.op.is_forward), len(program))
     return program[:length], program[length:]
 
 

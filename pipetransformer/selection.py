@@ -50,7 +50,7 @@ class Selection:
                     self.best.step,
                 )
             self.best.forget()
-            self._note()
+        self._note()  # Of another metric than the checkpoint's there is no best yet.
         self._stop_without_patience()
 
     def judge(self, metrics: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
 from pipetransformer.position import ComingStep
-from pipetransformer.stage import Stage, StepResult, TrainWork, broken_down
+from pipetransformer.stage import Stage, StepResult, StepSums, TrainWork, broken_down
 
 
 class _StreamWork(StageWork):
@@ -81,7 +82,7 @@ class UnflushedStage(Stage):
         self._check_versions(steps)
         start, intrusion = time.perf_counter(), self._begin_step()
         sizes = self._cut.sizes(len(self.share.slice_of(steps[0].ids)[0]))
-        told = torch.zeros(len(steps), _COLUMNS, dtype=torch.float64)
+        told: list[StepSums] = []
         data_s: list[float] = []
 
         def work_of(number: int) -> TrainWork:
@@ -93,7 +94,7 @@ class UnflushedStage(Stage):
         def update(number: int) -> None:
             work = stream.take(number)
             data_s.append(work.data_s)
-            told[number] = self._update_once(steps[number], work)
+            told.append(self._update_once(steps[number], work))
 
         report = StageReport(0.0, 0.0, 0)
         stream = _StreamWork(work_of, max(1, len(sizes)))
@@ -101,18 +102,18 @@ class UnflushedStage(Stage):
             report = self._run_stream(stream, sizes, len(steps), update)
         else:
             # A replica without samples has its part in the sums over the replicas alone.
-            for number, coming in enumerate(steps):
-                told[number] = self._update_once(coming, None)
+            told = [self._update_once(coming, None) for coming in steps]
         wrong = intrusion or self._watch.find_written(trained=False)
-        told[-1, _WRONG] = float(bool(wrong))
+        told[-1] = replace(told[-1], wrong=bool(wrong))
+        values = torch.tensor([one.as_list() for one in told], dtype=torch.float64)
         # A rank without samples waits for the whole stream.
-        summed = self._sum_over_world(told.flatten().tolist(), patience=len(told))
-        told = torch.tensor(summed, dtype=torch.float64).view_as(told)
+        summed = self._sum_over_world(values.flatten().tolist(), patience=len(told))
+        by_step = torch.tensor(summed, dtype=torch.float64).view_as(values)
+        sums = [StepSums.of(row) for row in by_step.tolist()]
         total_s = time.perf_counter() - start
-        self._refuse(float(told[:, _SPLIT].sum()), float(told[:, _WRONG].sum()), wrong)
-        self._refuse_detached(steps[0].step, float(told[:, _TRAINED].sum()))
-        _check_stream(steps, told)
-        return _results(told, report, total_s=total_s, data_s=sum(data_s))
+        self._refuse(sums, wrong, first_step=steps[0].step)
+        _check_stream(steps, sums)
+        return _results(sums, report, total_s=total_s, data_s=sum(data_s))
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, batches that have too few micro-batches somewhere."""
@@ -157,7 +158,7 @@ class UnflushedStage(Stage):
             routes.finish_step()
         return report
 
-    def _update_once(self, coming: ComingStep, work: TrainWork | None) -> Tensor:
+    def _update_once(self, coming: ComingStep, work: TrainWork | None) -> StepSums:
         """Update by a step's gradients; return what all are to hear of it."""
         if self._reducer is not None:
             self._reducer.finish()
@@ -170,13 +171,12 @@ class UnflushedStage(Stage):
             for parameter in self.parameters.values():
                 parameter.grad = None
         self.signals.begin_step()
-        sums = [0.0] * 4 if work is None else work.loss_sums()
-        squares = squares if self.speaks_for_stage else 0.0
-        return torch.tensor([*sums, 0.0, squares], dtype=torch.float64)
+        sums = StepSums() if work is None else work.sums()
+        return replace(sums, squares=squares if self.speaks_for_stage else 0.0)
 
 
 def _results(
-    told: Tensor, report: StageReport, *, total_s: float, data_s: float
+    told: Sequence[StepSums], report: StageReport, *, total_s: float, data_s: float
 ) -> deque[StepResult]:
     """Return what each step came to, with its equal part of the stream's seconds."""
     num = len(told)
@@ -189,33 +189,27 @@ def _results(
     )
     return deque(
         StepResult(
-            mean_of(float(row[_LOSS]), float(row[_COUNT])),
-            math.sqrt(max(0.0, float(row[_SQUARES]))),
+            mean_of(one.loss, one.count),
+            math.sqrt(max(0.0, one.squares)),
             skipped=False,
             seconds=total_s / num,
             breakdown=breakdown,
         )
-        for row in told
+        for one in told
     )
 
 
-def _check_stream(steps: Sequence[ComingStep], told: Tensor) -> None:
+def _check_stream(steps: Sequence[ComingStep], told: Sequence[StepSums]) -> None:
     """Refuse, on all ranks alike, what a step should not have been trained on."""
-    for coming, row in zip(steps, told, strict=True):
-        loss, squares = float(row[_LOSS]), float(row[_SQUARES])
-        if not (math.isfinite(loss) and math.isfinite(squares)):
+    for coming, one in zip(steps, told, strict=True):
+        if not (math.isfinite(one.loss) and math.isfinite(one.squares)):
             raise NonFiniteError(
-                f"step {coming.step}: the loss is {loss}, the gradient's squared norm "
-                f"{squares}, and later steps have trained on it; lower the learning rate"
+                f"step {coming.step}: the loss is {one.loss}, the gradient's squared norm "
+                f"{one.squares}, and later steps have trained on it; lower the learning rate"
             )
-        if row[_COUNT] != len(coming.ids):
+        if one.count != len(coming.ids):
             raise ValueError(
-                f"in step {coming.step} the loss counts {row[_COUNT]:g} of "
+                f"in step {coming.step} the loss counts {one.count:g} of "
                 f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
                 "could hear of that: use a mean over all samples"
             )
-
-
-_COLUMNS = 6
-_LOSS, _COUNT, _SPLIT, _TRAINED, _WRONG, _SQUARES = range(_COLUMNS)
-"""What is told of a step, in sums over the ranks."""

@@ -35,6 +35,7 @@ class PipelineRun:
     ) -> None:
         self._devices = [partition.device for partition in partitions]
         self._schedule, self._ends = schedule, ends
+        self._halves = [split_at_first_backward(program) for program in schedule]
         at_once = min(len(sizes), len(schedule))
         self.parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
         self.gives_bare_tensor = True
@@ -62,8 +63,7 @@ class PipelineRun:
         )
 
     def forward(self) -> Gathered:
-        programs = [split_at_first_backward(program)[0] for program in self._schedule]
-        self._run(programs, grad_enabled=self.keeps_graph)
+        self._run([forwards for forwards, _ in self._halves], grad_enabled=self.keeps_graph)
         outputs, self._ends.outputs = self._ends.outputs, {}
         gathered = gather([outputs[i] for i in range(len(outputs))])
         self._lengths = gathered.lengths
@@ -72,9 +72,8 @@ class PipelineRun:
 
     def backward(self, gradients: Gradients, *, retain: bool) -> None:
         self._ends.output_gradients = split_gradients(gradients, self._lengths)
-        programs = [split_at_first_backward(program)[1] for program in self._schedule]
         with hooks_held(self.parameters):
-            self._run(programs, grad_enabled=True, retain=retain)
+            self._run([rest for _, rest in self._halves], grad_enabled=True, retain=retain)
         self._ends.output_gradients = []
 
     def step(self) -> None:
@@ -116,7 +115,7 @@ class PipelineRun:
         if instruction is None:
             return 0
         num_stages, num_micro_batches = len(self._devices), len(self._ends.inputs)
-        if instruction.op in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION):
+        if instruction.op.is_forward:
             return stage + instruction.micro_batch
         ticks_before = num_stages + num_micro_batches
         return ticks_before + num_stages - stage + num_micro_batches - instruction.micro_batch

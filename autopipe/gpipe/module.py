@@ -225,8 +225,9 @@ class GPipe(nn.Module):
     ) -> PipelineRun:
         """Prepare a mini-batch's run; without a schedule's name, of forwards alone."""
         inputs = scatter(payload, sizes)
-        program = forward_only(len(partitions), len(sizes))
-        if schedule is not None:
+        if schedule is None:
+            program = forward_only((1,) * len(partitions), len(sizes))
+        else:
             checkpointed = range(len(sizes) - (self.checkpoint == "except_last"))
             if not self.training or self.checkpoint == "never":
                 checkpointed = range(0)

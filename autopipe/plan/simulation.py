@@ -161,9 +161,8 @@ class _Clock:
             self.events.append(Span(worker, op, i, start_s, self.now_s[worker]))
             return True
         boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
-        goes_up = op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
         below, above = self._workers.of(boundary, i), self._workers.of(boundary + 1, i)
-        link = self._links["activation" if goes_up else "gradient", below, above]
+        link = self._links["activation" if op.is_forward else "gradient", below, above]
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
             self._spend(worker, self._handling_s[boundary])
             link.send(i, self.now_s[worker], times.transfer_s[boundary][i])

@@ -64,7 +64,7 @@ class Span:
         """Return the grid's cell, such as F0; of a transfer a0 or g0."""
         letter = LETTERS.get(self.op)
         if letter is None:
-            letter = "a" if self.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "g"
+            letter = "a" if self.op.is_forward else "g"
         return f"{letter}{self.micro_batch}"
 
 

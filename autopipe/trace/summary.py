@@ -127,7 +127,7 @@ def _recognize(ran: dict[int, StageProgram], num_micro_batches: int, recomputed:
     """Name the schedule that orders instructions as they were measured."""
     size = (max(ran) + 1, num_micro_batches)
     known = {name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()}
-    known["forward only"] = forward_only(*size)
+    known["forward only"] = forward_only((1,) * size[0], num_micro_batches)
     if num_updates := sum(ins.op is Op.UPDATE for ins in ran[max(ran)]):
         batch = num_micro_batches // num_updates
         known["1f1b without flushes"] = unflushed(size[0], num_updates, batch)

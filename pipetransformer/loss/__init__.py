@@ -11,6 +11,7 @@ from pipetransformer.loss.joined import (
     LossValue,
     as_sum_and_count,
     choose_loss,
+    head_of,
     mean_of,
     smooth_labels,
     sum_over_targets,
@@ -25,6 +26,6 @@ from pipetransformer.loss.split_probe import (
 
 __all__ = [
     "Loss", "LossFunction", "LossScale", "LossValue", "SplitProbe", "as_sum_and_count",
-    "choose_loss", "mean_of", "plain_random_state", "random_state", "refuse_split",
+    "choose_loss", "head_of", "mean_of", "plain_random_state", "random_state", "refuse_split",
     "smooth_labels", "sum_over_targets",
 ]  # fmt: skip

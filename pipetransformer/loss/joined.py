@@ -188,6 +188,11 @@ def mean_of(total: float, count: float) -> float:
     return 0.0 if total == 0 else math.nan
 
 
+def head_of(value: LossValue) -> Tensor:
+    """Return what of a loss's value a gradient is of: the mean, or the sum."""
+    return value[0] if isinstance(value, tuple) else value
+
+
 def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
     """Return a loss's value over some samples as (sum, count), which add up over parts."""
     if isinstance(value, tuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pipetransformer.loss.joined import Loss, as_sum_and_count, mean_of
+from pipetransformer.loss.joined import Loss, as_sum_and_count, head_of, mean_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SplitProbe:
         leaf, size = output.clone().requires_grad_(output.is_floating_point()), len(output)
         # Not the leaf itself, which a loss could not work on in place.
         value = self._loss_fn(leaf.clone(), target)
-        total, gradient = value[0] if isinstance(value, tuple) else value, None
+        total, gradient = head_of(value), None
         if total.requires_grad:
             (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
         if gradient is None and leaf.requires_grad:  # As where it ignores all of its targets.

@@ -22,6 +22,7 @@ from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
+from pipetransformer.loss import head_of
 
 _Result = TypeVar("_Result")
 
@@ -141,8 +142,7 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
         output = task.call(index, batch if hidden is None else hidden, sides=batch)
         if index < len(model.sublayers) - 1:
             return output
-        loss = task.loss_fn(output, model.targets_of(batch))
-        return loss[0] if isinstance(loss, tuple) else loss
+        return head_of(task.loss_fn(output, model.targets_of(batch)))
 
     sublayer = model.sublayers[index]
     return ProfiledSublayer(sublayer.name, sublayer.layer, sublayer.module, call)

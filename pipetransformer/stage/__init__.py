@@ -8,9 +8,10 @@ wiring: links and side_inputs     health, nonfinite_origin: what is refused
 from pipetransformer.stage.batch_cut import BatchCut
 from pipetransformer.stage.health import written_text
 from pipetransformer.stage.stage import Stage
-from pipetransformer.stage.step_result import StepResult, broken_down
+from pipetransformer.stage.step_result import StepResult, StepSums, broken_down
 from pipetransformer.stage.work import Results, TrainWork
 
 __all__ = [
-    "BatchCut", "Results", "Stage", "StepResult", "TrainWork", "broken_down", "written_text",
+    "BatchCut", "Results", "Stage", "StepResult", "StepSums", "TrainWork", "broken_down",
+    "written_text",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -36,7 +37,7 @@ from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite_origin import where_it_began
-from pipetransformer.stage.step_result import StepResult, broken_down
+from pipetransformer.stage.step_result import StepResult, StepSums, broken_down
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -153,14 +154,12 @@ class Stage:
         reduce_start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.
-        *sums, num_split, num_trained, num_early, num_wrong, num_stops = self._sum_over_world(
-            [*work.loss_sums(), float(was_early), float(bool(wrong)), float(stops)]
-        )
+        own = replace(work.sums(), early=was_early, wrong=bool(wrong), stops=stops)
+        sums = StepSums.of(self._sum_over_world(own.as_list()))
         if self._reducer is not None:
-            self._reducer.finish(again=num_early > 0)
+            self._reducer.finish(again=sums.early > 0)
         reduce_s = time.perf_counter() - reduce_start
-        self._refuse(num_split, num_wrong, wrong)
-        self._refuse_detached(coming.step, num_trained)
+        self._refuse([sums], wrong, first_step=coming.step)
         loss, norm = self._finish_gradients(sums, len(coming.ids))
         skipped = self._must_skip(coming.step, loss, norm, work)
         if self._reducer is not None:
@@ -175,7 +174,7 @@ class Stage:
             all_reduce=reduce_s - idle_s,
             data=work.data_s,
         )
-        return StepResult(loss, norm, skipped, total, breakdown, num_stops > 0)
+        return StepResult(loss, norm, skipped, total, breakdown, sums.stops > 0)
 
     def _begin_step(self) -> str:
         """Bring the stage into a step's state; say what the user has changed since, or ""."""
@@ -205,18 +204,20 @@ class Stage:
             probe=self._probe,
         )
 
-    def _refuse(self, num_split: float, num_wrong: float, wrong: str) -> None:
-        """Refuse to go on, if so many ranks found a loss split, or something else wrong."""
-        if num_split:
-            self._probe.refuse()
-        if num_wrong:
-            raise ValueError(wrong or "another rank refuses to go on; it says why")
+    def _refuse(self, steps: Sequence[StepSums], wrong: str, *, first_step: int) -> None:
+        """Refuse to go on, on all ranks alike.
 
-    def _refuse_detached(self, step: int, num_trained: float) -> None:
-        """Refuse a loss that had a gradient for none of the first step's micro-batches; later on a
-        batch may have nothing to learn from.
+        Args:
+            steps: what all ranks told of one step or several.
+            wrong: what this rank found wrong, or "".
+            first_step: which step of the run the first one was.
         """
-        if step == 0 and not num_trained:
+        if any(one.split for one in steps):
+            self._probe.refuse()
+        if any(one.wrong for one in steps):
+            raise ValueError(wrong or "another rank refuses to go on; it says why")
+        # Later on a batch may have nothing to learn from.
+        if first_step == 0 and not any(one.trained for one in steps):
             raise ValueError(
                 f"the loss {self._task.loss_fn.name!r} has no gradient by the model's output, and "
                 "nothing would train; do not detach it"
@@ -258,7 +259,7 @@ class Stage:
     def _run_forwards(self, work: LayerWork) -> None:
         workers = self.topology.workers
         sizes = work.batches.sizes
-        program = forward_only(len(workers), len(sizes), replicas=workers)[self._worker]
+        program = forward_only(workers, len(sizes))[self._worker]
         run_program(program, work, self._links, sizes)
         work.finish_step()
 
@@ -280,11 +281,10 @@ class Stage:
             report = replace(report, compute_s=computed_s)
         return report
 
-    def _finish_gradients(self, sums: list[float], num_samples: int) -> tuple[float, float]:
+    def _finish_gradients(self, sums: StepSums, num_samples: int) -> tuple[float, float]:
         """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
-        loss_sum, count = sums
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        correction = (num_samples / count if count else 1.0) / self._loss_scale.value
+        correction = (num_samples / sums.count if sums.count else 1.0) / self._loss_scale.value
         if correction != 1 and gradients:
             torch._foreach_mul_(gradients, correction)
         squared = self.signals.squared_norm(self._sum_over_pipeline)
@@ -294,7 +294,7 @@ class Stage:
         limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-        return mean_of(loss_sum, count), norm
+        return mean_of(sums.loss, sums.count), norm
 
     def _must_skip(self, step: int, loss: float, norm: float, work: TrainWork) -> bool:
         """Tell whether all ranks skip the step; raise where it ends the run. Collective."""
@@ -304,7 +304,7 @@ class Stage:
             return False
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
-            self._report_nonfinite(what, work.loss_sums())
+            self._report_nonfinite(what, work.loss_sum)
             return True
         if self._world.is_main:
             text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
@@ -312,13 +312,13 @@ class Stage:
         scale.shrink()
         return True
 
-    def _report_nonfinite(self, what: str, loss_sums: list[float]) -> None:
+    def _report_nonfinite(self, what: str, loss_sum: float) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
         where = where_it_began(
             self._task,
             self._world,
             self._trained,
-            loss=loss_sums[0],
+            loss=loss_sum,
             reducer=self._reducer,
         )
         if self._task.config.on_nonfinite == "raise":

@@ -19,9 +19,10 @@ from pipetransformer.config import Metric
 from pipetransformer.data import Batch, seed_plainly
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
-from pipetransformer.loss import SplitProbe, as_sum_and_count
+from pipetransformer.loss import SplitProbe, as_sum_and_count, head_of
 from pipetransformer.predictions import KeptOutputs
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+from pipetransformer.stage.step_result import StepSums
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,8 @@ class TrainWork(LayerWork):
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
         loss = self.layers.task.loss_fn(output, target)
-        num_samples, value = len(output), loss[0] if isinstance(loss, tuple) else loss
-        self._num_with_gradient += value.requires_grad or not output.requires_grad
+        num_samples = len(output)
+        self._num_with_gradient += head_of(loss).requires_grad or not output.requires_grad
         if isinstance(loss, tuple):
             total, count = loss
             if isinstance(count, Tensor) and count.requires_grad:
@@ -260,16 +261,19 @@ class TrainWork(LayerWork):
         self.losses.append((_precise(loss) * num_samples, num_samples))
         return loss * (num_samples / self._divisor)
 
-    def loss_sums(self) -> list[float]:
-        """Return [sum of the losses, count, whether it depends on the split, in how many
-        micro-batches it had a gradient]; 0 without a loss.
-        """
-        return [
-            float(sum(total for total, _ in self.losses)),
-            float(sum(count for _, count in self.losses)),
-            float(self._probe.finds_difference()),
-            float(self._num_with_gradient),
-        ]
+    @property
+    def loss_sum(self) -> float:
+        """Return the sum of the losses so far; 0 without one."""
+        return float(sum(total for total, _ in self.losses))
+
+    def sums(self) -> StepSums:
+        """Return what the step's losses came to; now and then this computes them once more."""
+        return StepSums(
+            loss=self.loss_sum,
+            count=float(sum(count for _, count in self.losses)),
+            split=float(self._probe.finds_difference()),
+            trained=self._num_with_gradient,
+        )
 
 
 class EvaluationWork(LayerWork):

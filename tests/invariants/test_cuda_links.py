@@ -237,7 +237,7 @@ def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
         ProcessLinkAbove(Sender(marks), Receiver(marks, GPU)),
     )
     with torch.no_grad():
-        run_program(forward_only(3, 3)[1], Identity(), links, [2] * 3)
+        run_program(forward_only((1, 1, 1), 3)[1], Identity(), links, [2] * 3)
     header, *rest = traffic.events[2:]
     assert traffic.events[:2] == ["irecv cuda:0", "stream waits"] and header == "isend cpu"
     launched = ["isend cuda:0", *(["irecv cuda:0", "stream waits", "isend cuda:0"] * 2)]

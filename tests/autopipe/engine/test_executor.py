@@ -211,7 +211,7 @@ def evaluate(sizes: Sequence[int], with_grad: bool) -> tuple[bool, list[str], St
     stage, length, group = place()
     model = stage_model()
     work = EvaluatingWork(layers_of(model, stage, length), sizes)
-    program = forward_only(length, len(sizes))[stage]
+    program = forward_only((1,) * length, len(sizes))[stage]
     with torch.set_grad_enabled(with_grad):
         report = run_program(program, work, connect(group), sizes)
     values = torch.tensor(work.values, dtype=torch.float64)

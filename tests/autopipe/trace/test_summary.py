@@ -20,7 +20,7 @@ def test_a_forward_alone_keeps_nothing_and_is_drawn_alone() -> None:
     pipeline = model()
     with pipeline.trace() as trace, torch.no_grad():
         pipeline(batch()[0])
-    assert trace.grid() == draw(forward_only(2, CHUNKS))
+    assert trace.grid() == draw(forward_only((1, 1), CHUNKS))
     summary = trace.summary()
     assert summary.schedule == "forward only"
     for stage in summary.stages:

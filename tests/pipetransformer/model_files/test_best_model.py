@@ -281,6 +281,14 @@ def test_best_weights_that_are_gone_are_looked_for_among_those_to_come(
     assert found["best"] == (0.3, 9)
 
 
+def test_the_best_of_another_metric_is_not_the_best_of_a_resumed_run(tmp_path: Path) -> None:
+    settings = {"checkpoint_every_epochs": 1, "resume": "auto"}
+    stop_after(tmp_path, 6, settings)
+    with trainer_of(tmp_path, **settings, metric_for_best_model="loss") as trainer:
+        trainer.begin()
+        assert (trainer.report.best_step, trainer.report.best_metric) == (None, None)
+
+
 def evaluated_steps(settings: dict[str, Any]) -> list[int]:
     """Return after which steps a run evaluates."""
     steps = []
