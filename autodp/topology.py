@@ -120,8 +120,7 @@ class Topology:
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to; R for a spare."""
-        holders = (replica for replica, ranks in enumerate(self.pipelines) if rank in ranks)
-        return next(holders, self.replicas)
+        return self._replica_of.get(rank, self.replicas)
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that hold the same stage: of each replica all its workers."""
@@ -134,6 +133,10 @@ class Topology:
     def is_on_one_node(self, ranks: Iterable[int]) -> bool:
         """Tell whether all of some ranks are slots of one node."""
         return len({rank // self.slots_per_node for rank in ranks}) == 1
+
+    @cached_property
+    def _replica_of(self) -> dict[int, int]:
+        return {rank: n for n, ranks in enumerate(self.pipelines) for rank in ranks}
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ watches one, and says what could freeze.
 """
 
 from freeze.in_place import apply, find_layers
-from freeze.journal_lines import JOURNAL_FILE, read_line, sealed_line
+from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line, sealed_line
 from freeze.policies import (
     AlphaSchedule,
     AutoFreeze,
@@ -49,6 +49,6 @@ __all__ = [
     "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear", "MEASURED_SIGNALS",
     "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity", "PolicyError",
     "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision",
-    "checked_scale", "find_layers", "frozen_since", "named_policy", "read_line", "sealed_line",
-    "sets_rates",
+    "checked_scale", "find_layers", "frozen_since", "named_policy", "note_decision", "read_line",
+    "sealed_line", "sets_rates",
 ]  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 JOURNAL_FILE = "journal.jsonl"
 """Its name in a run's folder."""
@@ -29,6 +31,15 @@ def read_line(line: bytes) -> dict[str, Any]:
         step = entry.get("step")
         raise ValueError(f"the decision of step {step} does not fit its check value {check!r}")
     return entry
+
+
+def note_decision(course: dict[int, T], step: int, decision: T) -> None:
+    """Put a step's decision behind those of the steps before it; those of later steps, which were
+    written before, are of a course that ended.
+    """
+    while course and next(reversed(course)) >= step:
+        course.popitem()
+    course[step] = decision
 
 
 def _check_of(entry: Mapping[str, Any]) -> str:

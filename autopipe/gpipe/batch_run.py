@@ -17,7 +17,7 @@ from autopipe.engine import Gradients, Payload
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
-from autopipe.threads import CallerSettings, ThreadPipeline, randomness_of
+from autopipe.threads import ThreadPipeline
 from autopipe.trace import Trace
 
 
@@ -29,35 +29,22 @@ class PipelineRun:
         partitions: Sequence[Partition],
         schedule: Schedule,
         ends: Ends,
-        sizes: Sequence[int],
         *,
         trace: Trace | None = None,
     ) -> None:
         self._devices = [partition.device for partition in partitions]
         self._schedule, self._ends = schedule, ends
         self._halves = [split_at_first_backward(program) for program in schedule]
-        at_once = min(len(sizes), len(schedule))
         self.parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
-        self._settings = CallerSettings(self._devices, at_once=at_once)
         self._failed = False
-        randomness = randomness_of(
-            [part.module for part in partitions],
-            self._devices,
-            num_micro_batches=len(sizes),
-            concurrent=at_once > 1,
-        )
-        self._works = [
-            PartitionWork(partition, ends, self._settings, draws)
-            for partition, draws in zip(partitions, randomness, strict=True)
-        ]
         self._pipeline = ThreadPipeline(
             schedule,
-            self._works,
+            [part.module for part in partitions],
+            lambda j, settings, draws: PartitionWork(partitions[j], ends, settings, draws),
             devices=self._devices,
-            settings=self._settings,
             skips=[edge for part in partitions for edge in part.leaving],
             trace=trace,
         )
@@ -83,17 +70,18 @@ class PipelineRun:
 
     def take_gradients(self) -> tuple[list[Tensor | None], dict[Tensor, Tensor]]:
         """Return the last backward's gradients of the input's tensors and of the parameters."""
-        with self._settings.applied(self._devices[-1], grad_enabled=False):
+        settings = self._pipeline.settings
+        with settings.applied(self._devices[-1], grad_enabled=False):
             found = self._pipeline.stages[0].take_input_gradients()
             leaves = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
             gradients = zip(*(found[i] for i in range(len(found))), strict=True)
             of_inputs = [_put_together(*pair) for pair in zip(leaves, gradients, strict=True)]
             totals: dict[Tensor, Tensor] = {}
-            for work in self._works:
+            for work in self._pipeline.works:
                 for parameter, gradient in work.take_gradients().items():
                     before = totals.get(parameter)
                     totals[parameter] = gradient if before is None else before + gradient
-        self._settings.join_streams()
+        settings.join_streams()
         return of_inputs, totals
 
     def _run(

@@ -236,7 +236,7 @@ class GPipe(nn.Module):
                 for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
                     assert leaf is not None and tensor is not None
                     leaf.requires_grad_(tensor.requires_grad)
-        return PipelineRun(partitions, program, Ends(inputs, loss=loss), sizes, trace=self._trace)
+        return PipelineRun(partitions, program, Ends(inputs, loss=loss), trace=self._trace)
 
     def _described(self) -> list[Partition]:
         return [

@@ -18,7 +18,7 @@ from autopipe.gpipe.partition_work import Ends, LossFunction, PartitionWork
 from autopipe.gpipe.step_loss import StepLoss
 from autopipe.schedule import unflushed
 from autopipe.stashing import StagePlace, StashedWork, check_versions
-from autopipe.threads import CallerSettings, ThreadPipeline, randomness_of
+from autopipe.threads import CallerSettings, Randomness, ThreadPipeline
 
 
 class StashedPipeline(GPipe):
@@ -84,30 +84,24 @@ class StashedPipeline(GPipe):
         partitions, num_stages = self._described(), len(self.devices)
         schedule = unflushed(num_stages, len(batches), self.chunks)
         stream = _Stream(self._cut_up(batches, loss_fn), self.chunks)
-        settings = CallerSettings(self.devices, at_once=num_stages)
-        randomness = randomness_of(
-            list(self.partitions),
-            self.devices,
-            num_micro_batches=len(batches) * self.chunks,
-            concurrent=num_stages > 1,
-        )
-        self.zero_grad()
-        works = [
-            StashedWork(
-                PartitionWork(partition, stream, settings, draws),
-                [partition.module],
-                partition.module.parameters(),
+
+        def work_of(stage: int, settings: CallerSettings, draws: Randomness) -> StashedWork:
+            module = partitions[stage].module
+            return StashedWork(
+                PartitionWork(partitions[stage], stream, settings, draws),
+                [module],
+                module.parameters(),
                 place=StagePlace(stage, num_stages, self.chunks),
                 versions=self.versions,
                 update=partial(_update, self.optimizers[stage], stream),
             )
-            for stage, (partition, draws) in enumerate(zip(partitions, randomness, strict=True))
-        ]
+
+        self.zero_grad()
         pipeline = ThreadPipeline(
             schedule,
-            works,
+            list(self.partitions),
+            work_of,
             devices=self.devices,
-            settings=settings,
             skips=self._skip_edges,
             trace=self._trace,
         )
@@ -117,8 +111,8 @@ class StashedPipeline(GPipe):
             return 0 if instruction is None else instruction.micro_batch
 
         pipeline.run(list(schedule), grad_enabled=True, order=progress)
-        settings.join_streams()
-        self.peak_versions = [work.peak_versions for work in works]
+        pipeline.settings.join_streams()
+        self.peak_versions = [work.peak_versions for work in pipeline.works]
         return [float(loss.mean()) for loss in stream.losses]
 
     def _cut_up(

@@ -90,7 +90,7 @@ class StashedWork(StageWork):
         self._used = {i: leaves for i, leaves in self._used.items() if i > micro_batch}
         self._note_peak()
         self._versions.update(
-            partial(self._update, micro_batch // self._place.num_micro_batches),
+            partial(self._update, self._place.batch_of(micro_batch)),
             oldest=self._version_of(self._next_forward),
             in_use=self._used.values(),
         )

@@ -37,6 +37,10 @@ class StagePlace:
     num_stages: int
     num_micro_batches: int
 
+    def batch_of(self, micro_batch: int) -> int:
+        """Return the batch that a micro-batch of the stream belongs to."""
+        return micro_batch // self.num_micro_batches
+
     @property
     def warm_up(self) -> int:
         """Return how many forwards of this stage run ahead of its first backward."""
@@ -44,11 +48,9 @@ class StagePlace:
 
 
 VERSION_RULES: dict[str, Callable[[StagePlace, int], int]] = {
-    "stashed": lambda place, i: max(0, i - place.warm_up) // place.num_micro_batches,
-    "vertical_sync": lambda place, i: max(0, i - place.num_stages + 1) // place.num_micro_batches,
-    "double_buffered": lambda place, i: max(
-        0, i // place.num_micro_batches - (place.num_stages > 1)
-    ),
+    "stashed": lambda place, i: place.batch_of(max(0, i - place.warm_up)),
+    "vertical_sync": lambda place, i: place.batch_of(max(0, i - place.num_stages + 1)),
+    "double_buffered": lambda place, i: max(0, place.batch_of(i) - (place.num_stages > 1)),
 }
 
 

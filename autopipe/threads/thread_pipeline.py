@@ -4,37 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
+from torch import nn
 
 from autopipe.engine import StageLinks, StageRun, StageWork
 from autopipe.schedule import Op, Schedule, StageProgram
 from autopipe.skip import SkipEdge, SkipKey
 from autopipe.threads.partition_threads import CallerSettings, run_together
+from autopipe.threads.randomness import Randomness, randomness_of
 from autopipe.threads.thread_link import Crossing, ThreadLink
 from autopipe.trace import Recorder, Trace
 
+W = TypeVar("W", bound=StageWork)
 
-class ThreadPipeline:
+
+class ThreadPipeline(Generic[W]):
     """Connect stages, and run their programs, each in a thread.
 
     Args:
         schedule: a program a stage.
+        modules: the stages'.
+        work_of: makes a stage's work, given which it is, the caller's settings, and what the
+            stage draws random numbers from.
+        devices: the stages'.
         skips: ways beside those between neighbours.
         trace: takes down what runs when; None for no trace.
+    Attributes:
+        works: the stages'.
+        settings: the caller's.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        works: Sequence[StageWork],
+        modules: Sequence[nn.Module],
+        work_of: Callable[[int, CallerSettings, Randomness], W],
         *,
         devices: Sequence[torch.device],
-        settings: CallerSettings,
         skips: Sequence[SkipEdge] = (),
         trace: Trace | None = None,
     ) -> None:
-        self._devices, self._settings = devices, settings
+        num_micro_batches = 1 + max((ins.micro_batch for ins in schedule[0]), default=-1)
+        at_once = min(num_micro_batches, len(schedule))
+        self._devices = devices
+        self.settings = CallerSettings(devices, at_once=at_once)
+        randomness = randomness_of(
+            modules, devices, num_micro_batches=num_micro_batches, concurrent=at_once > 1
+        )
+        self.works = [work_of(j, self.settings, draws) for j, draws in enumerate(randomness)]
         recorders = [
             None if trace is None else trace.recorder(stage, device=device)
             for stage, device in enumerate(devices)
@@ -42,10 +61,10 @@ class ThreadPipeline:
         self._crossings: list[Crossing] = []
         links = self._connect(skips, recorders)
         # Threads hand tensors over as they are, so that only the number of sizes counts.
-        sizes = range(1 + max((ins.micro_batch for ins in schedule[0]), default=-1))
+        sizes = range(num_micro_batches)
         self.stages = [
             StageRun(schedule[j], work, links[j], sizes, recorder=recorders[j])
-            for j, work in enumerate(works)
+            for j, work in enumerate(self.works)
         ]
 
     def run(
@@ -66,12 +85,12 @@ class ThreadPipeline:
         """
 
         def run_stage(stage: int) -> None:
-            with self._settings.applied(self._devices[stage], grad_enabled=grad_enabled):
+            with self.settings.applied(self._devices[stage], grad_enabled=grad_enabled):
                 self.stages[stage].run(programs[stage], retain=retain)
 
         run_together(
             [partial(run_stage, stage) for stage in range(len(programs))],
-            num_threads=self._settings.num_threads,
+            num_threads=self.settings.num_threads,
             stop=self._stop,
             order=order,
         )

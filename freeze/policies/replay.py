@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias, final
 
-from freeze.journal_lines import JOURNAL_FILE, read_line
+from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 _Held: TypeAlias = tuple[int, tuple[int, ...]]
@@ -34,10 +34,7 @@ class Replay(FreezePolicy):
         else:
             held = {}
             for step, decision in _read_journal(Path(run)):
-                # Later steps' decisions that were written before are of a course that ended.
-                while held and next(reversed(held)) >= step:
-                    held.popitem()
-                held[step] = decision
+                note_decision(held, step, decision)
         frozen = {step: num for step, (num, _) in held.items()}
         if not frozen or min(*frozen, *frozen.values()) < 0:
             raise ValueError(

@@ -46,19 +46,30 @@ class BatchCut:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Say which of its stage's workers a rank is, of how many: they take micro-batches in turn."""
+
+    number: int = 0
+    count: int = 1
+
+    def own(self, num_micro_batches: int) -> range:
+        """Return the micro-batches that the rank takes."""
+        return range(self.number, num_micro_batches, self.count)
+
+
+@dataclass(frozen=True)
 class RankShare:
     """Say which samples are one rank's.
 
     Args:
         cut: of all batches.
         replica: whose slice of them it works on.
-        turn: which of its stage's workers it is, and how many there are: they take the slice's
-            micro-batches in turn.
+        turn: the slice's micro-batches that are its own.
     """
 
     cut: BatchCut
     replica: int
-    turn: tuple[int, int]
+    turn: Turn
 
     def slice_of(self, ids: Tensor) -> tuple[Tensor, int]:
         """Return the replica's slice of a batch, and where in the batch it begins."""
@@ -82,8 +93,7 @@ class RankShare:
 
     def read_of_slice(self, ids: Tensor) -> Tensor:
         """Return what the rank reads of its replica's slice."""
-        number, count = self.turn
-        if count == 1:
+        if self.turn.count == 1:
             return ids
         parts = ids.split(list(self.cut.sizes(len(ids))))
-        return torch.cat([ids[:0], *parts[number::count]])
+        return torch.cat([ids[:0], *(parts[i] for i in self.turn.own(len(parts)))])

@@ -249,7 +249,7 @@ class Stage:
 
         Every replica runs all of them, in one micro-batch and without dropout.
         """
-        if self._wiring.is_spare or self._layers.turn[0]:
+        if self._wiring.is_spare or self._layers.turn.number:
             return {}  # There is one micro-batch, the first workers'.
         with torch.no_grad(), in_mode(self._evaluation_modes):
             work = LookWork(self._layers, MicroBatches(ids, (len(ids),), rows))
@@ -360,7 +360,7 @@ class Stage:
     @property
     def speaks_for_stage(self) -> bool:
         """Tell whether this rank is the first of those that hold its stage."""
-        return self._wiring.replica == self._layers.turn[0] == 0
+        return self._wiring.replica == self._layers.turn.number == 0
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as their first ranks hold them."""

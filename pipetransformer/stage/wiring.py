@@ -22,6 +22,7 @@ from autopipe.plan import PipelinePlan
 from pipetransformer.errors import PeerError
 from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
+from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.work import StageLayers
 
@@ -47,9 +48,9 @@ class StageWiring:
         self.index = topology.stage_of(world.rank)
         self.is_spare = topology.is_spare(world.rank)
         self.replica = topology.replica_of(world.rank)
-        self.turn = (0, 1)
+        self.turn = Turn()
         if not self.is_spare:
-            self.turn = topology.worker_of(world.rank), topology.workers[self.index]
+            self.turn = Turn(topology.worker_of(world.rank), topology.workers[self.index])
         self.timeout_s = task.config.step_limit_s(plan.predicted_step_s)
 
     def layers(self, indices: range) -> StageLayers:
@@ -71,7 +72,7 @@ class StageWiring:
             )
         is_last = self.index == self.topology.length - 1
         device = self.world.device
-        return StageLayers(self.task, indices, device, side_out, side_in, is_last, turn=self.turn)
+        return StageLayers(self.task, indices, device, side_out, side_in, is_last, self.turn)
 
     def links(self) -> StageLinks:
         """Build the links to the stages below and above; a spare has none.

@@ -21,6 +21,7 @@ from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import SplitProbe, as_sum_and_count, head_of
 from pipetransformer.predictions import KeptOutputs
+from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.step_result import StepSums
 
@@ -36,21 +37,16 @@ class StageLayers:
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
         side_in: on those stages, where these arrive.
         is_last: whether the targets are needed here, after the forward.
-        turn: which of the stage's workers this is, and how many there are: they take micro-batches
-            in turn.
+        turn: the micro-batches that this worker of the stage takes.
     """
 
     task: Task
     indices: range
     device: torch.device
-    side_out: tuple[SideSender, ...] = ()
-    side_in: SideReceiver | None = None
-    is_last: bool = True
-    turn: tuple[int, int] = (0, 1)
-
-    def own(self, num_micro_batches: int) -> range:
-        """Return the micro-batches that this worker takes."""
-        return range(self.turn[0], num_micro_batches, self.turn[1])
+    side_out: tuple[SideSender, ...]
+    side_in: SideReceiver | None
+    is_last: bool
+    turn: Turn
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class LayerWork(StageWork):
         if layers.side_in is not None and batches.first is None:
             # Until stage 0 has its data.
             start = time.perf_counter()
-            layers.side_in.begin(batches.sizes, layers.own(len(batches.sizes)))
+            layers.side_in.begin(batches.sizes, layers.turn.own(len(batches.sizes)))
             self.data_s += time.perf_counter() - start
 
     def first_input(self, micro_batch: int) -> Payload:
@@ -172,7 +168,7 @@ class LayerWork(StageWork):
     def _read(self) -> dict[int, Batch]:
         """Return own micro-batches' entries: slices of what the step's samples are given."""
         batches, sizes = self.batches, list(self.batches.sizes)
-        own = self.layers.own(len(sizes))
+        own = self.layers.turn.own(len(sizes))
         all_ids = batches.ids.split(sizes)
         whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
         if batches.next_ids is not None and len(batches.next_ids):

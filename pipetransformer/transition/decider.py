@@ -166,9 +166,22 @@ class Decider:
             self._journal.close()
 
     def _decide(self, clock: Clock, observed: Observed) -> Decision:
+        self.context = self._context(clock, observed)
+        # On a replay too: the policy's state must go on.
+        freeze = checked_decision(self.policy, self.context)
+        recorded, fits = self._recorded(clock.step)
+        if recorded is not None and fits:
+            return recorded
+        # Another world needs another pipeline, but what was frozen must stay what it was.
+        held = recorded or freeze
+        plan, use_cache = self.planner.plan(clock, held.num_frozen, self.current, held.resting)
+        return Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
+
+    def _context(self, clock: Clock, observed: Observed) -> FreezeContext:
+        """Return what the policy sees."""
         current, plan_for = self.current, self.planner.plan
         num_frozen, resting = (current.num_frozen, current.resting) if current else (0, ())
-        self.context = context = FreezeContext(
+        return FreezeContext(
             **asdict(clock),
             layers=observed.layers(self._task, num_frozen, resting),
             num_frozen=num_frozen,
@@ -181,17 +194,6 @@ class Decider:
             mean_learning_rate=observed.mean_learning_rate,
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
-        freeze = checked_decision(self.policy, context)  # On a replay too: its state must go on.
-        num_frozen, resting, reason = freeze.num_frozen, freeze.resting, freeze.reason
-        recorded, fits = self._recorded(clock.step)
-        if recorded is not None:
-            if fits:
-                return recorded
-            # Another world needs another pipeline, but what was frozen must stay what it was.
-            num_frozen, resting = recorded.num_frozen, recorded.resting
-            reason = recorded.reason
-        plan, use_cache = plan_for(clock, num_frozen, current, resting)
-        return Decision(clock.step, num_frozen, plan, use_cache, reason, resting)
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
         """Return what the journal to repeat has for a step, and whether it fits this world."""

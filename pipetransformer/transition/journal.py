@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from freeze import read_line, sealed_line
+from freeze import note_decision, read_line, sealed_line
 from pipetransformer.durable_files import LineFile, fsync
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Journal:
         self._recorded: dict[int, dict[str, Any]] = {}
         if path.exists():
             for entry in read_journal(path):
-                self._note(entry)
+                note_decision(self._recorded, entry["step"], entry)
             self._recorded = {at: one for at, one in self._recorded.items() if at >= from_step}
         elif from_step:
             _LOG.warning(
@@ -88,17 +88,11 @@ class Journal:
                 f"the decision of step {step} is not in the journal: {error}; a run that is "
                 "interrupted before the next checkpoint may decide otherwise"
             )
-        self._note(json.loads(line))
+        note_decision(self._recorded, step, json.loads(line))
 
     def recorded(self, step: int) -> dict[str, Any] | None:
         """Return the last decision recorded for a step >= from_step, or None."""
         return self._recorded.get(step)
-
-    def _note(self, entry: dict[str, Any]) -> None:
-        # Steps ascend, as later ones' decisions go first.
-        while self._recorded and next(reversed(self._recorded)) >= entry["step"]:
-            self._recorded.popitem()
-        self._recorded[entry["step"]] = entry
 
     def close(self) -> None:
         """Close the file; every entry is on disk already."""
