@@ -110,9 +110,10 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
         going_s = 0.0 if stays else situation.transition_s(plan)
         return plan.predicted_step_s * share * situation.remaining_steps + going_s
 
-    best = min(plans.values(), key=remaining_s)
+    left_s = {length: remaining_s(plan) for length, plan in plans.items()}
+    best = plans[min(left_s, key=left_s.__getitem__)]
     noise = 2 * situation.profile.uncertainty
-    if stay is None or remaining_s(best) * (1 + noise) < remaining_s(stay):
+    if stay is None or left_s[best.length] * (1 + noise) < remaining_s(stay):
         return best
     return stay
 

@@ -14,6 +14,7 @@ from autopipe.plan.published import (
 )
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import (
+    AS_FAST,
     candidates,
     least_memory_plan,
     plan_pipeline,
@@ -24,8 +25,8 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 
 __all__ = [
-    "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes", "Tables",
-    "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
+    "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
+    "Tables", "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
     "least_memory_plan", "plan_as_published", "plan_pipeline", "predict", "published_length",
     "published_split", "runners_up", "simulate", "stage_compute_s", "table_text",
     "throughput_tables",

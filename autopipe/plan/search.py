@@ -18,7 +18,7 @@ from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
 
-_TIE = 1.01
+AS_FAST = 1.01
 """Predictions this close count as equal: the measurements behind them are no more exact."""
 
 
@@ -34,7 +34,7 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
     plans: list[PipelinePlan] = []
     fastest_s = math.inf
     for candidate in sorted(_fitting(model), key=lambda candidate: candidate.least_s):
-        if candidate.least_s > fastest_s * _TIE:
+        if candidate.least_s > fastest_s * AS_FAST:
             break
         plans.append(_plan(model, candidate))
         fastest_s = min(fastest_s, plans[-1].predicted_step_s)
@@ -48,7 +48,7 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
             f"lower the global batch, add device slots or freeze more layers"
         )
     return min(
-        (plan for plan in plans if plan.predicted_step_s <= fastest_s * _TIE),
+        (plan for plan in plans if plan.predicted_step_s <= fastest_s * AS_FAST),
         key=lambda plan: (
             plan.length,
             plan.num_micro_batches,
@@ -105,9 +105,7 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
 
     What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
     """
-    model = StepModel(profile, request)
-    sizes = request.sizes_of(plan.length, plan.num_micro_batches)
-    split = tuple(boundary - model.first_active for boundary in plan.boundaries)
+    model, sizes, split = _opened(profile, request, plan)
     return model.simulation(plan.schedule, sizes, split)
 
 
@@ -115,11 +113,18 @@ def stage_compute_s(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[float, ...]:
     """Predict what every stage of the largest replica computes in a step, apart from fetching."""
-    model = StepModel(profile, request)
-    sizes = request.sizes_of(plan.length, plan.num_micro_batches)
-    split = tuple(boundary - model.first_active for boundary in plan.boundaries)
+    model, sizes, split = _opened(profile, request, plan)
     first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
     return first_s - model.fetch_s(sizes, plan.length), *others_s
+
+
+def _opened(
+    profile: Profile, request: PlanRequest, plan: PipelinePlan
+) -> tuple[StepModel, tuple[int, ...], tuple[int, ...]]:
+    """Return what predicts a plan's step, its micro-batches' sizes, and its active split."""
+    model = StepModel(profile, request)
+    sizes = request.sizes_of(plan.length, plan.num_micro_batches)
+    return model, sizes, tuple(boundary - model.first_active for boundary in plan.boundaries)
 
 
 def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:

@@ -6,7 +6,6 @@ transformers_texts ─► transformers_bert, _modernbert ┴► registry, or you
 
 from pipetransformer.adapters.base import LayeredModel, Sublayer
 from pipetransformer.adapters.parameters import (
-    find_changed,
     has_hooks,
     laid_out_as,
     large_embeddings,
@@ -17,6 +16,6 @@ from pipetransformer.adapters.registry import adapt, register_adapter
 from pipetransformer.adapters.transformer import qualified_name
 
 __all__ = [
-    "LayeredModel", "Sublayer", "adapt", "find_changed", "has_hooks", "laid_out_as",
+    "LayeredModel", "Sublayer", "adapt", "has_hooks", "laid_out_as",
     "large_embeddings", "named_tensors", "qualified_name", "refuse_hooks", "register_adapter",
 ]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -25,17 +23,6 @@ def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embeddi
         for part in module.modules()
         if isinstance(part, nn.Embedding) and part.weight.nbytes >= _LEAST_TABLE_BYTES
     ]
-
-
-def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
-    """Name the first tensor that is not as it was, or return ""; a NaN that stays is no change."""
-    for name, old in before.items():
-        now = tensors[name]
-        if torch.equal(now, old):
-            continue
-        if now.shape != old.shape or not torch.equal(now.nan_to_num(), old.nan_to_num()):
-            return name
-    return ""
 
 
 def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:

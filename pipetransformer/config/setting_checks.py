@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from autopipe.schedule import SCHEDULES
 from autopipe.stashing import VERSION_RULES
 from freeze import MEASURED_SIGNALS
 from pipetransformer.optimizer import check_warmup, named_schedule
@@ -107,7 +108,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "micro_batches": _optional(_COUNT),
     "micro_batch_size": _optional(_COUNT),
-    "schedule": _one_of(None, "gpipe", "1f1b"),
+    "schedule": _one_of(None, *SCHEDULES),
     "weight_versions": _one_of(None, *VERSION_RULES),
     "plan": _Rule(
         lambda value: callable(value) or value in tuple(PLANS),

@@ -252,8 +252,12 @@ class TrainConfig:
         """Return how many pipelines may train side by side, each with samples; None: any."""
         if self.scale_batch:
             return self.max_replicas
-        micro_batches = math.ceil(self.global_batch_size / (self.micro_batch_size or 1))
-        return min(micro_batches, self.max_replicas or micro_batches)
+        most = self.most_micro_batches()
+        return min(most, self.max_replicas or most)
+
+    def most_micro_batches(self) -> int:
+        """Return into how many micro-batches a batch of global_batch_size can be cut."""
+        return math.ceil(self.global_batch_size / (self.micro_batch_size or 1))
 
     def step_limit_s(self, predicted_step_s: float) -> float:
         """Return the longest wait for another rank within a step of a predicted time.

@@ -1,23 +1,29 @@
 """Read samples by position, and collate them.
 
-samples ─► collation: one batch       sample_lengths
+samples ─► collation: one batch       sample_lengths, random_numbers
    └─► workers: ahead of the steps
 """
 
 from pipetransformer.data.collation import Batch, CollateFunction, Collation
+from pipetransformer.data.random_numbers import (
+    own_random_numbers,
+    plain_random_state,
+    random_state,
+    seed_plainly,
+    seed_torch,
+)
 from pipetransformer.data.sample_lengths import read_lengths
 from pipetransformer.data.samples import (
     Samples,
     SizedDataset,
     check_dataset,
-    own_random_numbers,
+    find_changed,
     part_of,
-    seed_plainly,
 )
 from pipetransformer.data.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "Samples",
-    "SizedDataset", "check_dataset", "own_random_numbers", "part_of", "read_lengths",
-    "seed_plainly",
+    "SizedDataset", "check_dataset", "find_changed", "own_random_numbers", "part_of",
+    "plain_random_state", "random_state", "read_lengths", "seed_plainly", "seed_torch",
 ]  # fmt: skip

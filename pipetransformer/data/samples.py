@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -16,6 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from autodp import mix_seed
 from pipetransformer.data.collation import Batch, Collation
+from pipetransformer.data.random_numbers import seed_plainly, seed_torch
 
 _MOST_PROBED = 16
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
@@ -117,7 +116,7 @@ class Samples:
                 alone = self.probe([index])
                 rows = {name: entry[place : place + 1] for name, entry in together.items()}
                 known = {n: r for n, r in rows.items() if n in alone and alone[n].shape == r.shape}
-                if not _agree(known, alone):
+                if find_changed(alone, known):
                     return True
         return False
 
@@ -129,7 +128,7 @@ class Samples:
         """
         for index in self.spread(_MOST_PROBED):
             first, second = (self.probe([index], view=v) for v in (1, 1 if same_seed else 2))
-            if first.keys() != second.keys() or not _agree(first, second):
+            if first.keys() != second.keys() or find_changed(second, first):
                 return True
         return False
 
@@ -143,34 +142,17 @@ class Samples:
         return self.dataset[index]
 
 
-def _agree(some: Batch, others: Batch) -> bool:
-    """Tell whether entries are equal; NaN is, where it stands in both."""
-    pairs = ((one, others[name]) for name, one in some.items())
-    return all(
-        torch.equal(one, other)
-        or (one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()))
-        for one, other in pairs
-    )
+def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
+    """Name the first tensor that is not as it was, or return ""; a NaN that stays is no change."""
+    for name, old in before.items():
+        now = tensors[name]
+        if torch.equal(now, old):
+            continue
+        if now.shape != old.shape or not torch.equal(now.nan_to_num(), old.nan_to_num()):
+            return name
+    return ""
 
 
 def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    seed_torch(seed, torch.device("cpu"))
     seed_plainly(seed)
-
-
-def seed_plainly(seed: int) -> None:
-    """Seed Python's and numpy's generators, which takes five times as long as torch's."""
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
-@contextmanager
-def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed generators as is needed meanwhile; afterwards the caller's go on where they were."""
-    plain, numpys = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(plain)
-        np.random.set_state(numpys)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from pipetransformer.config import EVALUATION_FIELDS
 from pipetransformer.events.callback import Callback
 from pipetransformer.report import FitReport
 
@@ -73,6 +74,5 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
             yield f"train/{name}", record[field]
         yield "train/samples_per_s", record["samples"] / record["seconds"]
     elif record["kind"] == "evaluation":
-        metrics = record.keys() - {"kind", "step", "elapsed_s", "epoch", "seconds"}
-        for name in sorted(metrics):
+        for name in sorted(record.keys() - set(EVALUATION_FIELDS) | {"loss"}):
             yield f"evaluation/{name}", record[name]

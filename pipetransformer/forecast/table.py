@@ -9,7 +9,7 @@ from textwrap import indent
 from types import MappingProxyType
 from typing import Any
 
-from autopipe.plan import ExplainedPlan, PlanRequest, Tables, table_text
+from autopipe.plan import AS_FAST, ExplainedPlan, PlanRequest, Tables, table_text
 from autopipe.trace import as_bytes, text_table
 from pipetransformer.forecast.answer import Answer, Refusal
 
@@ -22,8 +22,6 @@ _PART_NAMES = {
     "overhead_s": "overhead",
 }
 _PLAN_COLUMNS = ("K", "R", "M", "schedule", "step ms", "samples/s")
-_AS_FAST = 1.01
-"""The planner counts plans this close as equally fast, and takes the shortest pipeline."""
 
 
 def answers_text(
@@ -253,9 +251,9 @@ def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
     if other.plan == chosen.plan:
         return "the choice itself"
     ratio = other.plan.predicted_step_s / chosen.plan.predicted_step_s
-    if ratio < 1 / _AS_FAST:
+    if ratio < 1 / AS_FAST:
         return f"{1 / ratio:.2f} x as fast, but not by the rules that were asked for"
-    if ratio > _AS_FAST:
+    if ratio > AS_FAST:
         return f"{ratio:.2f} x the time: {_largest_excess(other, chosen)}"
     if other.plan.length != chosen.plan.length:
         longer = other.plan.length > chosen.plan.length

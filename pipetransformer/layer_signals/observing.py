@@ -9,9 +9,9 @@ from typing import Any, final
 
 from autodp import gather_json
 from freeze import PROBE_SIGNALS, LayerStats
-from freeze.signals import IntervalSignals, LossTrend, layer_values
+from freeze.signals import IntervalSignals, Trend, layer_values
 from pipetransformer.feed import SampleFeed
-from pipetransformer.job import Task
+from pipetransformer.job import Task, trained_parameters
 from pipetransformer.layer_signals.probe import Looked, Probe
 from pipetransformer.processes import World
 from pipetransformer.stage import Stage
@@ -43,9 +43,8 @@ class Observed:
         values = layer_values(self.measured, layer_of, model.num_layers)
         sizes = [0] * (model.num_layers + 1)
         for index, sublayer in enumerate(model.sublayers):
-            sizes[sublayer.layer] += sum(
-                t.numel() for n, t in model.tensors(index).items() if n in task.trainable
-            )
+            own = trained_parameters(task, (index,))
+            sizes[sublayer.layer] += sum(parameter.numel() for parameter in own.values())
         probed = {index: _finite(one) for index, one in self.looked.values.items()}
 
         def trains(index: int) -> bool:
@@ -72,7 +71,7 @@ class Observing:
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
-        self._losses, self._rates = LossTrend(), LossTrend()
+        self._losses, self._rates = Trend(), Trend()
         self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:

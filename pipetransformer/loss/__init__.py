@@ -17,15 +17,10 @@ from pipetransformer.loss.joined import (
     sum_over_targets,
 )
 from pipetransformer.loss.loss_scale import LossScale
-from pipetransformer.loss.split_probe import (
-    SplitProbe,
-    plain_random_state,
-    random_state,
-    refuse_split,
-)
+from pipetransformer.loss.split_probe import SplitProbe, refuse_split
 
 __all__ = [
     "Loss", "LossFunction", "LossScale", "LossValue", "SplitProbe", "as_sum_and_count",
-    "choose_loss", "head_of", "mean_of", "plain_random_state", "random_state", "refuse_split",
+    "choose_loss", "head_of", "mean_of", "refuse_split",
     "smooth_labels", "sum_over_targets",
 ]  # fmt: skip

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipetransformer.data import random_state
 from pipetransformer.loss.joined import Loss, as_sum_and_count, head_of, mean_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -211,18 +210,3 @@ def _joins(values: list[float], tolerance: float) -> bool:
     if not math.isfinite(whole):
         return True
     return abs(whole - sum(parts)) <= tolerance * sum(abs(part) for part in parts)
-
-
-def random_state(device: torch.device) -> bytes:
-    """Tell states of the generators apart that layers and losses on a device draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return b"".join([*(state.numpy().tobytes() for state in states), plain_random_state()])
-
-
-def plain_random_state() -> bytes:
-    """Tell states of Python's and numpy's generators apart, within this process."""
-    numpys: dict[str, Any] = np.random.get_state(legacy=False)
-    state = numpys["state"]
-    return f"{hash(random.getstate())} {state['pos']} ".encode() + bytes(state["key"])

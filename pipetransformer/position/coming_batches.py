@@ -14,7 +14,6 @@ from torch import distributed as dist
 
 from autodp import EpochSampler, checked_order, gather_json, shuffled, shuffled_by_length
 from pipetransformer.data import SizedDataset, read_lengths
-from pipetransformer.durable_files import hash_json
 from pipetransformer.job import Task
 from pipetransformer.position.timeline import Timeline
 
@@ -101,7 +100,7 @@ class ComingBatches:
         if not self._is_given:
             return
         order = self._sampler.global_batch(0, 0, self._timeline.num_samples)
-        if len(set(gather_json(hash_json(order.tolist()), group=group))) > 1:
+        if len(set(gather_json(_hash(order), group=group))) > 1:
             raise ValueError(
                 "sample_order gives ranks other orders, so that samples would be left out; let it "
                 "depend on nothing but the epoch"
@@ -113,7 +112,7 @@ class ComingBatches:
         if at.sample == 0:
             return {"seen": ""}
         seen = self._sampler.global_batch(at.epoch, 0, at.sample)
-        return {"seen": hashlib.sha256(seen.numpy().data).hexdigest()}
+        return {"seen": _hash(seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where an epoch would go on in another order, and miss samples."""
@@ -124,3 +123,7 @@ class ComingBatches:
                 "group_by_length and, where that is set, global_batch_size of the save, or from "
                 "the end of an epoch"
             )
+
+
+def _hash(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().data).hexdigest()

@@ -41,7 +41,7 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
     replicas = 1 if config.scale_batch else num_ranks // length
     replicas = min(replicas, config.max_replicas or replicas)
     size = config.micro_batch_size or 1
-    if size > 1 and -(-config.global_batch_size // size) < replicas:
+    if size > 1 and config.most_micro_batches() < replicas:
         raise ValueError(
             f"global_batch_size {config.global_batch_size} has fewer micro-batches of "
             f"micro_batch_size {size} than the {replicas} replicas that may train; choose a "
@@ -61,7 +61,7 @@ def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int
             "give as many"
         )
     # Once layers are frozen, all may become replicas.
-    if -(-config.global_batch_size // (config.micro_batch_size or 1)) < num_ranks:
+    if config.most_micro_batches() < num_ranks:
         raise ValueError(
             f"global_batch_size {config.global_batch_size} has no micro-batch for each of the "
             f"{num_ranks} processes, all of which may train at the same time; enlarge it, or "

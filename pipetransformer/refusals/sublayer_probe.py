@@ -24,10 +24,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from autopipe.profile import left_as_found
-from pipetransformer.adapters import find_changed
-from pipetransformer.data import Batch, own_random_numbers, part_of, seed_plainly
+from pipetransformer.data import (
+    Batch,
+    find_changed,
+    own_random_numbers,
+    part_of,
+    plain_random_state,
+    random_state,
+    seed_plainly,
+)
 from pipetransformer.job import Task, modes_of, set_modes
-from pipetransformer.loss import plain_random_state, random_state, refuse_split
+from pipetransformer.loss import refuse_split
 from pipetransformer.measure import held_on
 from pipetransformer.processes import World, agree
 from pipetransformer.refusals.held_values import Numbers, held, numbers_in, remembered

@@ -20,6 +20,7 @@ from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
 from pipetransformer.adapters import large_embeddings
+from pipetransformer.data import seed_torch
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.job import (
@@ -338,9 +339,7 @@ class Stage:
                 group["lr"] = group["initial_lr"] * factor
             # An optimizer that rounds by chance must do so alike on all replicas.
             seed = mix_seed(self._task.config.seed, coming.step, self.index)
-            torch.default_generator.manual_seed(seed)
-            if self._world.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
+            seed_torch(seed, self._world.device)
             self.optimizer.step()
 
     def _sum_over_world(self, values: list[float], *, patience: int = 1) -> list[float]:

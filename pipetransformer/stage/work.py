@@ -16,7 +16,7 @@ from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
 from freeze.signals import gram
 from pipetransformer.config import Metric
-from pipetransformer.data import Batch, seed_plainly
+from pipetransformer.data import Batch, seed_plainly, seed_torch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
 from pipetransformer.loss import SplitProbe, as_sum_and_count, head_of
@@ -219,9 +219,7 @@ class TrainWork(LayerWork):
         seed = mix_seed(
             self.layers.task.config.seed, self._step, index, self._offsets[micro_batch]
         )
-        torch.default_generator.manual_seed(seed)
-        if self.layers.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_torch(seed, self.layers.device)
         model = self.layers.task.model
         # What is not known to draw from them finds other numbers in each micro-batch; the last
         # one's are the loss's, too.

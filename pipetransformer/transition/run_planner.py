@@ -175,7 +175,7 @@ class RunPlanner:
             stage_workers=self._world.stage_workers,
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             micro_batch_size=config.micro_batch_size,
-            schedules=("1f1b", "gpipe") if config.schedule is None else (config.schedule,),
+            schedules=(config.schedule,) if config.schedule else PlanRequest.schedules,
         )
         rate = measured.cache_bytes_per_s if self._may_cache() else None
         return complete_request(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipetransformer.adapters import LayeredModel, find_changed, named_tensors
-from pipetransformer.data import Batch, part_of
+from pipetransformer.adapters import LayeredModel, named_tensors
+from pipetransformer.data import Batch, find_changed, part_of
 from pipetransformer.loss import Loss, refuse_split
 from pipetransformer.verification.model_copy import OwnForward
 from pipetransformer.verification.tolerance import Tolerance

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from freeze.signals import LossTrend, gram, linear_cka, similarity_change, svcca
+from freeze.signals import Trend, gram, linear_cka, similarity_change, svcca
 
 
 def activations(seed: int, features: int = 7, samples: int = 12) -> Tensor:
@@ -63,7 +63,7 @@ def test_outputs_that_do_not_tell_samples_apart_have_no_cka() -> None:
 
 
 def test_a_loss_s_slope_is_that_of_the_line_that_fits() -> None:
-    trend, other = LossTrend(), LossTrend()
+    trend, other = Trend(), Trend()
     assert trend.mean is None and trend.slope is None
     for loss in (3.0, 2.5, float("nan"), 2.0):
         trend.add(loss)

@@ -1,4 +1,4 @@
-"""Follow the training loss between two decisions."""
+"""Follow a number of each step, such as the loss, between two decisions."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import final
 
 
 @final
-class LossTrend:
-    """Hold the mean of an interval's losses, and the slope of the line that fits them best."""
+class Trend:
+    """Hold the mean of an interval's values, and the slope of the line that fits them best."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self._count, self._times, self._squares = 0, 0.0, 0.0
-        self._losses, self._products = 0.0, 0.0
+        self._losses, self._products = 0.0, 0.0  # Of any values: checkpoints name it so.
 
-    def add(self, loss: float) -> None:
-        """Note a step's loss; one that is not finite, of a step that is skipped, is left out."""
-        if not math.isfinite(loss):
+    def add(self, value: float) -> None:
+        """Note a step's value; one that is not finite, of a step that is skipped, is left out."""
+        if not math.isfinite(value):
             return
         time = float(self._count)
         self._count += 1
         self._times += time
         self._squares += time * time
-        self._losses += loss
-        self._products += time * loss
+        self._losses += value
+        self._products += time * value
 
     @property
     def mean(self) -> float | None:
-        """Return the mean loss; None without a step."""
+        """Return the mean; None without a step."""
         return self._losses / self._count if self._count else None
 
     @property
     def slope(self) -> float | None:
-        """Return by how much the loss grows a step; None with less than two steps."""
+        """Return by how much it grows a step; None with less than two steps."""
         if self._count < 2:
             return None
         spread = self._count * self._squares - self._times**2
