@@ -28,7 +28,9 @@ from experiments.tasks.workload import Workload
 class TextOptions:
     """Hold what is fine-tuned on which texts."""
 
-    task: str = field(metadata={"help": f"squad, or of GLUE: {', '.join(TASKS)}"})
+    task: str = field(
+        metadata={"help": f"squad, or of GLUE: {', '.join(TASKS)}", "aliases": ["--task_name"]}
+    )
     model_name_or_path: str | None = option(None, "a folder, or a name of the hub")
     data_dir: str | None = option(
         None, "GLUE's folder of the task, or one with train*.json and dev*.json of SQuAD"

@@ -27,7 +27,7 @@ from experiments.finetune.series import (
     series_of,
     spread,
 )
-from experiments.finetune.usage import as_usage, start
+from experiments.finetune.usage import UsageError, as_usage, start
 from experiments.vit import ImageOptions
 
 DDP, OURS, TWO = "ddp", "ours", "ours, two processes"
@@ -59,7 +59,7 @@ class Row:
         metric: final ones.
         train_s: seconds of training steps and transitions.
         before_s: of measuring, before the first step.
-        reached_s: of those, until the unfrozen loop's final metric less POINTS; None where a run
+        reached_s: of both, until the unfrozen loop's final metric less POINTS; None where a run
             did not come there.
         kept_bytes: of activations that were kept.
         frozen: layers by epoch, of the first seed.
@@ -72,6 +72,11 @@ class Row:
     reached_s: list[float | None]
     kept_bytes: list[int]
     frozen: list[int]
+
+    @property
+    def whole_s(self) -> list[float]:
+        """Return the seconds of training, with those before the first step."""
+        return [a + b for a, b in zip(self.train_s, self.before_s, strict=True)]
 
 
 def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row]:
@@ -98,11 +103,13 @@ def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row
 def table(rows: Sequence[Row], name: str = DDP) -> str:
     """Return a markdown table: means and standard deviations over the seeds.
 
+    What a row takes of another one's seconds is with those before the first step.
+
     Args:
         rows: in order.
         name: of the unfrozen one.
     """
-    base = next((statistics.mean(row.train_s) for row in rows if row.name == name), None)
+    base = next((statistics.mean(row.whole_s) for row in rows if row.name == name), None)
     head = ["row", "metric", "train s", "before s", f"of {name}"]
     head.append(f"s to {name}'s metric less {POINTS}")
     lines = [[*head, "frozen", "cache MB"]]
@@ -114,7 +121,7 @@ def table(rows: Sequence[Row], name: str = DDP) -> str:
             else f"{len(reached)} of {len(row.reached_s)} seeds" * bool(base)
         )
         kept = statistics.mean(row.kept_bytes)
-        share = f"{statistics.mean(row.train_s) / base:.2f}" if base else ""
+        share = f"{statistics.mean(row.whole_s) / base:.2f}" if base else ""
         before = f"{statistics.mean(row.before_s):.1f}"
         lines.append(
             [row.name, spread(row.metric), spread(row.train_s, 0), before, share, when]
@@ -128,9 +135,7 @@ def gains(rows: Sequence[Row]) -> list[str]:
 
     They are ratios of seconds, seed by seed, measuring included.
     """
-    found = {
-        row.name: [a + b for a, b in zip(row.train_s, row.before_s, strict=True)] for row in rows
-    }
+    found = {row.name: row.whole_s for row in rows}
     freezing = [found[name] for name in FREEZING if name in found]
     if DDP not in found or OURS not in found or not freezing:
         return []
@@ -174,12 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with as_usage():
         series = series_of(options)
     if KEEPS in options.rows and _changes_images(series):
-        raise ValueError(f"{KEEPS} would keep crops that never come again; leave it out")
+        raise UsageError(f"{KEEPS} would keep crops that never come again; leave it out")
 
     def extra(name: str, seed: int) -> list[str]:
         added = list(ROWS[name])
         if name == "short":
-            added += ["--budget_s", str(series.run_of(OURS, seed).train_s)]
+            added += ["--budget_s", str(series.run_of(OURS, seed).whole_s)]
         if name in (*FREEZING, TWO):
             added += ["--replay", str(series.run_of(OURS, seed).folder)]
         if name == "static":

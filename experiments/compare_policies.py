@@ -73,7 +73,7 @@ def run_rows(options: argparse.Namespace, series: Series) -> None:
         policy = name.removeprefix("short as ")
         if policy == name:
             return ["--freeze", name, *deciding]
-        return [*ROWS["short"], "--budget_s", str(series.run_of(policy, seed).train_s)]
+        return [*ROWS["short"], "--budget_s", str(series.run_of(policy, seed).whole_s)]
 
     series.run_all(rows_of(options), extra)
 

@@ -5,6 +5,8 @@
         --image_size 56 --freeze schedule:0,4,8,8 --output_dir runs/cifar10
     torchrun --nproc-per-node=8 -m experiments.vit --dataset imagenet --data ILSVRC ...
     python -m experiments.vit --dataset cifar10 --smoke --output_dir runs/smoke
+
+Without --data the data set is downloaded from the hub.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from experiments.finetune.baselines import KEEPS
 from experiments.finetune.options import RunOptions, check_least, option
 from experiments.finetune.script import run
 from experiments.finetune.usage import start
-from experiments.tasks.images import CIFARS, ImageSource, image_workload
+from experiments.tasks.image_files import CIFARS, NUM_CLASSES
+from experiments.tasks.images import ImageSource, image_workload
 from experiments.tasks.smoke import make_cifar, make_tree, smoke_folder
 from experiments.tasks.workload import Workload
 
@@ -29,8 +32,10 @@ class ImageOptions:
     dataset: Literal["cifar10", "cifar100", "imagenet"] = option(
         "cifar10", "CIFAR is a file or a folder; imagenet any tree of train/CLASS and val/CLASS"
     )
-    data: str | None = option(None, "the file or the folder")
-    model_name_or_path: str = option("vit_base_patch16_224", "timm's name, also local-dir:FOLDER")
+    data: str | None = option(None, "the file or the folder; the hub's data set by default")
+    model_name_or_path: str = option(
+        "vit_base_patch16_224", "timm's name, also hf-hub:NAME and local-dir:FOLDER"
+    )
     weights: str | None = option(None, "a safetensors file of such a model; timm's by default")
     image_size: int | None = option(None, "pixels of an image's edge; the model's own by default")
     augment: bool = option(False, "crop and flip training images at random")
@@ -41,10 +46,8 @@ class ImageOptions:
     max_eval_samples: int | None = option(None, "of the evaluation set")
 
     def check(self, options: RunOptions) -> None:
-        """Refuse data that are missing, views that cannot be, and numbers that mean nothing."""
+        """Refuse views that cannot be, and numbers that mean nothing."""
         check_least(self, 1, "image_size", "max_train_samples", "max_eval_samples")
-        if self.data is None and not options.smoke:
-            raise ValueError("--data is missing; give CIFAR's file or folder, or a tree of images")
         if self.cache_views < 0 or (self.cache_views != 4 and not self.augment):
             raise ValueError(f"--cache_views is {self.cache_views}; give 0 or more, and --augment")
         if self.augment and not self.cache_views and options.baseline == KEEPS:
@@ -63,10 +66,11 @@ def workload_of(run_options: RunOptions, options: ImageOptions) -> Workload:
     if run_options.smoke:
         folder = smoke_folder(run_options.output_dir)
         model = "vit_tiny_patch16_224"
-        is_cifar = options.dataset in CIFARS
-        made = make_cifar(folder / "cifar10.npz") if is_cifar else make_tree(folder / "images")
-        data = str(made)
-    assert data is not None  # As `check` has seen.
+        if options.dataset in CIFARS:
+            path, num_classes = folder / f"{options.dataset}.npz", NUM_CLASSES[options.dataset]
+            data = str(make_cifar(path, num_classes=num_classes))
+        else:
+            data = str(make_tree(folder / "images"))
     source = ImageSource(
         model,
         None if run_options.smoke else options.weights,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 KEEPS = "ddp+freeze+cache"
 FREEZING = ("ddp+freeze", KEEPS)
@@ -47,12 +47,24 @@ def split_taken(
     arguments: Sequence[str], baseline: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return a command line's arguments that a rival takes, and those that it does not."""
+    return split_by_option(arguments, lambda name: takes(baseline, name))
+
+
+def without_freeze(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return a command line's arguments without what freezes, for a run that repeats another's."""
+    return split_by_option(arguments, lambda name: name != "freeze")[0]
+
+
+def split_by_option(
+    arguments: Sequence[str], keeps: Callable[[str], bool]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a command line's arguments by whether their option's name is to be kept."""
     taken: list[str] = []
     left: list[str] = []
     into = taken
     for one in arguments:
         if one.startswith("--"):
             name = one[2:].split("=")[0].replace("-", "_").removeprefix("no_")
-            into = taken if takes(baseline, name) else left
+            into = taken if keeps(name) else left
         into.append(one)
     return tuple(taken), tuple(left)

@@ -44,6 +44,11 @@ class FinishedRun:
         first = next(record for record in self.records if record["kind"] == "step")
         return float(max(0.0, first.get("elapsed_s", 0.0) - first["seconds"]))
 
+    @property
+    def whole_s(self) -> float:
+        """Return the seconds of training, with those before the first step."""
+        return self.before_s + self.train_s
+
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return its records, of ours or of a rival, without what a resume has discarded."""
@@ -62,8 +67,11 @@ class FinishedRun:
         return learning_of(self.records, self.summary["metric"])
 
     def reached_s(self, goal: float) -> float | None:
-        """Return the seconds of training until the metric reached a goal; None if it did not."""
-        return next((seconds for seconds, metric in self.learning if metric >= goal), None)
+        """Return the seconds until the metric reached a goal, with those before the first step;
+        None if it did not.
+        """
+        found = (self.before_s + seconds for seconds, metric in self.learning if metric >= goal)
+        return next(found, None)
 
 
 def learning_of(records: Iterable[Mapping[str, Any]], metric: str) -> Curve:

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
 from freeze import JOURNAL_FILE
-from pipetransformer.checkpoint import CHECKPOINTS
+from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.durable_files import hash_json
 
 SAVED_LOOP = "loop.safetensors"
@@ -29,7 +29,9 @@ _MAY_CHANGE = {
 
 def has_saved(folder: Path) -> bool:
     """Tell whether a killed run, of ours or a rival, has saved what it can go on from."""
-    return (folder / CHECKPOINTS).exists() or (folder / SAVED_LOOP).exists()
+    if (folder / SAVED_LOOP).exists():
+        return True
+    return (folder / CHECKPOINTS).exists() and bool(published(folder / CHECKPOINTS))
 
 
 def refuse_another_kind(folder: Path, *, is_plain: bool) -> None:

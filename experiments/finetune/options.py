@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from experiments.finetune.baselines import (
     PLAIN,
     split_taken,
     takes,
+    without_freeze,
 )
 from experiments.finetune.freezing import frozen_at, policy_of, refuse_rest
 from freeze import POLICY_HELP
@@ -96,9 +97,9 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
         SystemExit: a value is not allowed.
     """
     accepted: Any = kinds
-    parser = HfArgumentParser(accepted)
+    parser = HfArgumentParser(accepted, allow_abbrev=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    first = ArgumentParser(add_help=False)
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe")
     first.add_argument("--baseline")
     first.add_argument("--replay")
@@ -109,14 +110,47 @@ def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tupl
             raise ValueError(
                 f"the recipe {named.recipe} names {unknown}; known are {sorted(known)}"
             )
-        recipe = recipe_arguments(named.recipe)
+        recipe: Sequence[str] = recipe_arguments(named.recipe)
         if named.replay is not None:
-            recipe = [one for one in recipe if not one.startswith("--freeze=")]
+            recipe = without_freeze(recipe)
         taken, left = split_taken(recipe, named.baseline)
         if left:
             print(f"{named.baseline or 'ours'}: without the recipe's {' '.join(left)}")
         given = [*taken, *given]  # The last one counts.
-    return tuple(parser.parse_args_into_dataclasses(args=given))
+    *options, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"there is no {_described(unknown)}; --help names what there is")
+    return tuple(options)
+
+
+_INSTEAD: Mapping[str, str] = {
+    "per_device_train_batch_size": "--global_batch_size is over all processes",
+    "per_device_eval_batch_size": "evaluations take --global_batch_size",
+    "gradient_accumulation_steps": "--global_batch_size is cut as memory wants it",
+    "warmup_ratio": "--warmup_steps below 1 is a share",
+    "bf16": "--precision bf16",
+    "fp16": "--precision fp16",
+    "do_train": "it trains and evaluates",
+    "do_eval": "it trains and evaluates",
+    "do_predict": "predictions are written",
+    "eval_strategy": "--evaluate_every_epochs",
+    "save_strategy": "--checkpoint_every_epochs",
+    "resume_from_checkpoint": "with --checkpoint_every_epochs a killed run goes on in its folder",
+    "overwrite_output_dir": "give a new --output_dir",
+    "train_file": "--data_dir is a folder with all files",
+    "validation_file": "--data_dir is a folder with all files",
+    "dataset_name": "bert has --task, vit --dataset",
+    "train_dir": "--data is a folder with train/ and val/",
+    "validation_dir": "--data is a folder with train/ and val/",
+}
+"""What is here in place of options of transformers' scripts."""
+
+
+def _described(unknown: Sequence[str]) -> str:
+    """Name unknown arguments, each with what is here instead."""
+    names = {one: one.lstrip("-").split("=")[0].replace("-", "_") for one in unknown}
+    instead = {one: f" ({_INSTEAD[name]})" for one, name in names.items() if name in _INSTEAD}
+    return ", ".join(f"{one}{instead.get(one, '')}" for one in unknown)
 
 
 def recipe_arguments(name: str) -> list[str]:

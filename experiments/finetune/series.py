@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.finetune.baselines import split_taken
+from experiments.finetune.baselines import split_taken, without_freeze
 from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.killed_run import has_saved
 from experiments.finetune.options import read_recipe, recipe_arguments
+from experiments.finetune.usage import RunFailedError, UsageError
 
 Extra = Callable[[str, int], Sequence[str]]
 """(variant, seed) -> what it adds to the recipe's command."""
@@ -47,8 +48,8 @@ class Series:
         """Run what is not yet complete; then say which of the options some do without.
 
         Raises:
-            RuntimeError: a run failed; the message names its log.
-            ValueError: a complete run had other options, or another recipe.
+            RunFailedError: a run failed; the message names its log.
+            UsageError: a complete run had other options, or another recipe.
         """
         without: dict[tuple[str, ...], dict[str, None]] = {}
         for seed in self.seeds:
@@ -83,7 +84,8 @@ class Series:
         """Return a run's command line, and what of the options for all it does not take."""
         baseline = extra[extra.index("--baseline") + 1] if "--baseline" in extra else None
         of_recipe = split_taken(recipe_arguments(self.recipe), baseline)[1]
-        taken, left = split_taken(self.further, baseline)
+        further = without_freeze(self.further) if "--replay" in extra else self.further
+        taken, left = split_taken(further, baseline)
         arguments = ["--recipe", self.recipe, "--seed", str(seed), *taken, *extra]
         return arguments, (*of_recipe, *left)
 
@@ -91,7 +93,7 @@ class Series:
         command = run.summary["command"]
         made = command[command.index("--recipe") : -2]  # From the first to --output_dir.
         if made != list(arguments) or run.summary["recipe"] != read_recipe(self.recipe):
-            raise ValueError(
+            raise UsageError(
                 f"{run.folder} holds a run of other options or another recipe; remove it, or give "
                 "another --folder"
             )
@@ -108,7 +110,7 @@ class Series:
         with log.open("w") as file:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise RuntimeError(
+            raise RunFailedError(
                 f"{variant} with seed {seed} ended with status {done.returncode}; see {log}"
             )
 
@@ -123,7 +125,7 @@ def add_series_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("further", nargs="*", help="options of the script, behind --")
 
 
-_OWN = ("--recipe", "--seed", "--output_dir", "--baseline", "--replay", "--static_layers")
+_OWN = ("recipe", "seed", "output_dir", "baseline", "replay", "static_layers")
 
 
 def series_of(options: argparse.Namespace) -> Series:
@@ -134,7 +136,8 @@ def series_of(options: argparse.Namespace) -> Series:
     """
     if len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds {options.seeds} names one twice; a run counts once")
-    if given := [one for one in options.further if one.split("=")[0] in _OWN]:
+    names = {one: one.split("=")[0].replace("-", "_").strip("_") for one in options.further}
+    if given := [one for one, name in names.items() if one.startswith("--") and name in _OWN]:
         raise ValueError(f"{given} behind -- would be those of all runs alike; leave them out")
     return Series(
         options.script,

@@ -13,6 +13,10 @@ class UsageError(ValueError):
     """Say what was asked for wrongly, before anything is trained."""
 
 
+class RunFailedError(RuntimeError):
+    """Say which run of a series failed, and where its output is."""
+
+
 @contextmanager
 def as_usage() -> Iterator[None]:
     """Turn what options and files raise into a UsageError."""
@@ -26,5 +30,5 @@ def start(main: Callable[[], None]) -> None:
     """Run a script as a program: what was asked for wrongly is one line, not a traceback."""
     try:
         main()
-    except (UsageError, WorkerFailedError) as error:
+    except (UsageError, RunFailedError, WorkerFailedError) as error:
         sys.exit(f"error: {error}")

@@ -105,6 +105,7 @@ class PlainLoop:
         )
         self.steps_per_epoch = -(-len(workload.train_dataset) // options.global_batch_size)
         self.max_steps = self.steps_per_epoch * options.num_train_epochs
+        self._refuse_depths()
         self.log: list[dict[str, Any]] = []
         self.step, self.train_s, self.earlier_s = 0, 0.0, 0.0
 
@@ -228,6 +229,13 @@ class PlainLoop:
             return ids
         return ids + (epoch % views if views else epoch) * len(self.workload.train_dataset)
 
+    def _refuse_depths(self) -> None:
+        """Raise a ValueError where more layers are to freeze at some time than there are."""
+        steps = range(self.max_steps)
+        deepest = max(self.frozen_at(step, step // self.steps_per_epoch) for step in steps)
+        if deepest > (num_layers := self.frozen.layered.num_layers):
+            raise ValueError(f"{deepest} layers are to freeze, but {num_layers} can; give fewer")
+
     def _freeze(self, step: int, epoch: int) -> None:
         """Freeze what is to be frozen at a step; DDP is then to be made anew."""
         before = self.frozen.depth
@@ -316,7 +324,7 @@ class PlainLoop:
             twin._step(batch, part, len(times), is_last=True)
             times.append(time.perf_counter() - begin)
             begin = time.perf_counter()
-        fitting = int(budget_s / statistics.mean(times[1:]))
+        fitting = round(budget_s / statistics.mean(times[1:]))
         (steps,) = broadcast_json([fitting], group=self.world.group)
         return max(1, min(self.max_steps, steps))
 

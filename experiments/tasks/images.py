@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import timm
 import torch
@@ -18,14 +16,11 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.layers import resample_abs_pos_embed
 from timm.models import VisionTransformer
 from torch import Tensor, nn
-from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
 
+from experiments.tasks.image_files import CIFARS, read_split
 from experiments.tasks.workload import Workload
 from pipetransformer import EvalPrediction
-
-CIFARS: Mapping[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
-"""By the name of a data set: what reads it, and knows its files by their hashes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,8 @@ class ImageSource:
             own pretrained ones where `pretrained`, else random ones.
         pretrained: whether to ask timm for weights.
         data: an npz file of CIFAR, JPEGs or decoded, or the folder that holds its Python version
-            (cifar-10-batches-py or cifar-100-python); or a folder with train/ and val/.
+            (cifar-10-batches-py or cifar-100-python); or a folder with train/ and val/. None
+            takes the hub's data set.
         pixels: of an image's edge; None takes the model's own.
         augment: crop and flip training images at random.
         views: fixed views of each augmented image; 0 takes a new one in every epoch.
@@ -49,7 +45,7 @@ class ImageSource:
     model: str
     weights: str | None
     pretrained: bool
-    data: str
+    data: str | None
     pixels: int | None
     augment: bool
     views: int
@@ -86,25 +82,14 @@ class Images:
         return self._transform(image.convert("RGB")), int(self.labels[index])
 
 
-@dataclass(frozen=True)
-class Split:
-    """Hold a split: images by position, their (N,) classes and numbers in the files, all classes'
-    names."""
-
-    encoded: Any
-    labels: Any
-    numbers: Any
-    classes: tuple[str, ...]
-
-
 def image_workload(name: str, source: ImageSource) -> Workload:
     """Read images and describe the task."""
     train = read_split(name, source.data, "train", source.most_train)
     evaluation = read_split(name, source.data, "test", source.most_eval)
     if unlike := set(train.classes) ^ set(evaluation.classes):
         raise ValueError(
-            f"{source.data} has other classes to train than to evaluate: {sorted(unlike)[:3]} are "
-            "in one alone"
+            f"{source.data or name} has other classes to train than to evaluate: "
+            f"{sorted(unlike)[:3]} are in one alone"
         )
     num_classes, labels = len(train.classes), evaluation.labels
     fixed, varied = transforms(source, whole=name in CIFARS)
@@ -123,7 +108,7 @@ def image_workload(name: str, source: ImageSource) -> Workload:
 
     return Workload(
         name,
-        lambda small: build_vit(source, num_classes, small=small),
+        lambda small: build_vit(source, num_classes, small=small, whole=name in CIFARS),
         Images(train.encoded, train.labels, varied if source.augment else fixed),
         Images(evaluation.encoded, labels, fixed),
         image_forward,
@@ -157,9 +142,14 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
         )
     config = resolve_model_data_config(model)
     if source.pixels is not None:
+        patch = model.patch_embed.patch_size[0]
+        if source.pixels % patch:
+            raise ValueError(
+                f"--image_size is {source.pixels}, no multiple of the {patch} pixels of a patch"
+            )
         config["input_size"] = (3, source.pixels, source.pixels)
     if whole:
-        config |= {"crop_pct": 1.0, "crop_mode": "squash"}
+        config |= _WHOLE
     crop = v2.RandomResizedCrop(
         config["input_size"][1:],
         scale=(0.5, 1.0),
@@ -170,14 +160,20 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
     return create_transform(**config, is_training=False), v2.Compose([*varied, normalise])
 
 
+_WHOLE = {"crop_pct": 1.0, "crop_mode": "squash"}
+"""How timm says that an image is squeezed into a square, and nothing of it cut off."""
+
+
 def image_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the loss and the logits."""
     logits = model(batch["x"])
     return nn.functional.cross_entropy(logits, batch["y"]), logits
 
 
-def build_vit(source: ImageSource, num_classes: int, *, small: bool) -> nn.Module:
-    """Build the model, or one with the lower half of its blocks."""
+def build_vit(
+    source: ImageSource, num_classes: int, *, small: bool, whole: bool = False
+) -> nn.Module:
+    """Build the model, or one with the lower half of its blocks; see `transforms` for `whole`."""
     torch.manual_seed(source.seed)
     options: dict[str, Any] = {"num_classes": num_classes}
     if source.pixels is not None:
@@ -186,12 +182,15 @@ def build_vit(source: ImageSource, num_classes: int, *, small: bool) -> nn.Modul
         blocks: Any = timm.create_model(source.model, **options).blocks
         options["depth"] = (len(blocks) + 1) // 2
         torch.manual_seed(source.seed)
-    model: nn.Module = timm.create_model(
+    model: Any = timm.create_model(
         source.model, pretrained=source.pretrained and source.weights is None, **options
     )
+    if whole:  # Saved, so that who loads it sees images as it has.
+        model.pretrained_cfg = {**model.pretrained_cfg, **_WHOLE}
     if source.weights is not None:
         load_weights(model, Path(source.weights))
-    return model
+    built: nn.Module = model
+    return built
 
 
 def load_weights(model: Any, path: Path) -> None:
@@ -212,103 +211,3 @@ def load_weights(model: Any, path: Path) -> None:
     if wrong:
         raise ValueError(f"{path} has no {wrong[:3]} of the model's shapes; give weights of it")
     model.load_state_dict({n: given[n] for n in wanted}, strict=False)
-
-
-def read_split(name: str, data: str, split: str, most: int | None) -> Split:
-    """Read the "train" or "test" images of a data set, so many of them, chosen at random.
-
-    Raises:
-        ValueError: the data are missing, or not of the data set.
-    """
-    if name in CIFARS:
-        classes = tuple(map(str, range(100 if name == "cifar100" else 10)))
-        encoded, labels = _read_cifar(name, Path(data), split, num_classes=len(classes))
-    else:
-        folder = Path(data, "train" if split == "train" else "val")
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
-        try:
-            tree = ImageFolder(folder, loader=Image.open)
-        except FileNotFoundError as error:  # It has no classes, or one of them no images.
-            raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
-        classes, labels = tuple(tree.classes), np.array(tree.targets)
-        encoded = _Tree(tree)
-    # Files are ordered by class.
-    chosen = np.random.default_rng(0).permutation(len(labels))[:most]
-    return Split(_Chosen(encoded, chosen), labels[chosen], chosen, classes)
-
-
-def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple[Any, Any]:
-    """Read an npz file, or the Python version, whose files torchvision knows by their hashes.
-
-    Raises:
-        ValueError: the folder does not hold the published files.
-    """
-    if path.suffix == ".npz":
-        return _read_npz(path, split, num_classes)
-    try:
-        found = CIFARS[name](path, train=split == "train")
-    except RuntimeError as error:
-        raise ValueError(
-            f"{path} does not hold the files of {name}'s Python version as they are published; "
-            f"give the folder in which {CIFARS[name].base_folder} is, or an npz file"
-        ) from error
-    return found.data, np.asarray(found.targets, np.int64)
-
-
-def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
-    try:
-        with np.load(path) as file:  # numpy reads no pickles unless it is told to.
-            arrays = {key: file[key] for key in file.files if key.startswith(split)}
-    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no npz file of arrays: {error}") from error
-    known = (f"{split}_labels", f"{split}_y")
-    name = next((key for key in known if key in arrays), None)
-    if name is None:
-        raise ValueError(f"{path} has neither {' nor '.join(known)}; it has {sorted(arrays)}")
-    labels = arrays.pop(name).astype(np.int64).reshape(-1)
-    images: Any
-    if f"{split}_offsets" in arrays:
-        images = _Jpegs(arrays[f"{split}_data"], arrays[f"{split}_offsets"])
-        num = len(images.offsets) - 1
-    else:
-        images = next((one for one in arrays.values() if one.ndim == 4), None)
-        if images is None or images.dtype != np.uint8 or images.shape[3] != 3:
-            raise ValueError(f"{path} has no images of {split}: give (N, H, W, 3) uint8, or JPEGs")
-        num = len(images)
-    if num != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < num_classes):
-        raise ValueError(
-            f"{path} has {num} images of {split} and {len(labels)} labels; give one for each, of "
-            f"0 to {num_classes - 1}"
-        )
-    return images, labels
-
-
-@dataclass(frozen=True)
-class _Jpegs:
-    data: Any
-    offsets: Any
-
-    def __getitem__(self, index: int) -> bytes:
-        found: bytes = self.data[self.offsets[index] : self.offsets[index + 1]].tobytes()
-        return found
-
-
-@dataclass(frozen=True)
-class _Tree:
-    tree: ImageFolder
-
-    def __getitem__(self, index: int) -> Image.Image:
-        image: Image.Image = self.tree[index][0]
-        return image
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Read some images of all."""
-
-    images: Any
-    chosen: Any
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[int(self.chosen[index])]

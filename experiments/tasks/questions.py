@@ -6,6 +6,7 @@ A text that is too long is read through windows that overlap; the best span of a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -91,10 +92,20 @@ def write_answers(
         prefix: of the files' names.
     """
     best = {name: several[0].text for name, several in answers.items()}
-    several = {name: [asdict(one) for one in those] for name, those in answers.items()}
+    several = {name: _described(those) for name, those in answers.items()}
     for name, content in (("predictions", best), ("nbest_predictions", several)):
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (folder / f"{prefix}{name}.json").write_text(text, encoding="utf-8")
+
+
+def _described(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return a question's answers with their share of the probability of all of these."""
+    scores = [one.score for one in answers]
+    weights = [math.exp(one - max(scores)) for one in scores]
+    return [
+        {**asdict(one), "score": one.score, "probability": weight / sum(weights)}
+        for one, weight in zip(answers, weights, strict=True)
+    ]
 
 
 def read_split(data: str | None, split: str, most: int | None) -> list[Question]:

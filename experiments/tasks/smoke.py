@@ -87,12 +87,13 @@ def make_squad(folder: Path, *, num: int = 24) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-def make_cifar(path: Path, *, num: int = 96) -> Path:
-    """Write an npz file of JPEGs whose colour tells their class, as CIFAR-10's is laid out."""
+def make_cifar(path: Path, *, num_classes: int) -> Path:
+    """Write an npz file of JPEGs whose colour tells their class."""
+    num = max(96, num_classes)
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {}
     for split, count in (("train", num), ("test", num // 3)):
-        labels = np.arange(count) % 10
+        labels = np.arange(count) % num_classes
         parts = [_jpeg(int(label), seed) for seed, label in enumerate(labels)]
         ends = np.cumsum([len(part) for part in parts])
         arrays |= {

@@ -61,11 +61,18 @@ class Answer:
 
     Args:
         text: copied out of the context.
-        score: its first token's start logit plus its last token's end logit.
+        start_logit: of its first token.
+        end_logit: of its last token.
     """
 
     text: str
-    score: float
+    start_logit: float
+    end_logit: float
+
+    @property
+    def score(self) -> float:
+        """Return the sum of both logits."""
+        return self.start_logit + self.end_logit
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -77,7 +84,7 @@ def read_questions(path: str | Path) -> list[Question]:
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]
         questions = [one for article in articles for one in _questions(article)]
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no SQuAD file ({error!r}); give one such as train-v1.1.json"
         ) from error
@@ -166,13 +173,13 @@ def best_answers(
                 is_span = start <= end < start + max_answer_tokens
                 if is_span and _NOT_TEXT not in (offsets[start][0], offsets[end][0]):
                     text = context_of[window["example_id"]][offsets[start][0] : offsets[end][1]]
-                    answer = Answer(text, float(starts[start]) + float(ends[end]))
+                    answer = Answer(text, float(starts[start]), float(ends[end]))
                     found[window["example_id"]].append(answer)
     best = {
         name: sorted(answers, key=lambda one: one.score, reverse=True)[:num_best]
         for name, answers in found.items()
     }
-    return {name: answers or [Answer("", 0.0)] for name, answers in best.items()}
+    return {name: answers or [Answer("", 0.0, 0.0)] for name, answers in best.items()}
 
 
 def normalised(text: str) -> str:
@@ -218,6 +225,10 @@ def _questions(article: Any) -> Iterator[Question]:
                 "text": [gold["text"] for gold in asked["answers"]],
                 "answer_start": [gold["answer_start"] for gold in asked["answers"]],
             }
+            named = {"id": asked["id"], "context": paragraph["context"], **asked}
+            for name in ("id", "context", "question"):
+                if not isinstance(named[name], str):
+                    raise TypeError(f"the {name} of a question is {named[name]!r}, not a text")
             yield {
                 "id": asked["id"],
                 "context": paragraph["context"],

@@ -14,6 +14,7 @@ from experiments import compare
 from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.killed_run import has_saved
 from experiments.finetune.series import series_of
+from experiments.finetune.usage import start
 
 
 def write_run(folder: Path, metrics: list[float], *, seconds: float, before: float = 0) -> None:
@@ -46,7 +47,7 @@ def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> N
     rows = compare.read_rows(series_of(options), options.rows)
     table = compare.table(rows)
     assert "| ddp | 90.0 ± 0.0 | 30 ± 0 | 0.0 | 1.00 | 30 | 0 1 2 | 7 |" in table
-    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 | 0.50 | 10 |" in table
+    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 | 0.57 | 12 |" in table
     assert "| static | 60.0 ± 0.0 | 12 ± 0 | 0.0 | 0.40 | 0 of 2 seeds |" in table
     assert "lora" not in table
     assert compare.gains(rows) == []
@@ -55,7 +56,7 @@ def test_a_table_has_means_and_the_time_to_the_loops_metric(tmp_path: Path) -> N
     assert found[0] == "freezing, in the faster of the plain loops: 1.69 ± 0.27 x"
     assert found[1] == "ours, over that: 1.06 ± 0.17 x" and len(found) == 2
     alone = compare.table([row for row in rows if row.name == "ours"])
-    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 |  | 10 |" in alone
+    assert "| ours | 89.5 ± 0.7 | 15 ± 0 | 2.0 |  | 12 |" in alone
     picture = tmp_path / "learning.png"
     curves = [run.learning for run in series_of(options).runs_of("ddp")]
     draw_learning({"ddp": curves}, picture, label="f1")
@@ -126,7 +127,9 @@ def test_a_loop_that_keeps_activations_is_refused_before_augmented_images_train(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("given", ["--seed=3", "--baseline", "--static_layers"])
+@pytest.mark.parametrize(
+    "given", ["--seed=3", "--baseline", "--static_layers", "--static-layers=2"]
+)
 def test_what_differs_between_runs_is_refused_as_an_option_of_all(
     tmp_path: Path, given: str
 ) -> None:
@@ -151,5 +154,17 @@ def test_a_metric_without_a_value_is_read_as_nan(tmp_path: Path) -> None:
 def test_a_killed_run_that_had_saved_nothing_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").touch()
     assert not has_saved(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
+    # Killed while it saved for the first time; its table said that measuring had taken as long.
+    (tmp_path / "checkpoints" / "step-00000003.partial").mkdir(parents=True)
+    assert not has_saved(tmp_path)
+    (tmp_path / "loop.safetensors").touch()
     assert has_saved(tmp_path)
+
+
+def test_a_run_of_a_series_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--script", "bert", "--recipe", "sst2", "--folder", str(tmp_path), "--seeds", "0"]
+    monkeypatch.setattr("sys.argv", ["compare", *given, "--rows", "ddp", "--", "--task", "none"])
+    with pytest.raises(SystemExit, match="ddp with seed 0 ended with status 1; see .*ddp-seed0"):
+        start(compare.main)

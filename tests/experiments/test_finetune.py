@@ -28,7 +28,8 @@ from experiments import bert, vit
 from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.options import RunOptions
 from experiments.tasks.glue import TASKS
-from experiments.tasks.images import CIFARS, Images, ImageSource, image_workload
+from experiments.tasks.image_files import CIFARS
+from experiments.tasks.images import Images, ImageSource, image_workload
 from experiments.tasks.questions import cut
 from experiments.tasks.smoke import make_squad, make_text_model
 from experiments.tasks.squad import read_questions

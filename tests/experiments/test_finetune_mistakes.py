@@ -22,14 +22,8 @@ from experiments.finetune.series import series_of
 from experiments.finetune.usage import start
 from experiments.rivals.plain_loop import PlainLoop
 from experiments.tasks.glue import TASKS, glue_workload
-from experiments.tasks.images import (
-    Images,
-    ImageSource,
-    _read_npz,
-    build_vit,
-    read_split,
-    transforms,
-)
+from experiments.tasks.image_files import _read_npz, read_split
+from experiments.tasks.images import Images, ImageSource, build_vit, transforms
 from experiments.tasks.smoke import make_glue, make_text_model
 from experiments.tasks.squad import read_questions
 from experiments.tasks.text_model import TextSource, load_tokenizer

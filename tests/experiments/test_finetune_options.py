@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from experiments import bert, vit
 from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
+from experiments.finetune.usage import UsageError
 from freeze import (
     FreezeSchedule,
     NeverFreeze,
@@ -176,3 +178,41 @@ def test_a_recipe_s_values_are_checked_as_those_of_the_command_line(
     with pytest.raises(SystemExit):
         smoke(tmp_path / "run", "--recipe", str(tmp_path / "odd.toml"), script=vit, task="cifar10")
     assert "argument --" + line.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--see", "5"], "there is no --see, 5; --help names what there is"),
+        (["--warmup_ratio", "0.1"], "no --warmup_ratio (--warmup_steps below 1 is a share), 0.1;"),
+        (["--bf16"], "there is no --bf16 (--precision bf16); --help"),
+        (["--overwrite-output-dir"], "no --overwrite-output-dir (give a new --output_dir);"),
+    ],
+)
+def test_options_that_are_not_here_are_refused_with_what_is(
+    given: list[str], message: str
+) -> None:
+    # An abbreviation of --seed passed the guard of a series, whose seeds then were one.
+    kinds = (bert.TextOptions, RunOptions)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(kinds, ["--task", "sst2", "--output_dir", "x", *given])
+
+
+def test_a_task_may_be_named_as_transformers_names_it() -> None:
+    own, _ = parse((bert.TextOptions, RunOptions), ["--task_name", "sst2", "--output_dir", "x"])
+    assert own.task == "sst2"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--baseline", "static", "--static_layers", "99"),
+        ("--baseline", "ddp+freeze", "--freeze", "schedule:0,99"),
+    ],
+    ids=["static", "schedule"],
+)
+def test_a_rival_that_is_to_freeze_more_layers_than_there_are_is_refused(
+    tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError, match="99 layers are to freeze, but 4 can; give fewer"):
+        smoke(tmp_path / "run", *given)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.tasks.questions import write_answers
 from experiments.tasks.squad import (
     Answer,
     Question,
@@ -186,22 +188,22 @@ def answers_of(
 def test_the_best_valid_span_is_the_answer() -> None:
     # The highest start is outside the text, the highest end before the best start.
     found = answers_of([logits((0, 9), (2, 5))], [logits((1, 8), (3, 4))], num_best=2)
-    assert found == [Answer("two three", 9.0)]
+    assert found == [Answer("two three", 5.0, 4.0)]
     found = answers_of([logits((0, 9), (2, 5), (1, 1))], [logits((1, 8), (3, 4))], num_best=3)
     assert found[:3] == [
-        Answer("two three", 9.0),
-        Answer("one", 9.0),
-        Answer("one two three", 5.0),
+        Answer("two three", 5.0, 4.0),
+        Answer("one", 1.0, 8.0),
+        Answer("one two three", 1.0, 4.0),
     ]
 
 
 def test_long_spans_and_padding_are_no_answers() -> None:
     start, end = [logits((1, 5))], [logits((4, 5), (2, 3))]
-    assert answers_of(start, end)[0] == Answer("one two three four", 10.0)
+    assert answers_of(start, end)[0] == Answer("one two three four", 5.0, 5.0)
     assert answers_of(start, end, max_answer_tokens=4)[0].text == "one two three four"
-    assert answers_of(start, end, max_answer_tokens=3)[0] == Answer("one two", 8.0)
+    assert answers_of(start, end, max_answer_tokens=3)[0] == Answer("one two", 5.0, 3.0)
     padded = [logits((1, 5), (6, 50), width=7)], [logits((4, 5), (6, 50), width=7)]
-    assert answers_of(*padded)[0] == Answer("one two three four", 10.0)
+    assert answers_of(*padded)[0] == Answer("one two three four", 5.0, 5.0)
 
 
 def test_the_best_of_all_windows_is_the_answer() -> None:
@@ -214,7 +216,7 @@ def test_the_best_of_all_windows_is_the_answer() -> None:
 
 
 def test_without_a_valid_span_the_answer_is_empty() -> None:
-    assert answers_of([logits((4, 9))], [logits((1, 9))], num_best=1) == [Answer("", 0.0)]
+    assert answers_of([logits((4, 9))], [logits((1, 9))], num_best=1) == [Answer("", 0.0, 0.0)]
 
 
 def test_a_file_becomes_a_question_after_the_other(tmp_path: Path) -> None:
@@ -235,6 +237,23 @@ def test_a_file_becomes_a_question_after_the_other(tmp_path: Path) -> None:
     path.write_text(json.dumps({"version": "1.1", "data": [article]}))
     with pytest.raises(ValueError, match="several questions have the id q; give each its own"):
         read_questions(path)
+    article["paragraphs"] = [{"context": None, "qas": asked}]
+    path.write_text(json.dumps({"version": "1.1", "data": [article]}))
+    with pytest.raises(ValueError, match="the context of a question is None, not a text"):
+        read_questions(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="dev.json is no SQuAD file"):
+        read_questions(path)
     path.write_text('{"version": "1.1"}')
     with pytest.raises(ValueError, match=r"dev.json is no SQuAD file \(KeyError\('data'\)\)"):
         read_questions(path)
+
+
+def test_written_answers_say_how_probable_they_are(tmp_path: Path) -> None:
+    write_answers({"q": [Answer("two", 2.0, 1.0), Answer("one", 1.0, 1.0)]}, tmp_path)
+    assert json.loads((tmp_path / "predictions.json").read_text()) == {"q": "two"}
+    best, other = json.loads((tmp_path / "nbest_predictions.json").read_text())["q"]
+    logits = (best["start_logit"], best["end_logit"], best["score"])
+    assert (best["text"], *logits) == ("two", 2, 1, 3)
+    assert best["probability"] == pytest.approx(1 / (1 + math.exp(-1)))
+    assert best["probability"] + other["probability"] == pytest.approx(1)

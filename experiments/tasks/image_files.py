@@ -1,0 +1,160 @@
+"""Read the images of a data set: CIFAR's files, trees of images, or the hub's data sets."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+
+CIFARS: Mapping[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+"""By the name of a data set: what reads it, and knows its files by their hashes."""
+NUM_CLASSES: Mapping[str, int] = {"cifar10": 10, "cifar100": 100}
+_HUB: Mapping[str, tuple[str, str, str, str]] = {
+    "cifar10": ("uoft-cs/cifar10", "img", "label", "test"),
+    "cifar100": ("uoft-cs/cifar100", "img", "fine_label", "test"),
+    "imagenet": ("ILSVRC/imagenet-1k", "image", "label", "validation"),
+}
+"""The hub's data sets: their names, columns of images and labels, and evaluation sets."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Hold a split: images by position, their (N,) classes and numbers in the files, all classes'
+    names."""
+
+    encoded: Any
+    labels: Any
+    numbers: Any
+    classes: tuple[str, ...]
+
+
+def read_split(name: str, data: str | None, split: str, most: int | None) -> Split:
+    """Read the "train" or "test" images of a data set, so many of them, chosen at random.
+
+    Raises:
+        ValueError: the data are missing, or not of the data set.
+    """
+    if data is None:
+        encoded, labels, classes = _read_hub(name, split)
+    elif name in CIFARS:
+        classes = tuple(map(str, range(NUM_CLASSES[name])))
+        encoded, labels = _read_cifar(name, Path(data), split, num_classes=len(classes))
+    else:
+        folder = Path(data, "train" if split == "train" else "val")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
+        try:
+            tree = ImageFolder(folder, loader=Image.open)
+        except FileNotFoundError as error:  # It has no classes, or one of them no images.
+            raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
+        classes, labels = tuple(tree.classes), np.array(tree.targets)
+        encoded = _Tree(tree)
+    if not len(labels):
+        raise ValueError(f"{data or name} has no images of {split}")
+    # Files are ordered by class.
+    chosen = np.random.default_rng(0).permutation(len(labels))[:most]
+    return Split(_Chosen(encoded, chosen), labels[chosen], chosen, classes)
+
+
+def _read_hub(name: str, split: str) -> tuple[Any, Any, tuple[str, ...]]:
+    from datasets import load_dataset  # Heavy, and not needed for files.
+
+    found, image, label, evaluation = _HUB[name]
+    dataset = load_dataset(found, split="train" if split == "train" else evaluation)
+    classes = tuple(dataset.features[label].names)
+    return _Column(dataset, image), np.asarray(dataset[label], np.int64), classes
+
+
+def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple[Any, Any]:
+    """Read an npz file, or the Python version, whose files torchvision knows by their hashes.
+
+    Raises:
+        ValueError: the folder does not hold the published files.
+    """
+    if path.suffix == ".npz":
+        return _read_npz(path, split, num_classes)
+    try:
+        found = CIFARS[name](path, train=split == "train")
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not hold the files of {name}'s Python version as they are published; "
+            f"give the folder in which {CIFARS[name].base_folder} is, or an npz file"
+        ) from error
+    return found.data, np.asarray(found.targets, np.int64)
+
+
+def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
+    try:
+        with np.load(path) as file:  # numpy reads no pickles unless it is told to.
+            arrays = {key: file[key] for key in file.files if key.startswith(split)}
+    except (EOFError, OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no npz file of arrays: {error}") from error
+    known = (f"{split}_labels", f"{split}_y")
+    name = next((key for key in known if key in arrays), None)
+    if name is None:
+        raise ValueError(f"{path} has neither {' nor '.join(known)}; it has {sorted(arrays)}")
+    labels = arrays.pop(name).reshape(-1)
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} are {labels.dtype}; give whole numbers")
+    labels = labels.astype(np.int64)
+    images: Any
+    if f"{split}_offsets" in arrays:
+        images = _Jpegs(arrays[f"{split}_data"], arrays[f"{split}_offsets"])
+        num = len(images.offsets) - 1
+    else:
+        images = next((one for one in arrays.values() if one.ndim == 4), None)
+        if images is None or images.dtype != np.uint8 or images.shape[3] != 3:
+            raise ValueError(f"{path} has no images of {split}: give (N, H, W, 3) uint8, or JPEGs")
+        num = len(images)
+    if num != len(labels) or (len(labels) and not 0 <= labels.min() <= labels.max() < num_classes):
+        raise ValueError(
+            f"{path} has {num} images of {split} and {len(labels)} labels; give one for each, of "
+            f"0 to {num_classes - 1}"
+        )
+    return images, labels
+
+
+@dataclass(frozen=True)
+class _Jpegs:
+    data: Any
+    offsets: Any
+
+    def __getitem__(self, index: int) -> bytes:
+        found: bytes = self.data[self.offsets[index] : self.offsets[index + 1]].tobytes()
+        return found
+
+
+@dataclass(frozen=True)
+class _Tree:
+    tree: ImageFolder
+
+    def __getitem__(self, index: int) -> Image.Image:
+        image: Image.Image = self.tree[index][0]
+        return image
+
+
+@dataclass(frozen=True)
+class _Column:
+    dataset: Any
+    name: str
+
+    def __getitem__(self, index: int) -> Image.Image:
+        image: Image.Image = self.dataset[index][self.name]
+        return image
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Read some images of all."""
+
+    images: Any
+    chosen: Any
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[int(self.chosen[index])]

@@ -1,0 +1,92 @@
+"""Prove that images are read as their files, or the hub, have them, and odd ones are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+from experiments.tasks.image_files import read_split
+from experiments.tasks.images import ImageSource, build_vit, image_workload, transforms
+from pipetransformer.model_files import write_model_folder
+
+SOURCE = ImageSource("test_vit", None, False, None, 32, False, 0, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "columns", "evaluation"),
+    [
+        ("cifar10", "uoft-cs/cifar10", ("img", "label"), "test"),
+        ("cifar100", "uoft-cs/cifar100", ("img", "fine_label"), "test"),
+        ("imagenet", "ILSVRC/imagenet-1k", ("image", "label"), "validation"),
+    ],
+)
+def test_without_files_images_come_from_the_hub(
+    name: str,
+    found: str,
+    columns: tuple[str, str],
+    evaluation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    classes = datasets.ClassLabel(names=["cat", "dog", "eel"])
+    image, label = columns
+
+    def load(asked: str, *, split: str) -> datasets.Dataset:
+        assert asked == found and split in ("train", evaluation)
+        colours = [0, 100, 200] if split == "train" else [50]
+        return datasets.Dataset.from_dict(
+            {
+                image: [Image.new("RGB", (32, 32), (one, one, one)) for one in colours],
+                label: list(range(len(colours))),
+            },
+            features=datasets.Features({image: datasets.Image(), label: classes}),
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    workload = image_workload(name, SOURCE)
+    brightness = {y: float(x.mean()) for x, y in map(workload.train_dataset.__getitem__, range(3))}
+    assert sorted(brightness, key=brightness.__getitem__) == [0, 1, 2]
+    assert len(workload.eval_dataset) == 1
+    model: Any = workload.build(False)
+    assert model.num_classes == 3
+
+
+def write_npz(path: Path, labels: Any) -> str:
+    images = np.zeros((len(labels), 8, 8, 3), np.uint8)
+    np.savez(path, train_data=images, train_labels=labels)
+    return str(path)
+
+
+def test_labels_that_are_no_whole_numbers_are_refused(tmp_path: Path) -> None:
+    # They were cut off: 0.9 was class 0.
+    path = write_npz(tmp_path / "one.npz", np.array([0.9, 1.0]))
+    with pytest.raises(ValueError, match="train_labels are float64; give whole numbers"):
+        read_split("cifar10", path, "train", None)
+    path = write_npz(tmp_path / "two.npz", np.array([1]))
+    assert read_split("cifar10", path, "train", None).labels.tolist() == [1]
+
+
+def test_a_split_without_images_is_refused(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "none.npz", np.zeros(0, np.int64))
+    with pytest.raises(ValueError, match="none.npz has no images of train"):
+        read_split("cifar10", path, "train", None)
+
+
+def test_an_image_of_parts_of_patches_is_refused() -> None:
+    # Its last row of pixels would have been left out.
+    with pytest.raises(ValueError, match="--image_size is 33, no multiple of the 16 pixels"):
+        transforms(replace(SOURCE, pixels=33), whole=True)
+
+
+def test_a_saved_model_says_that_images_were_seen_whole(tmp_path: Path) -> None:
+    model: Any = build_vit(SOURCE, 3, small=False, whole=True)
+    write_model_folder(model, model.state_dict(), tmp_path, None)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    config = timm.data.resolve_model_data_config(loaded)
+    assert (config["crop_pct"], config["crop_mode"]) == (1.0, "squash")
