@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -31,11 +30,7 @@ class LightningFreezeAdvisor(Observer, Callback):
     _seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.acts and trainer.world_size > 1:
-            raise ValueError(
-                "LightningFreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has "
-                "wrapped; watch with act=False, and start anew with layers frozen by freeze.apply"
-            )
+        self.refuse_wrapped(trainer.world_size)
         steps = trainer.estimated_stepping_batches
         if not 1 <= steps < math.inf:
             raise ValueError(
@@ -76,7 +71,5 @@ class LightningFreezeAdvisor(Observer, Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log and write the advice."""
-        advice = self.end()
         if trainer.is_global_zero:
-            _LOGGER.warning("%s", advice)
-            advice.write(Path(trainer.default_root_dir))
+            self.publish(trainer.default_root_dir)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,6 +27,7 @@ from freeze.policy import (
 from freeze.signals import WeightChanges, relative_update
 
 _SIGNALS = frozenset({"relative_update"})
+_LOGGER = logging.getLogger(__name__)
 
 
 def learning_rates(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -87,6 +90,14 @@ class Observer:
         self._metrics: dict[str, float] = {}
         self._evaluated_at: int | None = None
         self._unused = json.dumps(self.state_dict())
+
+    def refuse_wrapped(self, num_processes: int) -> None:
+        """Raise a ValueError where layers are to freeze that several processes train."""
+        if self.acts and num_processes > 1:
+            raise ValueError(
+                f"{type(self).__name__}(act=True) cannot freeze what DistributedDataParallel has "
+                "wrapped; watch with act=False, and start anew with layers frozen by freeze.apply"
+            )
 
     def forget(self) -> None:
         """Forget a run that was watched before, as another one begins; before `begin`."""
@@ -163,8 +174,15 @@ class Observer:
         self._evaluated_at = step
 
     def end(self) -> Advice:
+        """Return what is known at the end of the training."""
         self._stop_timing()
         return self.advice
+
+    def publish(self, folder: str) -> None:
+        """End, log the advice, and write it into a folder."""
+        advice = self.end()
+        _LOGGER.warning("%s", advice)
+        advice.write(Path(folder))
 
     @property
     def advice(self) -> Advice:

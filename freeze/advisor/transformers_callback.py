@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -34,11 +33,7 @@ class FreezeAdvisor(Observer, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch; a resumed run goes on from its checkpoint's state."""
-        if self.acts and args.world_size > 1:
-            raise ValueError(
-                "FreezeAdvisor(act=True) cannot freeze what DistributedDataParallel has wrapped; "
-                "watch with act=False, and start anew with layers frozen by freeze.apply"
-            )
+        self.refuse_wrapped(args.world_size)
         self.forget()
         if state.global_step:
             self._resume(state)
@@ -76,10 +71,8 @@ class FreezeAdvisor(Observer, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log and write the advice."""
-        advice = self.end()
         if state.is_world_process_zero:
-            _LOGGER.warning("%s", advice)
-            advice.write(Path(args.output_dir))
+            self.publish(args.output_dir)
 
     def _resume(self, state: Any) -> None:
         if (saved := state.stateful_callbacks.get(_STATE)) is not None:

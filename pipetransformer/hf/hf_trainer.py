@@ -39,6 +39,12 @@ from pipetransformer.predictions import EvalPrediction as OwnPrediction
 from pipetransformer.processes import world_size
 from pipetransformer.trainer import Trainer
 
+_MADE_OF = (
+    "model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics",
+    "preprocess_logits_for_metrics",
+)  # fmt: skip
+"""Attributes of which our Trainer is made."""
+
 
 class HFTrainer:
     """Fine-tune a transformers model elastically, from a script written for transformers.Trainer.
@@ -254,15 +260,6 @@ class HFTrainer:
         stand_in: SizedDataset | None = None,
     ) -> Trainer:
         """Return our Trainer, made when it is first needed."""
-        made_of = {
-            "model": self.model,
-            "train_dataset": self.train_dataset,
-            "eval_dataset": self.eval_dataset,
-            "data_collator": self.data_collator,
-            "compute_metrics": self.compute_metrics,
-            "preprocess_logits_for_metrics": self.preprocess_logits_for_metrics,
-            "args": self.args.to_dict(),
-        }
         if self._trainer is None:
             known = (self.train_dataset, self.eval_dataset, stand_in)
             usable = (one for one in known if not isinstance(one, Mapping | None))
@@ -271,10 +268,20 @@ class HFTrainer:
                 raise ValueError("there is no data set to begin with; give a train_dataset")
             if dataset is stand_in:
                 refuse_unlabelled(dataset, self.args)
-            self._trainer, self._made_of = self._make(dataset, resumes=resumes), made_of
+            self._trainer, self._made_of = self._make(dataset, resumes=resumes), self._given()
             atexit.register(self._close_at_exit)
-        kept = self._made_of
-        same = {n: v is kept[n] or (n == "args" and v == kept[n]) for n, v in made_of.items()}
+        self._refuse_changed(trains=trains)
+        return self._trainer
+
+    def _given(self) -> dict[str, Any]:
+        """Return what a Trainer of ours is made of."""
+        return {**{name: getattr(self, name) for name in _MADE_OF}, "args": self.args.to_dict()}
+
+    def _refuse_changed(self, *, trains: bool) -> None:
+        """Raise a ValueError for what was exchanged since our Trainer was made."""
+        given, before = self._given(), self._made_of
+        same = {name: value is before[name] for name, value in given.items()}
+        same["args"] = given["args"] == before["args"]
         if not trains or self.args.eval_strategy == "no":
             del same["eval_dataset"]  # `evaluate` takes what there is by then.
         if changed := [name for name, is_same in same.items() if not is_same]:
@@ -282,7 +289,6 @@ class HFTrainer:
                 f"{', '.join(changed)} is not what the first train, evaluate or predict began "
                 "with, and would have no effect; make another Trainer with it"
             )
-        return self._trainer
 
     def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
         args = self.args
