@@ -51,7 +51,7 @@ POINTS = 0.5
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """Hold a row's runs, one for each seed.
 
     Args:
@@ -79,7 +79,7 @@ class Row:
         return [a + b for a, b in zip(self.train_s, self.before_s, strict=True)]
 
 
-def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row]:
+def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[ComparedRow]:
     """Return the rows whose runs are complete for all seeds; `base` names the unfrozen one."""
     goals = [run.metric - POINTS for run in series.runs_of(base)]
     rows = []
@@ -87,7 +87,7 @@ def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row
         if runs := series.runs_of(name):
             reached = [run.reached_s(goal) for run, goal in zip(runs, goals, strict=False)]
             rows.append(
-                Row(
+                ComparedRow(
                     name,
                     [run.metric for run in runs],
                     [run.train_s for run in runs],
@@ -100,7 +100,7 @@ def read_rows(series: Series, names: Iterable[str], base: str = DDP) -> list[Row
     return rows
 
 
-def table(rows: Sequence[Row], name: str = DDP) -> str:
+def table(rows: Sequence[ComparedRow], name: str = DDP) -> str:
     """Return a markdown table: means and standard deviations over the seeds.
 
     What a row takes of another one's seconds is with those before the first step.
@@ -130,7 +130,7 @@ def table(rows: Sequence[Row], name: str = DDP) -> str:
     return markdown(lines)
 
 
-def gains(rows: Sequence[Row]) -> list[str]:
+def gains(rows: Sequence[ComparedRow]) -> list[str]:
     """Say what freezing gives a plain loop, and what we add to the best of those.
 
     They are ratios of seconds, seed by seed, measuring included.
@@ -178,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     with as_usage():
         series = series_of(options)
-    if KEEPS in options.rows and _changes_images(series):
+        keeps_crops = KEEPS in options.rows and _changes_images(series)
+    if keeps_crops:
         raise UsageError(f"{KEEPS} would keep crops that never come again; leave it out")
 
     def extra(name: str, seed: int) -> list[str]:

@@ -78,13 +78,13 @@ def run_rows(options: argparse.Namespace, series: Series) -> None:
     series.run_all(rows_of(options), extra)
 
 
-def depths_table(runs: dict[str, list[FinishedRun]], tenths: int = 10) -> str:
+def depths_table(runs: dict[str, list[FinishedRun]]) -> str:
     """Return the mean frozen layers at every tenth of the run, and further evaluation sets."""
-    lines = [["row", *(f"{10 * (1 + part)} %" for part in range(tenths)), "further sets"]]
+    lines = [["row", *(f"{10 * (1 + part)} %" for part in range(10)), "further sets"]]
     for name, several in runs.items():
         depths = []
-        for part in range(tenths):
-            at = [_frozen_at(run, (part + 1) / tenths) for run in several]
+        for part in range(10):
+            at = [_frozen_at(run, (part + 1) / 10) for run in several]
             depths.append(f"{sum(at) / len(at):.1f}".removesuffix(".0"))
         own = several[0].summary["metric"]
         sets = [key for key in several[0].summary["metrics"] if key.endswith(f"_{own}")]

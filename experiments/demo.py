@@ -30,7 +30,7 @@ import torch
 
 from autopipe.profile import Profile
 from autopipe.trace import text_table
-from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, plain_seconds
+from experiments.benchmarks.measuring.timed_loop import BATCH_SIZE, plain_seconds
 from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule

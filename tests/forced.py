@@ -26,6 +26,7 @@ from pipetransformer import Trainer
 from pipetransformer.measure.measurements import measure
 from tests.measured import measuring, once
 from tests.models import NUM_DEEP_LAYERS, deep_model
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     PEAK_LEARNING_RATE,
@@ -40,7 +41,6 @@ from tests.scenario import (
     latest,
     make_trainer,
     merge,
-    plain,
     slow_start,
     train,
 )

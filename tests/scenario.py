@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import pytest
@@ -16,7 +17,6 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.messages import gather_json
-from autodp.sampler import EpochSampler, shuffled
 from autopipe.plan.pipeline_lengths import fitting_lengths
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import predict
@@ -26,7 +26,7 @@ from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.job import trained_parameters
 from pipetransformer.loss import LossFunction
-from pipetransformer.optimizer import NamedParameters, OptimizerFactory, take_state
+from pipetransformer.optimizer import NamedParameters, take_state
 from tests.models import (
     IGNORED,
     NUM_SAMPLES,
@@ -257,6 +257,23 @@ def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
         return run_to_end(trainer, num_steps)
 
 
+def train_in_two(
+    scenario: Scenario,
+    folder: Path | str,
+    *,
+    stop: int,
+    policy: Callable[[], FreezePolicy],
+    **settings: Any,
+) -> Outcome:
+    """Stop after so many steps, each of which is saved, and resume; losses are of both parts."""
+    saving = {"checkpoint_every_steps": 1, "resume": "auto", "folder": folder, **settings}
+    with make_trainer(scenario, policy(), **saving) as trainer:
+        begun = [trainer.step().loss for _ in range(stop)]
+    with make_trainer(scenario, policy(), **saving) as trainer:
+        outcome = run_to_end(trainer, None)
+    return dataclasses.replace(outcome, losses=begun + outcome.losses)
+
+
 def run_to_end(trainer: Trainer, num_steps: int | None) -> Outcome:
     """Take all steps that are left (or so many), and collect."""
     losses = []
@@ -294,74 +311,6 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
         for name, p in trainer._run.deployment.active_stage.parameters.items()
     }
     return gather_json(own, group=trainer.world.group)
-
-
-def plain(scenario: Scenario, build: OptimizerFactory = build_adamw) -> Outcome:
-    """Train the same in a hand-written loop: one process, no micro-batches, no framework.
-
-    Beside the losses it notes, for every step, the norm of the whole gradient and those of the
-    layers, and after the steps to look at the loss over all data.
-    """
-    layered, data, loss_fn = scenario.problem()
-    options, model = scenario.options, layered.model
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = build(named)
-    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
-    per_epoch = -(-len(data) // options["global_batch_size"])
-    losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
-    for step in range(per_epoch * options["epochs"]):
-        epoch, position = divmod(step, per_epoch)
-        freeze_plainly(layered, dict(named), scenario.num_frozen(step, epoch))
-        ids = sampler.global_batch(
-            epoch, position * options["global_batch_size"], options["global_batch_size"]
-        )
-        optimizer.zero_grad(set_to_none=True)
-        loss = mean_loss(model, data, ids, loss_fn)
-        loss.backward()
-        extra["layer_norms"].append(norms_of_layers(layered))
-        # Infinity clips nothing.
-        limit = options["max_grad_norm"] or float("inf")
-        extra["norms"].append(nn.utils.clip_grad_norm_([p for _, p in named], limit).item())
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * slow_start(step, 0)
-        optimizer.step()
-        losses.append(loss.item())
-        if step in scenario.looks:
-            with torch.no_grad():
-                everything = torch.arange(len(data))
-                extra["evaluations"].append(mean_loss(model, data, everything, loss_fn).item())
-    return Outcome(losses, dict(model.state_dict()), take_state(optimizer, dict(named)), extra)
-
-
-def freeze_plainly(
-    layered: LayeredModel, trainable: Mapping[str, nn.Parameter], num_frozen: int
-) -> None:
-    """Train the parameters above the frozen layers, among those the user trains."""
-    for index, sublayer in enumerate(layered.sublayers):
-        for name in layered.tensors(index).keys() & trainable.keys():
-            trainable[name].requires_grad_(sublayer.layer >= num_frozen)
-
-
-def mean_loss(
-    model: nn.Module, data: TensorDataset | Entries, ids: Tensor, loss_fn: LossFunction
-) -> Tensor:
-    """Run the model as it is on samples; return the mean loss."""
-    batch = data[ids]  # type: ignore[index]
-    *inputs, target = batch if isinstance(data, TensorDataset) else batch.values()
-    loss = loss_fn(model(*inputs), target)
-    return loss[0] / max(1, int(loss[1])) if isinstance(loss, tuple) else loss
-
-
-def norms_of_layers(layered: LayeredModel) -> list[float]:
-    """Return the gradient norm of every layer but the head; 0 without a gradient."""
-    squares = [0.0] * (layered.num_layers + 1)
-    for index, sublayer in enumerate(layered.sublayers):
-        squares[sublayer.layer] += sum(
-            float(tensor.grad.square().sum())
-            for tensor in layered.tensors(index).values()
-            if tensor.grad is not None
-        )
-    return [square**0.5 for square in squares[:-1]]
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:

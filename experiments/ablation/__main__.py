@@ -25,7 +25,7 @@ from pathlib import Path
 
 from autopipe.cluster import load_cluster
 from experiments.ablation import simulated, trained
-from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
+from experiments.ablation.parts import ABLATION, PartsRow, product_of_parts, runs_of_equals
 from experiments.finetune.series import add_series_options, markdown, series_of, spread
 from experiments.finetune.usage import as_usage, start
 from experiments.published.setting import (
@@ -44,7 +44,7 @@ _WIDE = 10.0
 """Where rates differ by more, their picture is logarithmic."""
 
 
-def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
+def table(rows: Sequence[PartsRow], published: Mapping[str, float]) -> str:
     """Return a markdown table of speed-ups over the first row.
 
     Args:
@@ -70,7 +70,7 @@ def table(rows: Sequence[Row], published: Mapping[str, float]) -> str:
     return markdown(shown)
 
 
-def draw_rates(rows: Sequence[Row], path: Path) -> None:
+def draw_rates(rows: Sequence[PartsRow], path: Path) -> None:
     """Draw each row's samples/s by epoch."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
@@ -92,7 +92,7 @@ def _ratio(before: Sequence[float], after: Sequence[float]) -> float:
     return statistics.mean(before) / statistics.mean(after)
 
 
-def _trained(options: argparse.Namespace) -> list[Row]:
+def _trained(options: argparse.Namespace) -> list[PartsRow]:
     with as_usage():
         series = series_of(options)
         if options.sweep is not None and options.scale_batch:
@@ -104,7 +104,7 @@ def _trained(options: argparse.Namespace) -> list[Row]:
     )
 
 
-def _simulated(options: argparse.Namespace) -> list[Row]:
+def _simulated(options: argparse.Namespace) -> list[PartsRow]:
     choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
     place = described_place(choice, options.cluster)
     if place.cache_bytes_per_s is None:
@@ -114,7 +114,7 @@ def _simulated(options: argparse.Namespace) -> list[Row]:
     frozen = simulated.frozen_by_epoch(
         float(Fraction(options.alpha)), simulated.num_layers(place), options.epochs
     )
-    training = simulated.Training(options.samples, options.batch, frozen)
+    training = simulated.SimulatedTraining(options.samples, options.batch, frozen)
     if options.sweep is not None:
         return simulated.sweep(place, training, options.sweep, trained.ALPHAS)
     return simulated.simulate_parts(place, training)

@@ -30,7 +30,7 @@ devices of a node; without AutoDP there are no more replicas than before, and de
 
 
 @dataclass(frozen=True)
-class Row:
+class PartsRow:
     """Hold what came of a row, with one entry for each seed; what is simulated has one.
 
     Args:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopipe.plan import PipelinePlan, PlanRequest
-from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, Row
+from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, PartsRow
 from pipetransformer.forecast import Place
 from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
 
 
 @dataclass(frozen=True)
-class Training:
+class SimulatedTraining:
     """State what is trained.
 
     Args:
@@ -51,7 +51,7 @@ class SimulatedEpoch:
     seconds: float
 
 
-def simulate(place: Place, training: Training, parts: Parts) -> list[SimulatedEpoch]:
+def simulate(place: Place, training: SimulatedTraining, parts: Parts) -> list[SimulatedEpoch]:
     """Return the epochs of a run; each takes the plan with the highest throughput.
 
     Raises:
@@ -78,7 +78,7 @@ def total_s(epochs: Sequence[SimulatedEpoch]) -> float:
 
 def _epoch(
     place: Place,
-    training: Training,
+    training: SimulatedTraining,
     parts: Parts,
     num_frozen: int,
     cached_s: float | None,
@@ -109,7 +109,7 @@ def _epoch(
     return SimulatedEpoch(num_frozen, plan, replicas, batch, seconds)
 
 
-def _pays(place: Place, training: Training, num_frozen: int) -> bool:
+def _pays(place: Place, training: SimulatedTraining, num_frozen: int) -> bool:
     """Tell whether a sample's frozen part is read faster than computed."""
     chunk = _chunk(place, training)
     read_s = _cached_s(place, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
@@ -117,7 +117,7 @@ def _pays(place: Place, training: Training, num_frozen: int) -> bool:
 
 
 def _cached_s(
-    place: Place, training: Training, *, before: int, num_frozen: int, hits: float
+    place: Place, training: SimulatedTraining, *, before: int, num_frozen: int, hits: float
 ) -> float:
     """Return a sample's mean seconds of frozen layers in an epoch that reads and fills a cache.
 
@@ -135,16 +135,18 @@ def _cached_s(
     return hits * hit_s + (1 - hits) * miss_s
 
 
-def _chunk(place: Place, training: Training) -> int:
+def _chunk(place: Place, training: SimulatedTraining) -> int:
     return usual_prefix_chunk(training.global_batch, place.num_slots)
 
 
-def simulate_parts(place: Place, training: Training) -> list[Row]:
+def simulate_parts(place: Place, training: SimulatedTraining) -> list[PartsRow]:
     """Simulate all rows of the ablation, each also with a batch that grows."""
     return [_row(name, place, training, parts) for name, parts in ABLATION.items()]
 
 
-def sweep(place: Place, training: Training, what: str, alphas: Sequence[str]) -> list[Row]:
+def sweep(
+    place: Place, training: SimulatedTraining, what: str, alphas: Sequence[str]
+) -> list[PartsRow]:
     """Simulate a first row, and others with one thing varied.
 
     Alpha and the first cached layer are varied with all parts on, beside nothing frozen; M with
@@ -190,12 +192,12 @@ def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int
     return tuple(math.ceil(level - 1e-9) for level in levels)
 
 
-def _row(name: str, place: Place, training: Training, parts: Parts) -> Row:
+def _row(name: str, place: Place, training: SimulatedTraining, parts: Parts) -> PartsRow:
     # With the replicas of the start, one a node, the batches are equal.
     of_pipeline = max(1, training.global_batch // place.nodes)
     grows = replace(training, scale_batch=True, global_batch=of_pipeline)
     epochs, grown = (simulate(place, one, parts) for one in (training, grows))
-    return Row(
+    return PartsRow(
         name,
         (total_s(epochs),),
         (total_s(grown),),

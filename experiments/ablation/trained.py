@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from experiments.ablation.parts import ABLATION, ALL, FREEZE_ONLY, NOTHING_FROZEN, Parts, Row
+from experiments.ablation.parts import (
+    ABLATION,
+    ALL,
+    FREEZE_ONLY,
+    NOTHING_FROZEN,
+    Parts,
+    PartsRow,
+)
 from experiments.finetune.series import Series
 
 ALPHAS = ("1/5", "1/4", "1/3", "2/5", "1/2")
@@ -10,7 +17,7 @@ ALPHAS = ("1/5", "1/4", "1/3", "2/5", "1/2")
 _GROWN = ", growing batch"
 
 
-def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[Row]:
+def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[PartsRow]:
     """Train without some parts, each time freezing what "freeze only" froze.
 
     Args:
@@ -35,7 +42,7 @@ def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[Ro
     return [row_of(series, name, name + _GROWN if scale_batch else None) for name in ABLATION]
 
 
-def sweep(series: Series, what: str, *, processes: int) -> list[Row]:
+def sweep(series: Series, what: str, *, processes: int) -> list[PartsRow]:
     """Train a first row, and others with one thing varied.
 
     Args:
@@ -69,10 +76,10 @@ def options_of(parts: Parts, processes: int) -> list[str]:
     return options
 
 
-def row_of(series: Series, name: str, grown: str | None) -> Row:
+def row_of(series: Series, name: str, grown: str | None) -> PartsRow:
     """Read a row's runs, which are complete."""
     runs = series.runs_of(name)
-    return Row(
+    return PartsRow(
         name,
         tuple(run.train_s for run in runs),
         tuple(run.train_s for run in series.runs_of(grown)) if grown else (),

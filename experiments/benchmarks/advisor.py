@@ -27,14 +27,14 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
-from experiments.benchmarks.measuring.plain_loop import (
+from experiments.benchmarks.measuring.both_sides import MAX_GRAD_NORM, make_trainer
+from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
+from experiments.benchmarks.measuring.timed_loop import (
     RivalTask,
     Sentences,
     add_folders,
     sentences_task,
 )
-from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
-from experiments.benchmarks.rivals import MAX_GRAD_NORM, make_trainer
 from freeze import FreezeContext
 from freeze.advisor import FreezeAdvisor
 
@@ -45,7 +45,7 @@ WATCHED, HALF = 10, 26
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Savings:
     """Hold the share of a step that freezing was to save, and the share that it saved."""
 
     predicted: float
@@ -65,7 +65,7 @@ class _Clock(TrainerCallback):
         self.steps_s.append(time.perf_counter() - self._start)
 
 
-def run(task: RivalTask, num_frozen: int, folder: str) -> dict[bool, Outcome]:
+def run(task: RivalTask, num_frozen: int, folder: str) -> dict[bool, Savings]:
     """Train twice HALF steps, the second half of them with frozen layers; then with a cache.
 
     Returns:
@@ -101,7 +101,7 @@ def run(task: RivalTask, num_frozen: int, folder: str) -> dict[bool, Outcome]:
     saved = 1 - statistics.median(after) / statistics.median(before)
     all_saved = {False: saved, True: saved_with_cache(task, num_frozen)}
     return {
-        cached: Outcome(costs.saved_share(num_frozen, cached=cached), one)
+        cached: Savings(costs.saved_share(num_frozen, cached=cached), one)
         for cached, one in all_saved.items()
     }
 

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from experiments.benchmarks import restless
 from experiments.benchmarks.measuring.bars import Bars, conclude
-from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
+from experiments.benchmarks.measuring.both_sides import make_trainer
 from experiments.benchmarks.measuring.processes import found_by
 from experiments.benchmarks.measuring.rounds import bootstrap
-from experiments.benchmarks.rivals import make_trainer
+from experiments.benchmarks.measuring.timed_loop import BATCH_SIZE, digits_task
 
 STEPS_PER_EPOCH = 20
 FROZEN_BY_EPOCH = (0, 4, 4, 8, 8)

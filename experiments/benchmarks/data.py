@@ -38,18 +38,18 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
+from experiments.benchmarks.measuring.both_sides import LEARNING_RATE, make_trainer, verify_losses
 from experiments.benchmarks.measuring.jpegs import Jpegs, jpeg_task, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
-from experiments.benchmarks.measuring.plain_loop import RivalTask
 from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave
-from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer, verify_losses
+from experiments.benchmarks.measuring.timed_loop import RivalTask
 
 EPOCHS = 10**6  # More than are ever run.
 BARS = Bars(least={"plain_over_ours": 0.98}, most={"wait_share_beyond_plain": 0.02})
 
 
 @dataclass(frozen=True)
-class Workload:
+class DataSetting:
     """State what is trained and how long.
 
     Args:
@@ -123,7 +123,7 @@ class _Side:
     """
 
     step: Callable[[], float]
-    workload: Workload
+    workload: DataSetting
     shares: list[float] = field(default_factory=list)
 
     def block(self) -> float:
@@ -138,7 +138,7 @@ class _Side:
         return total_s / num
 
 
-def time_state(task: RivalTask, workload: Workload, *, num_frozen: int) -> Waits:
+def time_state(task: RivalTask, workload: DataSetting, *, num_frozen: int) -> Waits:
     """Time blocks of both sides' steps in turn, with so many layers frozen."""
     caching: dict[str, Any] = {"cache_views": 1} if num_frozen else {"cache": False}
     with (
@@ -164,7 +164,7 @@ def _plain_step(loop: LoopProcess) -> float:
     return loop.wait_s
 
 
-def measure(workload: Workload) -> dict[str, Any]:
+def measure(workload: DataSetting) -> dict[str, Any]:
     """Compare losses, time all states, say a line for each, and return the JSON line."""
     files, num_workers = make_jpegs(workload.num_images), workload.num_workers
     checked = workload.task(files, num_workers=num_workers, augment=False)
@@ -201,12 +201,12 @@ def measure(workload: Workload) -> dict[str, Any]:
 def main() -> int:
     """Measure; fail where ours waits longer, or takes longer, than it may."""
     parser = argparse.ArgumentParser(description="Measure how long steps wait for their data.")
-    parser.add_argument("--rounds", type=int, default=Workload.num_rounds, help="blocks a side")
-    parser.add_argument("--workers", type=int, default=Workload.num_workers)
+    parser.add_argument("--rounds", type=int, default=DataSetting.num_rounds, help="blocks a side")
+    parser.add_argument("--workers", type=int, default=DataSetting.num_workers)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    found = measure(Workload(num_rounds=options.rounds, num_workers=options.workers))
+    found = measure(DataSetting(num_rounds=options.rounds, num_workers=options.workers))
     return conclude(found, BARS)
 
 

@@ -12,10 +12,10 @@ import sys
 import torch
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
+from experiments.benchmarks.measuring.both_sides import LEARNING_RATE, make_trainer
 from experiments.benchmarks.measuring.loop_process import LoopProcess
-from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
 from experiments.benchmarks.measuring.rounds import paired_ratio
-from experiments.benchmarks.rivals import LEARNING_RATE, make_trainer
+from experiments.benchmarks.measuring.timed_loop import BATCH_SIZE, digits_task
 
 BARS = Bars(most={"k1_overhead_low": 1.02})
 

@@ -24,10 +24,10 @@ import numpy as np
 from autopipe.plan import PipelinePlan, PlanRequest, plan_as_published, plan_pipeline
 from autopipe.profile import Profile
 from experiments.benchmarks.measuring.bars import Bars, conclude
-from experiments.benchmarks.measuring.plain_loop import BATCH_SIZE, digits_task
+from experiments.benchmarks.measuring.both_sides import make_trainer
 from experiments.benchmarks.measuring.processes import found_by
 from experiments.benchmarks.measuring.rounds import bootstrap
-from experiments.benchmarks.rivals import make_trainer
+from experiments.benchmarks.measuring.timed_loop import BATCH_SIZE, digits_task
 from freeze import FreezeContext
 from pipetransformer import PlanSituation
 

@@ -31,7 +31,7 @@ BARS = Bars(most={"points_lost": 0.5})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PrecisionRun:
     """Hold what a run came to.
 
     Args:
@@ -47,7 +47,7 @@ class Outcome:
     hits: int
 
 
-def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int) -> Outcome:
+def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int) -> PrecisionRun:
     """Fine-tune from the same weights; only the head and the samples' order follow the seed."""
     workload = glue_workload("sst2", TextSource(minilm, sst2, 64, num, None, seed))
     with Trainer(
@@ -75,12 +75,12 @@ def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int)
         assert trainer.measurements is not None
         row_bytes = trainer.measurements.profile.prefix_bytes(FROZEN[-1])
         accuracy = 100 * trainer.evaluate()["accuracy"]
-        return Outcome(accuracy, seconds, round(row_bytes), trainer.report.cache_hits)
+        return PrecisionRun(accuracy, seconds, round(row_bytes), trainer.report.cache_hits)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train each seed in both, in turn; say a line for each, and return the JSON line's values."""
-    found: dict[str, list[Outcome]] = {"float32": [], "bf16": []}
+    found: dict[str, list[PrecisionRun]] = {"float32": [], "bf16": []}
     for number, seed in enumerate(options.seeds):
         for name in sorted(found, reverse=number % 2 == 0):
             precision = None if name == "float32" else name

@@ -24,40 +24,37 @@ import random
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
+from experiments.benchmarks.measuring.both_sides import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    make_trainer,
+    verify_losses,
+)
 from experiments.benchmarks.measuring.loop_process import LoopProcess
-from experiments.benchmarks.measuring.plain_loop import (
-    PlainLoop,
+from experiments.benchmarks.measuring.processes import found_by
+from experiments.benchmarks.measuring.rounds import (
+    Ratio,
+    bootstrap,
+    num_cores,
+    seconds_of,
+)
+from experiments.benchmarks.measuring.timed_loop import (
     RivalTask,
     Sentences,
     add_folders,
     digits_task,
     sentences_task,
 )
-from experiments.benchmarks.measuring.processes import found_by
-from experiments.benchmarks.measuring.rounds import (
-    Ratio,
-    ResultsDifferError,
-    bootstrap,
-    num_cores,
-    seconds_of,
-)
-from freeze import FreezeContext, FreezeDecision, FreezeSchedule
-from pipetransformer import Trainer, adamw
+from freeze import FreezeContext, FreezeDecision
+from pipetransformer import Trainer
 
-LEARNING_RATE = 5e-5
-MAX_GRAD_NORM = 1.0
-"""As transformers' Trainer clips, where both do."""
-LOSS_TOLERANCE = 1e-4
-"""Between losses of both sides: far above rounding, far below what other samples change."""
 BARS = Bars(
     least={
         "vs_plain_loop": 0.98,
@@ -67,6 +64,7 @@ BARS = Bars(
         "vs_plain_loop_two_processes": 0.9,
     }
 )
+_FIRST_STEPS = 2
 SETTLE_S = 0.02
 """In which the other side's threads, which wait for work a while, go to sleep."""
 Seconds = list[tuple[float, float]]
@@ -76,56 +74,6 @@ Seconds = list[tuple[float, float]]
 def tasks(sentences: Sentences) -> tuple[RivalTask, ...]:
     """Return what is trained."""
     return digits_task(), sentences_task(sentences)
-
-
-def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
-    """Return the Trainer of a task, with settings as the plain loop's, and others as given."""
-    usual = {
-        "epochs": len(frozen_by_epoch),
-        "freeze": FreezeSchedule(frozen_by_epoch),
-        "evaluate_every_epochs": 0,
-        "progress": False,
-    }
-    return Trainer(
-        task.build(),
-        task.dataset,
-        optimizer=adamw(LEARNING_RATE),
-        global_batch_size=task.batch_size,
-        num_workers=task.num_workers,
-        collate_fn=task.collate_fn,
-        device="cpu",
-        **{**usual, **settings},
-    )
-
-
-def verify_losses(task: RivalTask, *, num_steps: int = 4) -> float:
-    """Train some steps of a task on both sides, without dropout, and compare their losses.
-
-    Returns:
-        the largest difference.
-    Raises:
-        ResultsDifferError: it is above LOSS_TOLERANCE.
-    """
-    build = task.build
-    task = replace(task, build=lambda: _without_dropout(build()))
-    loop = PlainLoop(task, learning_rate=LEARNING_RATE)
-    expected = [loop.step() for _ in range(num_steps)]
-    with make_trainer(task, (0,), epochs=num_steps, cache=False) as trainer:
-        found = [trainer.step().loss for _ in range(num_steps)]
-    most = max(abs(one - other) for one, other in zip(found, expected, strict=True))
-    if not most <= LOSS_TOLERANCE:
-        raise ResultsDifferError(
-            f"{task.name}: the first losses are {found}, in the plain loop {expected}; they may "
-            f"differ by {LOSS_TOLERANCE}"
-        )
-    return most
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 def in_one_process(task: RivalTask) -> dict[str, Seconds]:
@@ -194,9 +142,9 @@ def _pair(loop: LoopProcess | None, trainer: Trainer, number: int) -> tuple[floa
     return seconds[0], seconds[1]
 
 
-def plain_over_ours(pairs: Seconds, *, skip: int = 2) -> Ratio:
+def plain_over_ours(pairs: Seconds) -> Ratio:
     """Return the plain loop's time over ours, without the epoch's first steps."""
-    return bootstrap(np.array([plain / ours for plain, ours in pairs[skip:]]))
+    return bootstrap(np.array([plain / ours for plain, ours in pairs[_FIRST_STEPS:]]))
 
 
 def whole_epoch(pairs: Seconds) -> float:

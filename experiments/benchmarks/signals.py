@@ -25,13 +25,7 @@ import numpy as np
 import torch
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
-from experiments.benchmarks.measuring.plain_loop import (
-    RivalTask,
-    Sentences,
-    add_folders,
-    digits_task,
-    sentences_task,
-)
+from experiments.benchmarks.measuring.both_sides import make_trainer
 from experiments.benchmarks.measuring.rounds import (
     ResultsDifferError,
     Seconds,
@@ -39,7 +33,13 @@ from experiments.benchmarks.measuring.rounds import (
     interleave,
     num_cores,
 )
-from experiments.benchmarks.rivals import make_trainer
+from experiments.benchmarks.measuring.timed_loop import (
+    RivalTask,
+    Sentences,
+    add_folders,
+    digits_task,
+    sentences_task,
+)
 from freeze import FreezeContext
 from pipetransformer import Trainer
 

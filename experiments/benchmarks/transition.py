@@ -21,17 +21,21 @@ import torch
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.processes import found_by
-from experiments.benchmarks.transition_run import Measured, Workload, measure_on_this_rank
+from experiments.benchmarks.transition_run import (
+    TransitionSetting,
+    TransitionTimes,
+    measure_on_this_rank,
+)
 
 BARS = Bars(most={"transition_steps": 1.0, "transition_over_copy": 3.0})
 
 
-def measure(workload: Workload) -> Measured:
+def measure(workload: TransitionSetting) -> TransitionTimes:
     """Measure on two fresh processes of one thread."""
     return found_by(measure_on_this_rank, (workload,))
 
 
-def summary(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:
+def summary(workload: TransitionSetting, runs: Sequence[TransitionTimes]) -> dict[str, Any]:
     """Return what the last line says: medians over the launches, and their ranges."""
     steps, over_copy = [run.steps for run in runs], [run.over_copy for run in runs]
     return {
@@ -46,17 +50,17 @@ def summary(workload: Workload, runs: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def parse(arguments: Sequence[str]) -> tuple[Workload, int]:
+def parse(arguments: Sequence[str]) -> tuple[TransitionSetting, int]:
     """Read the command line; the defaults are the figure that is claimed."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmarks.transition")
-    default = Workload()
+    default = TransitionSetting()
     parser.add_argument("--model", default=default.model, help="a timm ViT")
     parser.add_argument("--image-size", type=int, default=default.image_size)
     parser.add_argument("--batch-size", type=int, default=default.batch_size)
     parser.add_argument("--steps", type=int, default=default.num_steps)
     parser.add_argument("--launches", type=int, default=3)
     given = parser.parse_args(arguments)
-    workload = Workload(given.model, given.image_size, given.batch_size, given.steps)
+    workload = TransitionSetting(given.model, given.image_size, given.batch_size, given.steps)
     return workload, given.launches
 
 

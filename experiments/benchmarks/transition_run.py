@@ -30,7 +30,7 @@ class StateChangedError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Workload:
+class TransitionSetting:
     """Say what is trained.
 
     Args:
@@ -60,7 +60,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TransitionTimes:
     """Hold what one launch found.
 
     Args:
@@ -93,10 +93,10 @@ class Measured:
         return (self.plan_s + self.change_s) / self.copy_s
 
 
-class Images(Dataset[tuple[Tensor, Tensor]]):
+class RandomImages(Dataset[tuple[Tensor, Tensor]]):
     """Give the same few random images again and again."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: TransitionSetting) -> None:
         size = workload.image_size
         self._images = torch.randn(workload.batch_size, 3, size, size)
         self._length = workload.batch_size * (workload.num_steps + 2)
@@ -206,7 +206,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def measure_on_this_rank(workload: Workload) -> Measured:
+def measure_on_this_rank(workload: TransitionSetting) -> TransitionTimes:
     """Train and shrink together with the other rank; both return the same.
 
     Raises:
@@ -215,7 +215,7 @@ def measure_on_this_rank(workload: Workload) -> Measured:
     plan = Shrinking()
     with Trainer(
         workload.build(),
-        Images(workload),
+        RandomImages(workload),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=adamw(1e-4),
         freeze=lambda context: None,
@@ -246,4 +246,4 @@ def measure_on_this_rank(workload: Workload) -> Measured:
         ranks = gather_json(own, group=dist.group.WORLD)
         moved_bytes = sum(gather_json(change.num_bytes, group=dist.group.WORLD))
     slowest = {name: max(rank[name] for rank in ranks) for name in own}
-    return Measured(parameters=parameters, moved_bytes=moved_bytes, **slowest)
+    return TransitionTimes(parameters=parameters, moved_bytes=moved_bytes, **slowest)

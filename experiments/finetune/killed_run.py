@@ -12,6 +12,7 @@ from typing import Any
 from experiments.finetune.options import RunOptions
 from experiments.tasks.workload import Workload
 from freeze import JOURNAL_FILE
+from pipetransformer import CorruptCheckpointError
 from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.durable_files import hash_json
 
@@ -31,7 +32,10 @@ def has_saved(folder: Path) -> bool:
     """Tell whether a killed run, of ours or a rival, has saved what it can go on from."""
     if (folder / SAVED_LOOP).exists():
         return True
-    return (folder / CHECKPOINTS).exists() and bool(published(folder / CHECKPOINTS))
+    try:
+        return (folder / CHECKPOINTS).exists() and bool(published(folder / CHECKPOINTS))
+    except CorruptCheckpointError:
+        return True  # Something was, and is not to be thrown away.
 
 
 def refuse_another_kind(folder: Path, *, is_plain: bool) -> None:

@@ -24,7 +24,7 @@ from experiments.from_transformers.script import (
     tokenizer_of,
     train,
 )
-from experiments.tasks.glue import TASKS, GlueTask, Row, read_tsv
+from experiments.tasks.glue import TASKS, Example, GlueTask, read_tsv
 
 
 @dataclass
@@ -44,7 +44,7 @@ class DataArguments:
     max_predict_samples: int | None = None
 
 
-def tokenise(data: DataArguments, tokenizer: Any, rows: list[Row]) -> Dataset:
+def tokenise(data: DataArguments, tokenizer: Any, rows: list[Example]) -> Dataset:
     """Return a split's tokens and, where it has them, its labels."""
     sentences = zip(*(row.sentences for row in rows), strict=True)
     encoded = tokenizer(*map(list, sentences), max_length=data.max_seq_length, truncation=True)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data, asked = options.data, options.training
     task, tokenizer = TASKS[data.task_name], tokenizer_of(options)
 
-    def rows_of(name: str, limit: int | None) -> list[Row]:
+    def rows_of(name: str, limit: int | None) -> list[Example]:
         path = given(getattr(data, f"{name}_file"), f"{name}_file")
         return read_tsv(task, Path(path), labelled=name != "test")[:limit]
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def write(trainer: Any, task: GlueTask, rows: list[Row], outputs: Any) -> None:
+def write(trainer: Any, task: GlueTask, rows: list[Example], outputs: Any) -> None:
     """Write the labels of a split into output_dir/predict_results.tsv."""
     if trainer.is_world_process_zero():
         found = zip(rows, task.found(outputs), strict=True)

@@ -62,6 +62,7 @@ def read_options(data_kind: type, arguments: Sequence[str] | None) -> Script:
     kinds: Any = (ModelArguments, data_kind, TrainingArguments, TrainerArguments)
     options = Script(*HfArgumentParser(kinds).parse_args_into_dataclasses(args=arguments))
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    trainer_class(options.trainer)  # Refused before anything is read.
     set_seed(options.training.seed)
     return options
 
@@ -94,7 +95,7 @@ def make_trainer(
         head: entries of the model's configuration.
         arguments: further ones of the Trainer.
     """
-    Trainer = trainer_class(options.trainer)  # Refuses before anything is read.
+    Trainer = trainer_class(options.trainer)
     name, dropout = options.model.model_name_or_path, {}
     if options.model.dropout is not None:
         names = ("hidden_dropout_prob", "attention_probs_dropout_prob")

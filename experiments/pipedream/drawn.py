@@ -51,7 +51,7 @@ _SHADES = {Op.FORWARD: ("#3b6fb6", "#6d97cf"), Op.BACKWARD: ("#3f9d6b", "#74bd97
 
 
 @dataclass(frozen=True)
-class Measured:
+class TracedSchedule:
     """Hold what a trace tells of a schedule.
 
     Args:
@@ -136,7 +136,7 @@ def all_drawn(k: int, m: int) -> dict[str, Drawn]:
     }
 
 
-def measure(k: int, m: int, *, small: bool = False) -> dict[str, Measured]:
+def measure(k: int, m: int, *, small: bool = False) -> dict[str, TracedSchedule]:
     """Run what threads can on this machine, k stages and m micro-batches; read its traces."""
     torch.manual_seed(0)
     images, labels = torch.randn(64, 1, 32, 32), torch.randint(10, (64,))
@@ -168,15 +168,15 @@ def measure(k: int, m: int, *, small: bool = False) -> dict[str, Measured]:
     return found
 
 
-def _measured(summary: Summary, num_batches: int, boundary_bytes: int) -> Measured:
+def _measured(summary: Summary, num_batches: int, boundary_bytes: int) -> TracedSchedule:
     stage, link = summary.stages[0], summary.links[0]
     sent = (link.activation_bytes + link.gradient_bytes) / num_batches
-    return Measured(
+    return TracedSchedule(
         summary.bubble, stage.peak_graphs, stage.peak_bytes, sent / (2 * boundary_bytes)
     )
 
 
-def table(drawn: Mapping[str, Drawn], measured: Mapping[str, Measured]) -> str:
+def table(drawn: Mapping[str, Drawn], measured: Mapping[str, TracedSchedule]) -> str:
     """Return a markdown table: formulas, simulation, and measurements where there are any.
 
     What is sent is that of a boundary and a batch, over an activation and its gradient.

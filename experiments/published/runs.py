@@ -24,7 +24,7 @@ from experiments.ablation.parts import ABLATION as PARTS
 from experiments.ablation.parts import NOTHING_FROZEN, Parts
 from experiments.ablation.simulated import (
     SimulatedEpoch,
-    Training,
+    SimulatedTraining,
     simulate,
 )
 from experiments.published.setting import (
@@ -202,7 +202,7 @@ def ours(
         CLUSTER.memory_bytes,
         CLUSTER.link.bytes_per_s,
     )
-    training = Training(
+    training = SimulatedTraining(
         NUM_SAMPLES, BATCH if grow else 2 * BATCH, published_frozen(), scale_batch=grow
     )
     return simulate(place, training, Parts(freeze, True, True, cache))

@@ -308,7 +308,7 @@ class PlainLoop:
         return {name: entry.to(device, non_blocking=True) for name, entry in batch.items()}
 
     def _steps_in(self, budget_s: float) -> int:
-        """Return how many steps fit into a budget, by the time that a few take, reading included.
+        """Return about how many steps a budget is of, by the time that a few take, with reading.
 
         Where batches are grouped by length, the few are of all lengths. Rank 0's answer holds for
         all.

@@ -139,7 +139,7 @@ TASKS: Mapping[str, GlueTask] = {
 }  # fmt: skip
 
 
-class Row(NamedTuple):
+class Example(NamedTuple):
     """Hold a row of a task's file: its number among those that are not blank, its sentences and
     its label, None where it is to be found.
     """
@@ -210,7 +210,7 @@ def glue_workload(name: str, source: TextSource) -> Workload:
     )
 
 
-def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
+def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Example]:
     """Return a split's samples.
 
     Raises:
@@ -224,7 +224,7 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
         columns = task.hub or task.sentences
         rows = load_dataset("nyu-mll/glue", name)[f"{split}{suffix}"]
         return [
-            Row(number, tuple(row[column] for column in columns), row["label"])
+            Example(number, tuple(row[column] for column in columns), row["label"])
             for number, row in enumerate(rows)
         ]
     path = Path(data) / ("train.tsv" if which == "train" else task.dev[which])
@@ -233,7 +233,7 @@ def _rows(task: GlueTask, name: str, data: str | None, which: str) -> list[Row]:
     return read_tsv(task, path)
 
 
-def read_tsv(task: GlueTask, path: Path, *, labelled: bool = True) -> list[Row]:
+def read_tsv(task: GlueTask, path: Path, *, labelled: bool = True) -> list[Example]:
     """Read a task's file; rows that lack a field, as some of the published have, are left out.
 
     Raises:
@@ -242,9 +242,9 @@ def read_tsv(task: GlueTask, path: Path, *, labelled: bool = True) -> list[Row]:
     csv.field_size_limit(sys.maxsize)
     # Some of the published files begin with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(
-            lines, fieldnames=task.header or None, delimiter="\t", quoting=csv.QUOTE_NONE
-        )
+        # Files without labels name their columns in all tasks.
+        names = (task.header or None) if labelled else None
+        reader = csv.DictReader(lines, names, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             found = list(_read(task, path, reader, labelled))
         except (UnicodeDecodeError, csv.Error) as error:
@@ -254,7 +254,9 @@ def read_tsv(task: GlueTask, path: Path, *, labelled: bool = True) -> list[Row]:
     return found
 
 
-def _read(task: GlueTask, path: Path, rows: csv.DictReader[str], labelled: bool) -> Iterator[Row]:
+def _read(
+    task: GlueTask, path: Path, rows: csv.DictReader[str], labelled: bool
+) -> Iterator[Example]:
     columns, left_out = (*task.sentences, *[task.label] * labelled), 0
     for number, row in enumerate(rows):
         if missing := [column for column in columns if column not in row]:
@@ -266,6 +268,6 @@ def _read(task: GlueTask, path: Path, rows: csv.DictReader[str], labelled: bool)
             label = task.number_of(row[task.label]) if labelled else None
         except ValueError as error:
             raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
-        yield Row(number, tuple(row[column] for column in task.sentences), label)
+        yield Example(number, tuple(row[column] for column in task.sentences), label)
     if left_out:
         _LOGGER.warning("%s: %d rows lack a field and are left out", path, left_out)

@@ -49,14 +49,14 @@ def make_text_model(folder: Path) -> Path:
     return folder
 
 
-def make_glue(name: str, folder: Path, *, num: int = 96) -> Path:
+def make_glue(name: str, folder: Path) -> Path:
     """Write a task's tsv files, with sentences whose words tell their class."""
     folder.mkdir(parents=True, exist_ok=True)
     task, source = TASKS[name], random.Random(0)
     columns = task.header or (*task.sentences, task.label)
     for file in ("train.tsv", *task.dev.values()):
         lines = [] if task.header else ["\t".join(columns)]
-        for _ in range(num if file == "train.tsv" else num // 3):
+        for _ in range(96 if file == "train.tsv" else 32):
             number = source.randrange(max(2, len(task.classes)))
             label = f"{2.5 * number:.1f}" if not task.classes else task.classes[number]
             row = {
@@ -69,11 +69,11 @@ def make_glue(name: str, folder: Path, *, num: int = 96) -> Path:
     return folder
 
 
-def make_squad(folder: Path, *, num: int = 24) -> tuple[Path, Path]:
+def make_squad(folder: Path) -> tuple[Path, Path]:
     """Write questions with their answers in short texts, in SQuAD's format."""
     folder.mkdir(parents=True, exist_ok=True)
     source, paths = random.Random(0), []
-    for split, count in (("train", num), ("dev", num // 2)):
+    for split, count in (("train", 24), ("dev", 12)):
         paragraphs = []
         for number in range(count):
             context = ". ".join(_sentence(source, n % 2) for n in range(4)) + "."
@@ -105,9 +105,9 @@ def make_cifar(path: Path, *, num_classes: int) -> Path:
     return path
 
 
-def make_tree(folder: Path, *, num: int = 8) -> Path:
+def make_tree(folder: Path) -> Path:
     """Write train/CLASS/IMAGE and val/CLASS/IMAGE, as ImageNet is laid out."""
-    for split, count in (("train", num), ("val", num // 2)):
+    for split, count in (("train", 8), ("val", 4)):
         for label in range(4):
             place = folder / split / f"n{label:08d}"
             place.mkdir(parents=True, exist_ok=True)

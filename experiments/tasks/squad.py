@@ -225,10 +225,12 @@ def _questions(article: Any) -> Iterator[Question]:
                 "text": [gold["text"] for gold in asked["answers"]],
                 "answer_start": [gold["answer_start"] for gold in asked["answers"]],
             }
-            named = {"id": asked["id"], "context": paragraph["context"], **asked}
-            for name in ("id", "context", "question"):
-                if not isinstance(named[name], str):
-                    raise TypeError(f"the {name} of a question is {named[name]!r}, not a text")
+            named = {name: asked[name] for name in ("id", "question")}
+            texts = {**named, "context": paragraph["context"]}
+            texts |= {f"answer {n}": gold["text"] for n, gold in enumerate(asked["answers"])}
+            for name, text in texts.items():
+                if not isinstance(text, str):
+                    raise TypeError(f"the {name} of a question is {text!r}, not a text")
             yield {
                 "id": asked["id"],
                 "context": paragraph["context"],

@@ -92,10 +92,11 @@ def measure(
         read: reads samples of the training set.
         held_bytes: what training holds on this rank's device meanwhile.
     """
-    whole_spans_of = _choose_spans(task, world, read, held_bytes)
-    everyone, kinds, chosen = _choose_sublayers(task, world, read, whole_spans_of)
+    cut = _cut_alike(task, world, read)
+    whole_spans_of = _choose_spans(task, world, cut, held_bytes)
+    everyone, kinds, chosen = _choose_sublayers(task, world, cut, whole_spans_of)
     spans_of = {size: _within(spans, chosen) for size, spans in whole_spans_of.items()}
-    batches, rounds = _choose_batches(task, world, read, spans_of)
+    batches, rounds = _choose_batches(task, world, cut, spans_of)
     timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
     measured = spread(timed.costs, chosen, kinds=kinds, everyone=everyone)
     smallest, largest = min(batches), max(batches)
@@ -190,8 +191,24 @@ def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) ->
     return costs
 
 
+Cut = Callable[[int], Batch]
+"""Gives the first samples of a batch, on the device."""
+
+
+def _largest(task: Task, world: World) -> int:
+    """Return the largest micro-batch that a sensible plan runs: twice a rank's share."""
+    batch = task.config.global_batch_size
+    return min(batch, 2 * -(-batch // world.size))
+
+
+def _cut_alike(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Cut:
+    """Return what cuts micro-batches from one batch: those of a step are padded alike, too."""
+    whole = read(torch.arange(_largest(task, world)))
+    return lambda size: {name: t[:size].to(world.device) for name, t in whole.items()}
+
+
 def _choose_spans(
-    task: Task, world: World, read: Callable[[Tensor], Batch], held_bytes: int
+    task: Task, world: World, cut: Cut, held_bytes: int
 ) -> dict[int, tuple[range, ...]]:
     """Return the micro-batch sizes to measure, ascending, with the spans in which to do so.
 
@@ -202,14 +219,13 @@ def _choose_spans(
     same.
     """
     per_rank = -(-task.config.global_batch_size // world.size)
-    largest = min(task.config.global_batch_size, 2 * per_rank)
-    sizes = sorted({max(1, largest >> halvings) for halvings in _SHRINKS})
+    sizes = sorted({max(1, _largest(task, world) >> halvings) for halvings in _SHRINKS})
     gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
     least = tightest(gathered)
     limit = math.inf if least is None else least
     needs = [Need(0, 0.0)] * len(task.model.sublayers)
     if limit < math.inf:
-        needs = sublayer_needs(task, world.device, _read(read, 1, world.device))
+        needs = sublayer_needs(task, world.device, cut(1))
     fitting = [size for size in sizes if all(need.at(size) <= limit for need in needs)]
     return {
         size: cut_spans(needs, size, limit, parts=-(-size // per_rank))
@@ -226,7 +242,7 @@ def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None
 def _choose_sublayers(
     task: Task,
     world: World,
-    read: Callable[[Tensor], Batch],
+    cut: Cut,
     spans_of: Mapping[int, Sequence[range]],
 ) -> tuple[list[SublayerCost], list[int], tuple[int, ...]]:
     """Return all sublayers without times, their kinds, and which of them to time. Collective.
@@ -235,7 +251,7 @@ def _choose_sublayers(
     that a sublayer is slower at one place than at another; live steps correct the former.
     """
     smallest = min(spans_of)
-    spans, batch = spans_of[smallest], _read(read, smallest, world.device)
+    spans, batch = spans_of[smallest], cut(smallest)
     gather_json(None, group=world.group)
     start = time.perf_counter()
     found = run_spans(
@@ -266,16 +282,16 @@ def _within(spans: Sequence[range], chosen: Sequence[int]) -> tuple[tuple[int, .
 def _choose_batches(
     task: Task,
     world: World,
-    read: Callable[[Tensor], Batch],
+    cut: Cut,
     spans_of: Mapping[int, Sequence[Sequence[int]]],
 ) -> tuple[dict[int, Batch], int]:
-    """Read batches of the sizes to measure; say how often to time them.
+    """Cut batches of the sizes to measure; say how often to time them.
 
     The budget may exclude the larger sizes, for all ranks alike.
     """
     batches, round_s = dict[int, Batch](), 0.0
     for size, spans in spans_of.items():
-        batch = _read(read, size, world.device)
+        batch = cut(size)
         gather_json(None, group=world.group)
         own_s = sum(run_spans(task, world.device, spans, [batch], _seconds))
         seconds = max(gather_json(own_s, group=world.group))
@@ -288,7 +304,3 @@ def _choose_batches(
 
 def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
     return chain_seconds(sublayers, inputs[0])
-
-
-def _read(read: Callable[[Tensor], Batch], size: int, device: torch.device) -> Batch:
-    return {name: t.to(device) for name, t in read(torch.arange(size)).items()}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from experiments.ablation.__main__ import draw_rates, main, table
-from experiments.ablation.parts import ABLATION, Row, product_of_parts, runs_of_equals
+from experiments.ablation.parts import ABLATION, PartsRow, product_of_parts, runs_of_equals
 from experiments.ablation.simulated import (
-    Training,
+    SimulatedTraining,
     frozen_by_epoch,
     simulate,
     simulate_parts,
@@ -25,7 +25,7 @@ from tests.pipetransformer.test_planning import profile
 
 MACHINES = Place("made up", profile(8, all_reduce=sums()), 8, 4, None, 1e12)
 """Two nodes of four devices, and a cache that costs next to nothing."""
-TRAINING = Training(num_samples=800, global_batch=80, frozen=(0, 4, 6))
+TRAINING = SimulatedTraining(num_samples=800, global_batch=80, frozen=(0, 4, 6))
 
 
 def test_rows_keep_their_pipelines_and_replicas_where_parts_are_out() -> None:
@@ -49,7 +49,7 @@ def test_a_part_more_is_never_slower_here() -> None:
 
 
 def test_a_growing_batch_takes_fewer_steps_of_more_samples() -> None:
-    grows = Training(800, 40, (0, 4, 6), scale_batch=True)
+    grows = SimulatedTraining(800, 40, (0, 4, 6), scale_batch=True)
     for fixed, grown in zip(
         simulate(MACHINES, TRAINING, ABLATION["all four"]),
         simulate(MACHINES, grows, ABLATION["all four"]),
@@ -63,7 +63,7 @@ def test_a_growing_batch_takes_fewer_steps_of_more_samples() -> None:
 def test_a_cache_holds_what_its_node_has_seen() -> None:
     frozen = (4, 4, 4, 4)
     whole = dataclasses.replace(MACHINES, slots_per_node=8)
-    training, parts = Training(800, 80, frozen), ABLATION["all four"]
+    training, parts = SimulatedTraining(800, 80, frozen), ABLATION["all four"]
     one, two = (simulate(machines, training, parts) for machines in (whole, MACHINES))
     assert [epoch.seconds for epoch in one[1:]] == [one[1].seconds] * 3
     lost = [epoch.seconds - one[1].seconds for epoch in two[1:]]
@@ -109,8 +109,12 @@ def test_a_trained_row_leaves_out_what_it_does_not_name(row: str, options: str) 
 
 def test_the_table_is_in_the_published_layout(tmp_path: Path) -> None:
     rows = [
-        Row("nothing frozen", (10.0, 12.0), (11.0, 11.0), (80.0, 82.0), ("2x1",) * 3, (5.0, 5.0)),
-        Row("all four", (5.0, 6.0), (4.0, 4.0), (80.0, 81.0), ("2x1", "1x2", "1x2"), (5.0, 9.0)),
+        PartsRow(
+            "nothing frozen", (10.0, 12.0), (11.0, 11.0), (80.0, 82.0), ("2x1",) * 3, (5.0, 5.0)
+        ),
+        PartsRow(
+            "all four", (5.0, 6.0), (4.0, 4.0), (80.0, 81.0), ("2x1", "1x2", "1x2"), (5.0, 9.0)
+        ),
     ]
     text = table(rows, {"all four": 2.83})
     assert "| all four | 6 ± 1 | 2.00 | 2.75 | 80.5 ± 0.7 | 2.83 | 2x1 1x2 (2) |" in text

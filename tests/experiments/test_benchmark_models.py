@@ -17,8 +17,8 @@ from experiments.benchmarks.gpipe.amoebanet import amoebanet_d
 from experiments.benchmarks.gpipe.resnet import resnet
 from experiments.benchmarks.gpipe.runs import (
     Experiment,
+    ModelFamily,
     Options,
-    Workload,
     count_parameters,
     each_runnable,
     rounded,
@@ -214,7 +214,7 @@ def test_gpipe_gives_every_parameter_the_gradient_of_the_plain_model(
 def test_an_experiment_that_cannot_run_is_named_with_its_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    layers = Workload(
+    layers = ModelFamily(
         lambda num: nn.Sequential(*(nn.Identity() for _ in range(num))),
         lambda size, scale: size,
         image_side=64,

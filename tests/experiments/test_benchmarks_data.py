@@ -15,13 +15,14 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from experiments.benchmarks import data, rivals
+from experiments.benchmarks.measuring import both_sides
 from experiments.benchmarks.measuring.bars import conclude
 from experiments.benchmarks.measuring.jpegs import Jpegs, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
-from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
+from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
 
-TINY = data.Workload(
+TINY = data.DataSetting(
     num_images=8, batch_size=4, num_pixels=64, width=32, depth=2,
     num_settling=1, num_steps=2, num_rounds=2,
 )  # fmt: skip
@@ -63,7 +64,7 @@ def test_data_fails_where_ours_waits_or_takes_longer(
 
 def test_samples_in_another_order_are_found_by_their_losses() -> None:
     task = TINY.task(make_jpegs(8), num_workers=0, augment=False)
-    assert rivals.verify_losses(task) <= rivals.LOSS_TOLERANCE
+    assert both_sides.verify_losses(task) <= both_sides.LOSS_TOLERANCE
 
     class Turned(torch.utils.data.Dataset[Any]):
         """Give the loop the samples from the last to the first."""
@@ -79,7 +80,7 @@ def test_samples_in_another_order_are_found_by_their_losses() -> None:
             return task.dataset[7 - index if loops else index]
 
     with pytest.raises(ResultsDifferError, match="ViT on JPEGs: the first losses are"):
-        rivals.verify_losses(replace(task, dataset=Turned()))
+        both_sides.verify_losses(replace(task, dataset=Turned()))
 
 
 def test_the_plain_loop_trains_in_a_process_of_its_own_and_leaves_none_behind() -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from experiments.benchmarks import advisor, signals
-from experiments.benchmarks.measuring.plain_loop import RivalTask, Sentences, sentences_task
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
+from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
 
 
 def tiny_task() -> RivalTask:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.benchmarks.plan import BARS, figures, grid
+from experiments.benchmarks.plan import BARS, figures, grid, table
 
 
 def found(
@@ -38,6 +38,7 @@ def test_errors_are_of_the_medians_and_in_both_directions() -> None:
     line = figures(found(1.02, 0.9, 1.0, choice=ONE, best=ONE, pairs=(1.0,)))
     assert line["plan_error_median"] == pytest.approx(0.02)
     assert line["plan_error_max"] == pytest.approx(0.1)
+    assert len(list(table(found(1.02, 0.9, choice=TWO, best=ONE, pairs=(1.1,))))) == 6
     assert (line["pipelines"], line["pairs"], line["paper_over_choice"]) == (3, 1, [1.25])
 
 

@@ -11,16 +11,16 @@ import torch
 
 from experiments.benchmarks import transition
 from experiments.benchmarks.transition_run import (
-    Measured,
     StateChangedError,
-    Workload,
+    TransitionSetting,
+    TransitionTimes,
     measure_on_this_rank,
 )
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
 from tests.pool import Pool
 
-TINY_VIT = Workload("test_vit", image_size=32, batch_size=4, num_steps=2)
+TINY_VIT = TransitionSetting("test_vit", image_size=32, batch_size=4, num_steps=2)
 TINY = ["--model", "test_vit", "--image-size", "32", "--batch-size", "4", "--steps", "2"]
 
 
@@ -66,7 +66,7 @@ def test_it_fails_where_the_median_of_the_launches_is_beyond_the_limits(
     change_s: tuple[float, float],
     status: int,
 ) -> None:
-    runs = iter([Measured(1, 1.0, 0.05, change, 0.4, 1.0, 1.0, 1) for change in change_s])
+    runs = iter([TransitionTimes(1, 1.0, 0.05, change, 0.4, 1.0, 1.0, 1) for change in change_s])
     monkeypatch.setattr(transition, "measure", lambda workload: next(runs))
     assert transition.main(["--launches", "2"]) == status
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["transition_steps"] == (
@@ -101,4 +101,4 @@ def test_a_single_changed_value_is_found_by_all_ranks(two_ranks: Pool, kind: str
 
 def test_a_run_without_a_step_that_counts_is_refused() -> None:
     with pytest.raises(ValueError, match="num_steps is 1; give at least 2"):
-        Workload(num_steps=1)
+        TransitionSetting(num_steps=1)

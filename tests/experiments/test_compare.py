@@ -15,6 +15,7 @@ from experiments.finetune.finished_run import FinishedRun, draw_learning, learni
 from experiments.finetune.killed_run import has_saved
 from experiments.finetune.series import series_of
 from experiments.finetune.usage import start
+from tests.scenario import Scenario, Shape, make_trainer
 
 
 def write_run(folder: Path, metrics: list[float], *, seconds: float, before: float = 0) -> None:
@@ -158,6 +159,17 @@ def test_a_killed_run_that_had_saved_nothing_starts_anew(tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "step-00000003.partial").mkdir(parents=True)
     assert not has_saved(tmp_path)
     (tmp_path / "loop.safetensors").touch()
+    assert has_saved(tmp_path)
+
+
+def test_a_killed_run_that_has_saved_is_kept(tmp_path: Path) -> None:
+    scenario = Scenario({0: Shape(1, 1)})
+    saving = {"folder": tmp_path, "checkpoint_every_steps": 1}
+    with make_trainer(scenario, scenario.policy(), **saving) as trainer:
+        trainer.step()
+    assert has_saved(tmp_path)
+    # What is damaged is not thrown away: the run says so when it is to go on.
+    (tmp_path / "checkpoints" / "latest").write_text("{bad")
     assert has_saved(tmp_path)
 
 

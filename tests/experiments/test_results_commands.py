@@ -31,8 +31,7 @@ SERIES: dict[str, Any] = {
     "ablation": ablation_main.main,
 }
 NOTES = """#!/bin/bash
-for one in "$@"; do printf '%s\\0' "$one" >> "$NOTED"; done
-printf '\\n' >> "$NOTED"
+printf '%s\\0' "$@" > "$NOTED/$$"
 """
 ON_A_CORE = '#!/bin/bash\nshift 2\nexec "$@"\n'
 
@@ -46,7 +45,7 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
     for name, text in texts.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    noted.touch()
+    noted.mkdir()
     for block in blocks:
         subprocess.run(
             ["/bin/bash", "-e", "-c", f"{block}\nwait"],
@@ -54,7 +53,8 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
             env={**os.environ, "PATH": f"{programs}:/usr/bin:/bin", "NOTED": str(noted)},
             check=True,
         )
-    return [line.split("\0")[:-1] for line in noted.read_text().splitlines()]
+    # Some commands run side by side.
+    return [one.read_text().split("\0")[:-1] for one in sorted(noted.iterdir())]
 
 
 def leave_a_run(folder: Path) -> None:

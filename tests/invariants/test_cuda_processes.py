@@ -14,7 +14,8 @@ from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
-from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, plain
+from tests.plain_scenario import plain
+from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge
 
 pytestmark = pytest.mark.cuda
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -12,8 +12,9 @@ import pytest
 
 from tests.forced import train_quickly, train_watched
 from tests.marks import slow
+from tests.plain_scenario import plain
 from tests.pool import Pool
-from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, plain, train
+from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, train
 
 SHAPES = [Shape(1, 1), Shape(1, 3), Shape(2, 1), Shape(2, 3), Shape(2, 3, "gpipe")]
 GROW_AND_SHRINK = {

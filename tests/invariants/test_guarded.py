@@ -11,6 +11,7 @@ from freeze import FreezeContext, Guarded
 from pipetransformer.report import read_decisions
 from tests.measured import measuring, once
 from tests.models import tiny_data
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Outcome,
@@ -20,7 +21,6 @@ from tests.scenario import (
     latest,
     make_trainer,
     merge,
-    plain,
     run_to_end,
 )
 

@@ -18,6 +18,7 @@ import pytest
 
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.nodes import Cluster, elastic_torchrun, logs, run_nodes, torchrun
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Outcome,
@@ -28,7 +29,6 @@ from tests.scenario import (
     collect,
     make_trainer,
     merge,
-    plain,
     slow_start,
 )
 

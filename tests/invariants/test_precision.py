@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import NonFiniteError, Trainer
-from pipetransformer.optimizer import take_state
+from pipetransformer.adapters.registry import adapt
+from pipetransformer.loss import LossFunction
 from tests.forced import train_quickly
 from tests.invariants.test_transition import (
     EVERY_2_STEPS,
@@ -32,18 +32,15 @@ from tests.invariants.test_transition import (
 from tests.marks import slow
 from tests.measured import freely, measuring, once
 from tests.models import tiny_data, tiny_model
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
-    PEAK_LEARNING_RATE,
     Outcome,
     Scenario,
     Shape,
     assert_same_bits,
-    build_adamw,
-    freeze_plainly,
     make_trainer,
     merge,
-    slow_start,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,28 +56,19 @@ def in_low_precision(
 
 def loop(scenario: Scenario) -> Outcome:
     """Train in a hand-written loop, with an autocast around each sublayer."""
-    layered, data, loss_fn = scenario.problem()
-    options, model = scenario.options, layered.model
-    named, dtype = dict(model.named_parameters()), DTYPES[options["precision"]]
-    optimizer = build_adamw(list(named.items()))
-    size, losses = options["global_batch_size"], []
-    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
-    for epoch in range(options["epochs"]):
-        for position in range(0, len(data), size):
-            freeze_plainly(layered, named, scenario.num_frozen(len(losses), epoch))
-            hidden, target = data[sampler.global_batch(epoch, position, size)]  # type: ignore[misc]
-            for sublayer in layered.sublayers:
-                with torch.autocast("cpu", dtype=dtype):
-                    hidden = sublayer.module(hidden)
-                hidden = hidden.to(dtype)
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_fn(hidden.float(), target)
-            loss.backward()
-            for group in optimizer.param_groups:
-                group["lr"] = PEAK_LEARNING_RATE * slow_start(len(losses), 0)
-            optimizer.step()
-            losses.append(loss.item())
-    return Outcome(losses, dict(model.state_dict()), take_state(optimizer, named))
+    dtype = DTYPES[scenario.options["precision"]]
+
+    def loss_of(model: nn.Module, data: Any, ids: Tensor, loss_fn: LossFunction) -> Tensor:
+        hidden, target = data[ids]
+        for sublayer in adapt(model).sublayers:
+            with torch.autocast("cpu", dtype=dtype):
+                hidden = sublayer.module(hidden)
+            hidden = hidden.to(dtype)
+        loss = loss_fn(hidden.float(), target)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    return plain(scenario, loss_of=loss_of)
 
 
 def assert_near(ours: Outcome, theirs: Outcome) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pytest
-from torch import nn
 
-from autodp.sampler import EpochSampler, shuffled
 from freeze import FreezeContext, FreezeDecision, FreezePolicy, Replay
-from pipetransformer import Trainer
-from pipetransformer.optimizer import take_state
 from pipetransformer.report import read_decisions
 from tests.measured import measuring, once
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Outcome,
@@ -21,12 +18,11 @@ from tests.scenario import (
     Shape,
     assert_equal,
     assert_same_bits,
-    build_adamw,
     latest,
-    mean_loss,
+    make_trainer,
     merge,
     run_to_end,
-    slow_start,
+    train_in_two,
 )
 
 TABLE: dict[int, tuple[int, tuple[int, ...]]] = {
@@ -42,71 +38,35 @@ class Table(FreezePolicy):
         return FreezeDecision(num_frozen, "table", resting)
 
 
-def trainer_of(scenario: Scenario, policy: FreezePolicy, **settings: Any) -> Trainer:
-    model, data, loss_fn = scenario.problem()
-    return Trainer(
-        model, data, loss_fn=loss_fn, optimizer=build_adamw, freeze=policy,
-        **{**scenario.options, **settings},
-    )  # fmt: skip
-
-
 @measuring(once)
 def fit(scenario: Scenario, folder: Path | None = None) -> Outcome:
     """Train to the end."""
-    with trainer_of(scenario, Table(), folder=folder) as trainer:
+    with make_trainer(scenario, Table(), folder=folder) as trainer:
         return run_to_end(trainer, None)
 
 
 @measuring(once)
 def repeat(scenario: Scenario, folder: Path) -> Outcome:
     """Train to the end as another run did."""
-    with trainer_of(scenario, Replay(folder)) as trainer:
+    with make_trainer(scenario, Replay(folder)) as trainer:
         return run_to_end(trainer, None)
 
 
 @measuring(once)
 def fit_in_two(scenario: Scenario, folder: Path) -> Outcome:
     """Train with a stop while layers rest."""
-    saving = {"checkpoint_every_steps": 1, "resume": "auto", "folder": folder}
-    with trainer_of(scenario, Table(), **saving) as trainer:
-        begun = run_to_end(trainer, 5)
-    with trainer_of(scenario, Table(), **saving) as trainer:
-        outcome = run_to_end(trainer, None)
-    outcome.losses[:0] = begun.losses
-    return outcome
+    return train_in_two(scenario, folder, stop=5, policy=Table)
 
 
-def plainly(scenario: Scenario) -> Outcome:
-    """Set requires_grad by hand in a plain loop."""
-    layered, data, loss_fn = scenario.problem()
-    options, model = scenario.options, layered.model
-    named = dict(model.named_parameters())
-    optimizer = build_adamw(list(named.items()))
-    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
-    size = options["global_batch_size"]
-    per_epoch, losses = -(-len(data) // size), []
-    for step in range(per_epoch * options["epochs"]):
-        num_frozen, resting = latest(TABLE, step)
-        for index, sublayer in enumerate(layered.sublayers):
-            trains = sublayer.layer >= num_frozen and sublayer.layer not in resting
-            for name in layered.tensors(index):
-                named[name].requires_grad_(trains)
-        epoch, position = divmod(step, per_epoch)
-        ids = sampler.global_batch(epoch, position * size, size)
-        optimizer.zero_grad(set_to_none=True)
-        loss = mean_loss(model, data, ids, loss_fn)
-        loss.backward()
-        nn.utils.clip_grad_norm_(named.values(), options["max_grad_norm"])
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * slow_start(step, 0)
-        optimizer.step()
-        losses.append(loss.item())
-    return Outcome(losses, dict(model.state_dict()), take_state(optimizer, named))
+def trains(step: int, layer: int) -> bool:
+    """Tell whether a layer trains at a step."""
+    num_frozen, resting = latest(TABLE, step)
+    return layer >= num_frozen and layer not in resting
 
 
 @pytest.fixture(scope="module")
 def truth() -> Outcome:
-    return plainly(Scenario({0: Shape(1, 2)}))
+    return plain(Scenario({0: Shape(1, 2)}), trains=trains)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3), Shape(2, 3, "gpipe")])
@@ -144,5 +104,5 @@ def test_layers_that_cannot_rest_are_refused(resting: tuple[int, ...]) -> None:
             return FreezeDecision(0, "wrong", resting)
 
     with pytest.raises(ValueError, match="only layers above the lowest"):
-        with trainer_of(Scenario({0: Shape(1, 2)}), Wrong()) as trainer:
+        with make_trainer(Scenario({0: Shape(1, 2)}), Wrong()) as trainer:
             trainer.step()

@@ -20,8 +20,9 @@ from pipetransformer.layer_signals import read_looks
 from pipetransformer.report import read_decisions
 from tests.marks import slow
 from tests.measured import measuring, once
+from tests.plain_scenario import mean_loss
 from tests.pool import Pool
-from tests.scenario import Scenario, Shape, build_adamw, mean_loss, slow_start
+from tests.scenario import Scenario, Shape, build_adamw, slow_start
 
 SIGNALS = (
     "gradient_norm",

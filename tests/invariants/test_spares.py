@@ -23,6 +23,7 @@ from tests.invariants.test_transition import assert_resumes_with_the_same_bits, 
 from tests.marks import slow
 from tests.measured import measuring, once
 from tests.pipetransformer.test_planning import profile
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Outcome,
@@ -32,7 +33,6 @@ from tests.scenario import (
     collect,
     make_trainer,
     merge,
-    plain,
     train,
 )
 

@@ -12,6 +12,7 @@ import torch
 from pipetransformer import Trainer
 from tests.marks import slow
 from tests.measured import measuring, once
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Deep,
@@ -22,9 +23,9 @@ from tests.scenario import (
     build_adamw,
     make_trainer,
     merge,
-    plain,
     run_to_end,
     train,
+    train_in_two,
 )
 
 
@@ -92,12 +93,7 @@ def fit(scenario: Scenario, folder: str) -> Outcome:
 
 @measuring(once)
 def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
-    saving = {"checkpoint_every_steps": 1, "resume": "auto"}
-    with planned(scenario, folder, **saving) as trainer:
-        before = [trainer.step().loss for _ in range(6)]
-    with planned(scenario, folder, **saving) as trainer:
-        outcome = run_to_end(trainer, None)
-    return Outcome(before + outcome.losses, outcome.weights, outcome.states, outcome.extra)
+    return train_in_two(scenario, folder, stop=6, policy=scenario.policy, plan="fastest")
 
 
 @pytest.mark.parametrize("train_all", [slow(fit), fit_in_two])

@@ -20,6 +20,7 @@ from pipetransformer.transition.deployment import Deployment
 from tests.marks import slow
 from tests.measured import measuring, once
 from tests.models import NUM_SAMPLES, tiny_data, tiny_model
+from tests.plain_scenario import plain
 from tests.pool import Pool
 from tests.scenario import (
     Outcome,
@@ -31,7 +32,6 @@ from tests.scenario import (
     collect,
     merge,
     nodes_of,
-    plain,
     slow_start,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipetransformer import Callback, Trainer
 from pipetransformer.optimizer import take_state
 from tests.marks import slow
 from tests.measured import measuring, once
+from tests.plain_scenario import freeze_plainly, plain
 from tests.pool import Pool
 from tests.scenario import (
     Deep,
@@ -27,13 +30,12 @@ from tests.scenario import (
     Shape,
     assert_equal,
     build_adamw,
-    freeze_plainly,
     make_trainer,
     merge,
-    plain,
     run_to_end,
     slow_start,
     train,
+    train_in_two,
 )
 
 RULES = tuple(VERSION_RULES)
@@ -57,7 +59,7 @@ def delayed(scenario: Scenario) -> Outcome:
     per_epoch, losses, step = -(-len(data) // size), [], 0
     for epoch in range(scenario.options["epochs"]):
         num_frozen = scenario.num_frozen(step, epoch)
-        freeze_plainly(layered, named, num_frozen)
+        freeze_plainly(layered, named, partial(le, num_frozen))
         stage_of = stages(layered, num_frozen, shape.length)
         # The last batch is smaller, and a stream of its own.
         for several in (range(per_epoch - 1), range(per_epoch - 1, per_epoch)):
@@ -146,12 +148,8 @@ def test_replicas_of_a_pipeline_stay_equal(four_ranks: Pool) -> None:
 @measuring(once)
 def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
     """Stop behind the checkpoint of step 3, in the middle of an epoch, and resume."""
-    saving = {"checkpoint_every_steps": 3, "resume": "auto", "folder": folder}
-    with make_trainer(scenario, scenario.policy(), **saving) as trainer:
-        before = [trainer.step().loss for _ in range(3)]
-    with make_trainer(scenario, scenario.policy(), **saving) as trainer:
-        outcome = run_to_end(trainer, None)
-    return Outcome(before + outcome.losses, outcome.weights, outcome.states, outcome.extra)
+    every = {"checkpoint_every_steps": 3}
+    return train_in_two(scenario, folder, stop=3, policy=scenario.policy, **every)
 
 
 @measuring(once)

@@ -45,7 +45,7 @@ from experiments.benchmarks.engine.threads import (
     peak_of_1f1b,
     without_flushes,
 )
-from experiments.benchmarks.engine.workloads import Encoder, UNet, Workload
+from experiments.benchmarks.engine.workloads import Encoder, EngineModel, UNet
 from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.rounds import (
     Comparison,
@@ -56,7 +56,7 @@ from experiments.benchmarks.measuring.rounds import (
 
 NUM_MICRO_BATCHES = 8
 CHECKPOINTS = ("never", "except_last", "always")
-SIZES: dict[str, tuple[Workload, Workload]] = {
+SIZES: dict[str, tuple[EngineModel, EngineModel]] = {
     "encoder": (Encoder(), Encoder(64, 128, 32)),
     "unet": (UNet(), UNet(2, 4, 32, 16)),
 }
@@ -64,7 +64,7 @@ SIZES: dict[str, tuple[Workload, Workload]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class EngineOptions:
     """Hold what the command line says.
 
     Args:
@@ -95,7 +95,7 @@ class Options:
         return max(1, self.num_pairs // 20)
 
 
-def parse_options(arguments: Sequence[str] | None) -> Options:
+def parse_options(arguments: Sequence[str] | None) -> EngineOptions:
     """Read the command line. An error ends the process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,7 +109,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         parser.error(f"--pairs is {num_pairs}; it counts from 1")
     cores = num_cores()
     stages = tuple(k for k in (2, 4, 8) if k == 2 or k <= cores)
-    return Options(num_pairs, given.quick, tuple(given.workloads), stages)
+    return EngineOptions(num_pairs, given.quick, tuple(given.workloads), stages)
 
 
 def find_torchgpipe() -> ModuleType | None:
@@ -125,7 +125,7 @@ def find_torchgpipe() -> ModuleType | None:
 
 
 def measure_encoder(
-    options: Options, encoder: Encoder, peer: ModuleType | None
+    options: EngineOptions, encoder: Encoder, peer: ModuleType | None
 ) -> Iterator[Comparison]:
     """Measure all that has a bar, and the numbers of micro-batches and checkpoint modes."""
     yield overhead_of_one_partition(encoder, options.num_pairs)
@@ -150,7 +150,7 @@ def measure_encoder(
 
 
 def measure_torchgpipe(
-    options: Options, workload: Workload, peer: ModuleType, num_stages: int
+    options: EngineOptions, workload: EngineModel, peer: ModuleType, num_stages: int
 ) -> Iterator[Comparison]:
     """Compare to torchgpipe: two modes at M = 8 well, the rest of the grid for the table."""
     keys = {"never": ("vs_torchgpipe",), "except_last": ("vs_torchgpipe_checkpoint",)}
@@ -207,7 +207,7 @@ def on_processes(results: ProcessResults, num_stages: int) -> Iterator[Compariso
         )
 
 
-def print_header(options: Options) -> None:
+def print_header(options: EngineOptions) -> None:
     """Say on what and how it is measured, and what the machine leaves out."""
     print(
         f"{num_cores()} cores, one intra-op thread a partition, process and plain model, "
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return conclude(found, Bars() if options.quick else Bars(most={"bars_missed": 0}))
 
 
-def measure_all(options: Options, peer: ModuleType | None) -> Iterator[Comparison]:
+def measure_all(options: EngineOptions, peer: ModuleType | None) -> Iterator[Comparison]:
     """Measure the workloads asked for."""
     for name in options.workloads:
         workload = SIZES[name][options.quick]

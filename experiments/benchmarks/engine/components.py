@@ -17,7 +17,6 @@ experiments.benchmarks.engine.components`; the last line printed is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from experiments.benchmarks.engine.workloads import (
     through_autograd,
     verify_all,
 )
+from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave, num_cores
 
 NUM_MICRO_BATCHES = 8
@@ -167,19 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     rows = describe(workload, seconds, metered, peaks, given.partitions)
     print_table(rows)
-    print(
-        json.dumps(
-            {
-                "benchmark": "components",
-                "rows": rows,
-                "rounds": num_rounds,
-                "balance": balance,
-                "quick": given.quick,
-                "cores": num_cores(),
-                "torch": torch.__version__,
-            }
-        )
-    )
+    found = {"benchmark": "components", "rows": rows, "rounds": num_rounds}
+    conclude({**found, "balance": balance, "quick": given.quick}, Bars())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 
 from experiments.benchmarks.engine.workloads import (
     Contestant,
+    EngineModel,
     MiniBatch,
     UNet,
-    Workload,
     through_autograd,
 )
 from experiments.benchmarks.gpipe.unet import NUM_LEVELS, layers_of
@@ -42,7 +42,7 @@ Stash = skippable(stash=["skip"])(StashLatent)
 Join = skippable(pop=["skip"])(JoinSkip)
 
 
-def build(workload: Workload) -> nn.Sequential:
+def build(workload: EngineModel) -> nn.Sequential:
     """Build the workload's model with torchgpipe's skip connections, with the same weights."""
     if not isinstance(workload, UNet):
         return workload.build()
@@ -60,7 +60,12 @@ def build(workload: Workload) -> nn.Sequential:
 
 
 def contestant(
-    workload: Workload, balance: Sequence[int], batch: MiniBatch, *, chunks: int, checkpoint: str
+    workload: EngineModel,
+    balance: Sequence[int],
+    batch: MiniBatch,
+    *,
+    chunks: int,
+    checkpoint: str,
 ) -> Contestant:
     """Train the workload's model with torchgpipe on CPU partitions."""
     module = GPipe(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.benchmarks.measuring.bars import Bars
 from experiments.benchmarks.measuring.rounds import Comparison
 
-BARS = {
-    "vs_torchgpipe": (">=", 1.5),
-    "vs_torchgpipe_checkpoint": (">=", 1.3),
-    "vs_torch_pipelining": (">=", 0.98),
-    "of_bubble_bound": (">=", 0.92),
-    "k1_overhead": ("<=", 1.02),
-}
-KEYS = (*BARS, "peak_memory_ratio_1f1b_vs_gpipe")
+BARS = Bars(
+    least={
+        "vs_torchgpipe": 1.5,
+        "vs_torchgpipe_checkpoint": 1.3,
+        "vs_torch_pipelining": 0.98,
+        "of_bubble_bound": 0.92,
+    },
+    most={"k1_overhead": 1.02},
+)
+KEYS = (*BARS.least, *BARS.most, "peak_memory_ratio_1f1b_vs_gpipe")
 
 
 def print_head() -> None:
@@ -26,12 +29,12 @@ def print_head() -> None:
 
 def verdict(comparison: Comparison) -> str:
     """Hold a comparison against its bar, which it misses only with the whole interval."""
-    if not comparison.key or comparison.key[0] not in BARS:
-        return ""
-    sign, bar = BARS[comparison.key[0]]
-    ratio = comparison.ratio
-    missed = ratio.high < bar if sign == ">=" else ratio.low > bar
-    return f"{'MISSES' if missed else 'meets'} {sign} {bar}"
+    name, ratio = comparison.key[0] if comparison.key else "", comparison.ratio
+    if (least := BARS.least.get(name)) is not None:
+        return f"{'MISSES' if ratio.high < least else 'meets'} >= {least}"
+    if (most := BARS.most.get(name)) is not None:
+        return f"{'MISSES' if ratio.low > most else 'meets'} <= {most}"
+    return ""
 
 
 def print_row(comparison: Comparison, *, judged: bool) -> None:

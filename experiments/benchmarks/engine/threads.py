@@ -23,7 +23,7 @@ from experiments.benchmarks.engine.stage_copies import (
 from experiments.benchmarks.engine.workloads import (
     Contestant,
     Encoder,
-    Workload,
+    EngineModel,
     by_schedule,
     loss_of,
     plain,
@@ -43,7 +43,7 @@ BATCHES_A_STREAM = 8
 """That a pipeline without flushes trains on before it runs empty."""
 
 
-def balance_of(workload: Workload, num_stages: int) -> list[int]:
+def balance_of(workload: EngineModel, num_stages: int) -> list[int]:
     """Return the layers of each partition: an encoder's blocks are equal, a U-Net's are timed."""
     if isinstance(workload, Encoder):
         return [workload.num_blocks // num_stages] * num_stages
@@ -52,7 +52,7 @@ def balance_of(workload: Workload, num_stages: int) -> list[int]:
 
 
 def pipeline(
-    workload: Workload, balance: Sequence[int], *, chunks: int, checkpoint: str = "never"
+    workload: EngineModel, balance: Sequence[int], *, chunks: int, checkpoint: str = "never"
 ) -> GPipe:
     """Wrap the workload's model, on CPU partitions."""
     devices = ["cpu"] * len(balance)
@@ -176,7 +176,7 @@ def without_flushes(
 
 def against_torchgpipe(
     peer: ModuleType,
-    workload: Workload,
+    workload: EngineModel,
     num_stages: int,
     *,
     num_micro_batches: int,

@@ -44,7 +44,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-class Workload(ABC):
+class EngineModel(ABC):
     """Describe a model and its mini-batch."""
 
     name: str
@@ -60,7 +60,7 @@ class Workload(ABC):
 
 
 @dataclass(frozen=True)
-class Encoder(Workload):
+class Encoder(EngineModel):
     """Describe a Transformer encoder of equal blocks, without dropout."""
 
     width: int = 256
@@ -89,7 +89,7 @@ class Encoder(Workload):
 
 
 @dataclass(frozen=True)
-class UNet(Workload):
+class UNet(EngineModel):
     """Describe U-Net (B, C) on square images; its long skips go direct, or through every layer."""
 
     num_blocks: int = 2

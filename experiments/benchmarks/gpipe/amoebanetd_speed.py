@@ -12,7 +12,7 @@ import torch
 from experiments.benchmarks.gpipe.amoebanet import amoebanet_d
 from experiments.benchmarks.gpipe.runs import (
     Experiment,
-    Workload,
+    ModelFamily,
     parse_options,
     run_speed,
     scaled,
@@ -28,7 +28,7 @@ def shrink(size: tuple[int, ...], scale: float) -> tuple[int, ...]:
     return cells, scaled(filters, scale, multiple=8, minimum=8)
 
 
-AMOEBANET_D = Workload(amoebanet_d, shrink, image_side=224, segments=False)
+AMOEBANET_D = ModelFamily(amoebanet_d, shrink, image_side=224, segments=False)
 
 # n, m: throughput and speed-up of torchgpipe, speed-up of Huang et al.
 # Source: torchgpipe's manual 2.4.3, table 1; checkpointing: its paper, section 4.2.1.

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from autopipe.balance import balance_by_size
 from experiments.benchmarks.gpipe.runs import (
     Experiment,
+    ModelFamily,
     Options,
     Row,
-    Training,
-    Workload,
+    WarmExperiment,
     count_parameters,
     described,
     each_runnable,
@@ -35,7 +35,7 @@ def by_size(
     return balance_by_size(num, model, images, chunks=chunks)
 
 
-def activation_bytes(training: Training) -> list[int]:
+def activation_bytes(training: WarmExperiment) -> list[int]:
     """Return how much memory a step takes at its peak beyond what lies there between steps.
 
     Parameters, gradients and momentum lie there between steps, so what is left is activations and
@@ -89,7 +89,7 @@ def resident_bytes(field_name: str) -> int:
 
 def run_memory(
     name: str,
-    workload: Workload,
+    workload: ModelFamily,
     experiments: Sequence[Experiment],
     options: Options,
     *,
@@ -107,7 +107,9 @@ def run_memory(
     )
 
     def measure(experiment: Experiment) -> Row:
-        training = Training(workload, experiment, options, balance=by_size, momentum=momentum)
+        training = WarmExperiment(
+            workload, experiment, options, balance=by_size, momentum=momentum
+        )
         peaks = activation_bytes(training)
         model_bytes = bytes_each * training.num_parameters
         published_model = bytes_each * count_parameters(workload.on_meta(experiment.size))

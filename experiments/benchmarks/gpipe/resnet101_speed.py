@@ -13,7 +13,7 @@ from torch import nn
 from experiments.benchmarks.gpipe.resnet import resnet
 from experiments.benchmarks.gpipe.runs import (
     Experiment,
-    Workload,
+    ModelFamily,
     parse_options,
     run_speed,
     scaled,
@@ -37,7 +37,7 @@ def published(throughput: str, speed_up: str, huang: str) -> dict[str, str]:
     return {"torchgpipe /s": throughput, "torchgpipe": speed_up, "Huang et al.": huang}
 
 
-RESNET101 = Workload(build, shrink, image_side=224, segments=False)
+RESNET101 = ModelFamily(build, shrink, image_side=224, segments=False)
 
 # Source: torchgpipe's manual 2.4.3, which quotes Huang et al. 2018, figure 3b.
 EXPERIMENTS = (

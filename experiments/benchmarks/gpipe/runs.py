@@ -37,7 +37,7 @@ def scaled(value: int, scale: float, *, multiple: int = 1, minimum: int = 1) -> 
 
 
 @dataclass(frozen=True)
-class Workload:
+class ModelFamily:
     """Describe a family of models and what they train on.
 
     Args:
@@ -130,7 +130,7 @@ def parse_options(description: str | None, *, scale: float) -> Options:
     return Options(given.scale, given.devices, tuple(given.partitions), given.steps)
 
 
-class Training:
+class WarmExperiment:
     """Train an experiment's scaled model on one mini-batch, again and again.
 
     Args:
@@ -141,7 +141,7 @@ class Training:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: ModelFamily,
         experiment: Experiment,
         options: Options,
         *,
@@ -198,7 +198,7 @@ def rounded(count: int) -> str:
 
 
 def each_runnable(
-    workload: Workload,
+    workload: ModelFamily,
     experiments: Sequence[Experiment],
     options: Options,
     run: Callable[[Experiment], Result],
@@ -220,7 +220,7 @@ def each_runnable(
         torch.cuda.empty_cache()
 
 
-def described(workload: Workload, experiment: Experiment, options: Options) -> Row:
+def described(workload: ModelFamily, experiment: Experiment, options: Options) -> Row:
     """Return the columns that say what was run."""
     size = workload.shrink(experiment.size, options.scale)
     return {
@@ -234,7 +234,7 @@ def described(workload: Workload, experiment: Experiment, options: Options) -> R
 
 
 def run_speed(
-    name: str, workload: Workload, experiments: Sequence[Experiment], options: Options
+    name: str, workload: ModelFamily, experiments: Sequence[Experiment], options: Options
 ) -> None:
     """Measure throughputs and print them with their ratio to the first experiment's.
 
@@ -245,8 +245,8 @@ def run_speed(
     print(f"  one step of each to warm up, then the median of {options.num_steps} turns")
     print("  more partitions than cores or devices share them and bring no speed-up")
 
-    def warm(experiment: Experiment) -> Training:
-        training = Training(workload, experiment, options, balance=by_time)
+    def warm(experiment: Experiment) -> WarmExperiment:
+        training = WarmExperiment(workload, experiment, options, balance=by_time)
         training.step()
         return training
 

@@ -10,7 +10,7 @@ import torch
 
 from experiments.benchmarks.gpipe.runs import (
     Experiment,
-    Workload,
+    ModelFamily,
     parse_options,
     run_speed,
     scaled,
@@ -26,7 +26,7 @@ def shrink(size: tuple[int, ...], scale: float) -> tuple[int, ...]:
     return scaled(blocks, scale, minimum=2), scaled(channels, scale, multiple=2, minimum=2)
 
 
-UNET = Workload(unet, shrink, image_side=192, segments=True)
+UNET = ModelFamily(unet, shrink, image_side=192, segments=True)
 
 
 def published(throughput: str, speed_up: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from experiments.benchmarks.measuring.plain_loop import RivalTask, classes_loss
+from experiments.benchmarks.measuring.timed_loop import RivalTask, classes_loss
 
 NUM_CLASSES = 10
 _WIDTH, _HEIGHT, _QUALITY = 500, 375, 95

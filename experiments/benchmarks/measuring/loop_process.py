@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.measuring.plain_loop import PlainLoop, RivalTask
 from experiments.benchmarks.measuring.rounds import seconds_of
+from experiments.benchmarks.measuring.timed_loop import RivalTask, TimedLoop
 
 _PATIENCE_S = 300.0
 """For a step, or for what precedes the first one."""
 
 
 class LoopProcess:
-    """Lead a `PlainLoop` that another process holds; what it is asked for, it times itself.
+    """Lead a `TimedLoop` that another process holds; what it is asked for, it times itself.
 
     Args:
         task, learning_rate, max_grad_norm: as the loop takes them; they travel to it.
@@ -104,7 +104,7 @@ class LoopProcess:
 
 def _serve(pipe: Connection, task: RivalTask, num_threads: int, settings: dict[str, Any]) -> None:
     torch.set_num_threads(num_threads)
-    loop = PlainLoop(task, **settings)
+    loop = TimedLoop(task, **settings)
     pipe.send(None)
     while True:
         try:

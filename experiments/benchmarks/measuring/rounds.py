@@ -16,6 +16,7 @@ import numpy as np
 
 Seconds = dict[str, np.ndarray]
 """Seconds of each action by its name, one entry a round."""
+_WARM_UP_PAIRS, _RESAMPLES = 3, 10_000
 
 
 class ResultsDifferError(RuntimeError):
@@ -81,7 +82,6 @@ def paired_ratio(
     theirs: Callable[[], object],
     *,
     num_pairs: int = 48,
-    warm_up: int = 3,
 ) -> tuple[Ratio, list[tuple[float, float]]]:
     """Time two actions in turn, in random order within each pair; garbage is part of them.
 
@@ -90,21 +90,21 @@ def paired_ratio(
     """
     shuffle = random.Random(0)
     pairs = []
-    for number in range(num_pairs + warm_up):
+    for number in range(num_pairs + _WARM_UP_PAIRS):
         order = [0, 1]
         shuffle.shuffle(order)
         seconds = [0.0, 0.0]
         for which in order:
             seconds[which] = seconds_of((ours, theirs)[which])
-        if number >= warm_up:
+        if number >= _WARM_UP_PAIRS:
             pairs.append((seconds[0], seconds[1]))
     return bootstrap(np.array([a / b for a, b in pairs])), pairs
 
 
-def bootstrap(ratios: np.ndarray, *, resamples: int = 10_000) -> Ratio:
+def bootstrap(ratios: np.ndarray) -> Ratio:
     """Return the median of the ratios and the 95 % interval of resampled medians."""
     generator = np.random.default_rng(0)
-    samples = generator.choice(ratios, size=(resamples, len(ratios)))
+    samples = generator.choice(ratios, size=(_RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(samples, axis=1), [2.5, 97.5])
     return Ratio(float(np.median(ratios)), float(low), float(high))
 

@@ -18,8 +18,9 @@ from autopipe.plan.request import PlanRequest
 from autopipe.plan.throughput import best_count, draw_tables, table_text
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.costs import FREE, sums
+from tests.plain_scenario import plain
 from tests.pool import Pool
-from tests.scenario import Scenario, Shape, assert_equal, merge, plain, train
+from tests.scenario import Scenario, Shape, assert_equal, merge, train
 
 WIDTH = 768
 ATTENTION, MLP = 4 * WIDTH**2 + 6 * WIDTH, 8 * WIDTH**2 + 7 * WIDTH

@@ -144,7 +144,7 @@ def sentences_task(sentences: Sentences) -> RivalTask:
     )
 
 
-class PlainLoop:
+class TimedLoop:
     """Train in the calling process, on as many threads as torch has.
 
     Args:
@@ -236,7 +236,7 @@ def plain_seconds(
     torch.set_num_threads(num_cores())
     try:
         task = digits_task()
-        loop = PlainLoop(task, learning_rate=1e-3, max_grad_norm=max_grad_norm, device=device)
+        loop = TimedLoop(task, learning_rate=1e-3, max_grad_norm=max_grad_norm, device=device)
         for frozen, number in sorted(Counter(frozen_by_step).items()):
             loop.freeze(frozen)
             loop.step()
