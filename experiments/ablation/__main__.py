@@ -74,6 +74,7 @@ def draw_rates(rows: Sequence[PartsRow], path: Path) -> None:
     """Draw each row's samples/s by epoch."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
+    axes.xaxis.get_major_locator().set_params(integer=True)
     for row in rows:
         axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
     open_frame(axes)
