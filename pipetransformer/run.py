@@ -36,6 +36,7 @@ from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task, set_frozen
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
+from pipetransformer.measure import largest_micro_batch
 from pipetransformer.model_files import DescribedModel
 from pipetransformer.optimizer import (
     OptimizerFactory,
@@ -318,7 +319,9 @@ class Run:
     def _start_log(self) -> None:
         profile = self.transitions.decider.planner.measurements.profile
         feeds = [f for f in (self.feed, self.evaluator.feed) if f is not None and f.may_cache]
-        cache_bytes = sum(feed.most_bytes(profile) for feed in feeds if self._caches)
+        ids = torch.arange(largest_micro_batch(self.task, self.world))
+        measured = self.feed.read_apart(ids) if self._caches else {}
+        cache_bytes = sum(feed.most_bytes(profile, measured) for feed in feeds if self._caches)
         self.log.start(
             self.transitions.clock(),
             profile,

@@ -72,9 +72,11 @@ def table(rows: Sequence[PartsRow], published: Mapping[str, float]) -> str:
 
 def draw_rates(rows: Sequence[PartsRow], path: Path) -> None:
     """Draw each row's samples/s by epoch."""
+    from matplotlib.ticker import MaxNLocator  # Loaded where something is drawn.
+
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for row in rows:
         axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
     open_frame(axes)

@@ -79,14 +79,14 @@ class RowFormat:
             )
         )
 
-    def share_of_measured(self) -> float:
-        """Return the bytes of the longest sample's rows over those of the first samples."""
+    def longest_over(self, batch: Batch) -> float:
+        """Return the bytes of the longest sample's row over those of a batch's samples."""
         if self._world.is_main:
             self._compare_samples()
         positions = self._positions
         if positions is None:
             return 1.0
-        return positions.most / self._first_sample()[positions.mask].shape[1]
+        return positions.most / batch[positions.mask].shape[1]
 
     def padding_may_matter(self) -> bool:
         """Tell whether samples have unequal lengths, and the model does not say that what is

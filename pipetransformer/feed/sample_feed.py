@@ -122,11 +122,16 @@ class SampleFeed:
                 "keeps a few fixed views of each sample, cache=False says that none are to be kept"
             )
 
-    def most_bytes(self, profile: Profile) -> int:
-        """Return about how much a node's cache will take at most, whatever freezes."""
+    def most_bytes(self, profile: Profile, measured: Batch) -> int:
+        """Return about how much a node's cache will take at most, whatever freezes.
+
+        Args:
+            profile: with the bytes of a sample's activations.
+            measured: the batch of which they are.
+        """
         model, config = self._task.model, self._task.config
         row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
-        row_bytes *= self._rows.share_of_measured()
+        row_bytes *= self._rows.longest_over(measured)
         if config.cache_dtype is not None:
             weights = next(model.model.parameters()).dtype
             computed = self._task.computes_in or weights
@@ -135,8 +140,14 @@ class SampleFeed:
         return min(needed, config.cache_limit_bytes or needed)
 
     def read(self, ids: Tensor) -> Batch:
-        """Read samples to measure by; ids may exceed their number."""
+        """Read samples to look at; ids may exceed their number."""
         return self.samples.probe((ids % len(self.dataset)).tolist())
+
+    def read_apart(self, ids: Tensor) -> Batch:
+        """Read samples to measure by, from all over the data set: it may be in an order of
+        lengths.
+        """
+        return self.read(ids * max(1, len(self.dataset) // self._task.config.global_batch_size))
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.

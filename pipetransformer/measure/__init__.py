@@ -3,9 +3,9 @@
 measurements ─► stretches ─► sublayer_times, touched_rows      link_times      reading_times
 """
 
-from pipetransformer.measure.measurements import Measurements, measure
+from pipetransformer.measure.measurements import Measurements, largest_micro_batch, measure
 from pipetransformer.measure.stretches import held_on
 
 __all__ = [
-    "Measurements", "held_on", "measure",
+    "Measurements", "held_on", "largest_micro_batch", "measure",
 ]  # fmt: skip

@@ -195,7 +195,7 @@ Cut = Callable[[int], Batch]
 """Gives the first samples of a batch, on the device."""
 
 
-def _largest(task: Task, world: World) -> int:
+def largest_micro_batch(task: Task, world: World) -> int:
     """Return the largest micro-batch that a sensible plan runs: twice a rank's share."""
     batch = task.config.global_batch_size
     return min(batch, 2 * -(-batch // world.size))
@@ -203,7 +203,7 @@ def _largest(task: Task, world: World) -> int:
 
 def _cut_alike(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Cut:
     """Return what cuts micro-batches from one batch: those of a step are padded alike, too."""
-    whole = read(torch.arange(_largest(task, world)))
+    whole = read(torch.arange(largest_micro_batch(task, world)))
     return lambda size: {name: t[:size].to(world.device) for name, t in whole.items()}
 
 
@@ -219,7 +219,7 @@ def _choose_spans(
     same.
     """
     per_rank = -(-task.config.global_batch_size // world.size)
-    sizes = sorted({max(1, _largest(task, world) >> halvings) for halvings in _SHRINKS})
+    sizes = sorted({max(1, largest_micro_batch(task, world) >> halvings) for halvings in _SHRINKS})
     gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
     least = tightest(gathered)
     limit = math.inf if least is None else least

@@ -265,9 +265,5 @@ class Transitions:
 
     def _measure(self) -> Measurements:
         held_bytes = self.deployment.held_bytes()
-        feed = self.deployment.feed
-        # From all over the data set, which may be in an order of lengths.
-        apart = max(1, len(feed.dataset) // self._task.config.global_batch_size)
-        return measure(
-            self._task, self._world, lambda ids: feed.read(apart * ids), held_bytes=held_bytes
-        )
+        read = self.deployment.feed.read_apart
+        return measure(self._task, self._world, read, held_bytes=held_bytes)

@@ -153,7 +153,7 @@ def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.d
         feed = trainer._run.feed
         assert feed._store is not None and trainer.measurements is not None
         field = feed._store.layout.fields[0]
-        return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements.profile)
+        return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements.profile, {})
 
 
 @pytest.mark.parametrize(
