@@ -50,7 +50,7 @@ from experiments.soak_run import (
     train,
 )
 from pipetransformer import launch
-from pipetransformer.checkpoint import open_checkpoint, published
+from pipetransformer.checkpoint import Checkpoint, open_checkpoint, published
 
 KILLS_A_RUN = 10
 ATTEMPT_LIMIT_S = 30.0
@@ -147,7 +147,7 @@ def refer(folder: Path, num_ranks: int) -> Reference:
         num_ranks,
         max(one["seconds"] for one in found),
         tuple(one["calls"] for one in found),
-        read_state(folder),
+        read_state(last_checkpoint(folder, EPOCHS * STEPS_PER_EPOCH)),
     )
 
 
@@ -180,7 +180,8 @@ def judge(run: SoakRun, reference: Reference, tally: Tally) -> None:
                 start_method="forkserver",
             )
         tally.lost_or_repeated += wrong_samples(folder, run.num_ranks)
-        tally.differing += not same_bits(read_state(folder), reference.state)
+        ended = last_checkpoint(folder, EPOCHS * STEPS_PER_EPOCH)
+        tally.differing += not same_bits(read_state(ended), reference.state)
     except (RuntimeError, TimeoutError) as error:  # Such as a WorkerFailedError.
         printed = folder / ERRORS
         said = printed.read_text()[-3000:] if printed.exists() else "no rank began"
@@ -247,11 +248,16 @@ def wrong_samples(folder: Path, num_ranks: int) -> int:
     return wrong
 
 
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor of a run's last checkpoint, weights and optimizer state."""
+def last_checkpoint(folder: Path, num_steps: int) -> Checkpoint:
+    """Return what a run in a folder saved after its last step."""
     checkpoint = open_checkpoint(published(folder / "run" / "checkpoints")[0])
-    if checkpoint.step != EPOCHS * STEPS_PER_EPOCH:
+    if checkpoint.step != num_steps:
         raise RuntimeError(f"{folder} ended with a checkpoint of step {checkpoint.step}")
+    return checkpoint
+
+
+def read_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Read every tensor of a checkpoint, weights and optimizer state, by shard and name."""
     return {
         f"{shard}: {name}": tensor
         for shard in checkpoint.records

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -32,9 +31,9 @@ import pipetransformer.transition.transitions
 from autocache.store import RowStore
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool
+from experiments.soak import last_checkpoint, limit, read_state
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
-from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint, published
 from pipetransformer.data import Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.position import ComingStep
@@ -271,7 +270,7 @@ def start(
     here = partial(tempfile.TemporaryDirectory, dir=temporary)
     try:
         with (
-            deadline(60.0 * (max_restarts + 1)),
+            limit(60.0 * (max_restarts + 1)),
             mock.patch.object(tempfile, "TemporaryDirectory", here),
         ):
             launch(
@@ -331,29 +330,6 @@ def has_ended(pid: int, *, wait_s: float = 0.0) -> bool:
         os.close(descriptor)
 
 
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """End what takes longer with an error; for the main thread."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"still not done after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def last_checkpoint(run: Run) -> Checkpoint:
-    """Return what a run saved at its end."""
-    checkpoint = open_checkpoint(published(run.folder / "run" / "checkpoints")[0])
-    assert checkpoint.step == NUM_STEPS
-    return checkpoint
-
-
 @dataclass(frozen=True)
 class Ending:
     """Hold what a run has learnt: each step's loss as last trained, and what it saved at its end.
@@ -372,13 +348,7 @@ def ending(run: Run) -> Ending:
     records = read_records(run.folder / "run" / RECORDS_FILE)
     losses = {r["step"]: r["loss"] for r in records if r["kind"] == "step"}
     assert sorted(losses) == list(range(NUM_STEPS))
-    last = last_checkpoint(run)
-    state = {
-        f"{shard}: {name}": tensor
-        for shard in last.records
-        for name, tensor in last.read(shard).items()
-    }
-    return Ending(losses, state)
+    return Ending(losses, read_state(last_checkpoint(run.folder, NUM_STEPS)))
 
 
 def assert_same_bits(ours: Ending, theirs: Ending) -> None:

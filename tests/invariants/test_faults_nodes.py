@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from experiments.soak import last_checkpoint
 from pipetransformer import launch
 from pipetransformer.processes.world import STORE_VARIABLE
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.faults import (
+    NUM_STEPS,
     Fault,
     Run,
     assert_close,
     ending,
     has_ended,
-    last_checkpoint,
     read_pids,
     start,
     train,
@@ -102,4 +103,4 @@ def test_a_run_goes_on_with_the_node_that_is_left(tmp_path: Path) -> None:
     records = read_records(run.folder / "run" / RECORDS_FILE)
     worlds = {r["step"]: r["length"] * r["replicas"] for r in records if r["kind"] == "step"}
     assert [worlds[step] for step in (0, 14)] == [2 * SLOTS, SLOTS]
-    assert last_checkpoint(run).scalars["world"]["num_ranks"] == SLOTS
+    assert last_checkpoint(run.folder, NUM_STEPS).scalars["world"]["num_ranks"] == SLOTS
