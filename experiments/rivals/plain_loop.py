@@ -233,9 +233,8 @@ class PlainLoop:
         """Raise a ValueError where more layers are to freeze at some time than there are."""
         steps = range(self.max_steps)
         deepest = max(self.frozen_at(step, step // self.steps_per_epoch) for step in steps)
-        if not deepest:  # Nor is a model that is not divided then looked at, as LoRA's is.
-            return
-        if deepest > (num_layers := self.frozen.layered.num_layers):
+        # Where nothing freezes, layers need not be known; those of LoRA's model are not.
+        if deepest and deepest > (num_layers := self.frozen.layered.num_layers):
             raise ValueError(f"{deepest} layers are to freeze, but {num_layers} can; give fewer")
 
     def _freeze(self, step: int, epoch: int) -> None:

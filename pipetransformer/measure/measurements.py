@@ -105,14 +105,7 @@ def measure(
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     untouched = untouched_bytes(task, world, batches[largest], whole_spans_of[largest])
-    costs = tuple(
-        replace(
-            cost,
-            optimizer_bytes=round(state_ratio * cost.gradient_bytes),
-            untouched_bytes=min(untouched.get(index, 0.0), cost.gradient_bytes),
-        )
-        for index, cost in enumerate(measured)
-    )
+    costs = _with_bytes(measured, state_ratio, untouched)
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
@@ -146,6 +139,20 @@ def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) 
     taken_s = accumulate(costs[index].forward_s[0] for index in span)
     missing = sum(one < seconds for one in taken_s)
     return span[: missing + 1]
+
+
+def _with_bytes(
+    costs: Sequence[SublayerCost], state_ratio: float, untouched: Mapping[int, float]
+) -> tuple[SublayerCost, ...]:
+    """Add to sublayers their optimizer state and the gradients that a step leaves untouched."""
+    return tuple(
+        replace(
+            cost,
+            optimizer_bytes=round(state_ratio * cost.gradient_bytes),
+            untouched_bytes=min(untouched.get(index, 0.0), cost.gradient_bytes),
+        )
+        for index, cost in enumerate(costs)
+    )
 
 
 def _agree(own: Measurements, world: World) -> Measurements:
