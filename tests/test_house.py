@@ -1,4 +1,4 @@
-"""Hold the rules by which the house is furnished: rooms, faces, names, sizes."""
+"""Hold the rules by which the house is furnished: rooms have faces, and nobody goes past one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pipetransformer", "freeze", "autopipe", "autodp", "autocache")
-MOST_FILES_OF_A_ROOM, MOST_LINES_OF_A_ROOM = 10, 1800
-MOST_FILES_BESIDE_THE_ROOMS = 12
-MOST_LINES_OF_A_FACE, MOST_LINES_OF_A_FILE = 40, 400
+MOST_LINES_OF_A_FACE = 40
 
 
 def modules(folder: Path) -> list[Path]:
@@ -56,51 +54,6 @@ def test_a_room_has_a_face_that_says_its_job(room: Path) -> None:
 def test_a_face_shows_each_name_once(room: Path) -> None:
     names = Counter(importlib.import_module(name_of(room / "__init__.py")).__all__)
     assert [name for name, count in names.items() if count > 1] == []
-
-
-@pytest.mark.parametrize("room", rooms(), ids=name_of)
-def test_a_room_is_not_too_full(room: Path) -> None:
-    files = modules(room)
-    has_rooms = any(room.glob("*/__init__.py"))
-    assert len(files) <= (MOST_FILES_BESIDE_THE_ROOMS if has_rooms else MOST_FILES_OF_A_ROOM)
-    assert has_rooms or sum(map(num_lines, files)) <= MOST_LINES_OF_A_ROOM
-    assert [path.name for path in files if num_lines(path) > MOST_LINES_OF_A_FILE] == []
-
-
-def test_no_test_file_is_too_long() -> None:
-    files = sorted((ROOT / "tests").rglob("*.py"))
-    assert [name_of(path) for path in files if num_lines(path) > MOST_LINES_OF_A_FILE] == []
-
-
-def test_no_two_modules_share_a_name() -> None:
-    assert [stem for stem, n in Counter(p.stem for p in all_modules()).items() if n > 1] == []
-
-
-def definitions(path: Path) -> Iterator[ast.stmt]:
-    """Yield a module's public functions and classes."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            yield node
-
-
-def test_no_two_public_classes_share_a_name() -> None:
-    names = Counter(
-        node.name
-        for path in all_modules()
-        for node in definitions(path)
-        if isinstance(node, ast.ClassDef)
-    )
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_no_function_has_the_name_of_its_module() -> None:
-    shadows = [
-        name_of(path)
-        for path in all_modules()
-        for node in definitions(path)
-        if isinstance(node, ast.FunctionDef) and node.name == path.stem
-    ]
-    assert shadows == []
 
 
 def imports_of(path: Path) -> Iterator[str]:
