@@ -58,7 +58,9 @@ class Groups:
 
     def abort(self) -> None:
         """End what is under way on GPUs in these groups, for good; any thread may call it."""
-        # Freeing a communicator waits for the kernels of the others: tell all at the same time.
+        # Freeing a communicator waits for all kernels of its GPU, and those of another group end
+        # only when that is told too: tell all at the same time. torch does the same for the
+        # communicators of one group, of which a stage between two others has several.
         threads = [threading.Thread(target=group.abort, daemon=True) for group in self._distinct()]
         for thread in threads:
             thread.start()
@@ -82,14 +84,21 @@ class GroupPool:
     Args:
         on_cuda: whether messages are in the memory of GPUs, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.
+        backend: what groups are made with; None is as the default group.
     """
 
     def __init__(
-        self, rank: int, likely: Sequence[Topology], *, on_cuda: bool, timeout_s: float
+        self,
+        rank: int,
+        likely: Sequence[Topology],
+        *,
+        on_cuda: bool,
+        timeout_s: float,
+        backend: str | None = None,
     ) -> None:
         self._rank = rank
         self._on_cuda = on_cuda
-        self._timeout_s = timeout_s
+        self._timeout_s, self._backend = timeout_s, backend
         connections = sum(t.length - 1 + t.replicas - 1 for t in likely)
         self._ahead = likely if not on_cuda and connections <= _MOST_CONNECTIONS else ()
         self._built: dict[int, Groups] = {}
@@ -105,7 +114,11 @@ class GroupPool:
                 if not self._ahead:
                     self.close()
                 self._built[other.length] = build_groups(
-                    other, self._rank, on_cuda=self._on_cuda, timeout_s=self._timeout_s
+                    other,
+                    self._rank,
+                    on_cuda=self._on_cuda,
+                    timeout_s=self._timeout_s,
+                    backend=self._backend,
                 )
         groups = self._built[topology.length]
         groups.limit_waits(timeout_s * (_NCCL_PATIENCE if self._on_cuda else 1.0))
@@ -117,15 +130,18 @@ class GroupPool:
         self._built.clear()
 
 
-def build_groups(topology: Topology, rank: int, *, on_cuda: bool, timeout_s: float) -> Groups:
+def build_groups(
+    topology: Topology, rank: int, *, on_cuda: bool, timeout_s: float, backend: str | None = None
+) -> Groups:
     """Build the groups of a topology; every rank of the world calls it at the same point."""
     stages = [topology.stage_ranks(stage) for stage in range(topology.length)]
-    stage = _own_group(stages, rank, timeout_s)
-    forward = _own_group(topology.pipelines, rank, timeout_s)
+    stage = _own_group(stages, rank, timeout_s, backend)
+    forward = _own_group(topology.pipelines, rank, timeout_s, backend)
     if not on_cuda:
         return Groups(forward, forward, stage)
     # A spare is in none of them, and yet takes part in making each.
-    backward, device = _own_group(topology.pipelines, rank, timeout_s), torch.device("cuda")
+    backward = _own_group(topology.pipelines, rank, timeout_s, backend)
+    device = torch.device("cuda")
     if stage is not None:
         # NCCL blocks in a group's first sum, and a replica without samples would join it late.
         dist.all_reduce(torch.zeros(1, device=device), group=stage)
@@ -158,13 +174,14 @@ def open_links(
 
 
 def _own_group(
-    members: Sequence[tuple[int, ...]], rank: int, timeout_s: float
+    members: Sequence[tuple[int, ...]], rank: int, timeout_s: float, backend: str | None
 ) -> dist.ProcessGroup | None:
     """Create a group of each member list, in the same order on every rank; return this rank's."""
     own = None
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            limit = timedelta(seconds=timeout_s)
+            group = dist.new_group(list(ranks), timeout=limit, backend=backend)
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 own = group

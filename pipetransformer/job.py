@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,9 +109,16 @@ def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> No
     """Take the gradients from parameters of layers that are frozen, or rest; others are as the
     user left them.
     """
+    changed = False
     for index, sublayer in enumerate(task.model.sublayers):
         for name, tensor in task.model.tensors(index).items():
             if isinstance(tensor, nn.Parameter):
                 trains = sublayer.layer >= num_frozen and sublayer.layer not in resting
-                tensor.requires_grad_(name in task.trainable and trains)
+                wanted = name in task.trainable and trains
+                changed |= tensor.requires_grad is not wanted
+                tensor.requires_grad_(wanted)
                 tensor.grad = None
+    # torch 2.11 runs what it compiled for the old flags: no gradient comes back when a layer thaws
+    # (pytorch issue 139476). What was never imported has compiled nothing.
+    if changed and (compiler := sys.modules.get("torch._dynamo")) is not None:
+        compiler.reset()

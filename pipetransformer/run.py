@@ -66,6 +66,7 @@ from pipetransformer.refusals import (
     refuse_captured,
     refuse_differing_ranks,
     refuse_model,
+    warn_of_full_float32,
     warn_of_low_weights,
 )
 from pipetransformer.report import RunLog
@@ -308,6 +309,7 @@ class Run:
         self.feed.warn_of_padding()
         if self.world.is_main:
             warn_of_low_weights(self.task.model.model)
+            warn_of_full_float32(self.task.model.model, self.task.computes_in, self.world.device)
         self._coming.refuse_other_orders(self.world.group)
         agree(self.log.open, group=self.world.group)
         probe_sublayers(self.task, self.world, self.feed.read)

@@ -15,10 +15,10 @@ from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWor
 from autopipe.engine.graph_cut import Starts, cut, total_bytes
 from autopipe.engine.link import Gradients, Link, Payload, RoutedLink
 from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
-from autopipe.engine.stream_watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Milestone, Watchdog
 
 __all__ = [
-    "ForwardPass", "Gradients", "Link", "Payload", "Peer", "ProcessLinkAbove",
+    "ForwardPass", "Gradients", "Link", "Milestone", "Payload", "Peer", "ProcessLinkAbove",
     "ProcessLinkBelow", "Receiver", "RoutedLink", "Sender", "StageLinks", "StageReport",
     "StageRun", "StageWork", "Starts", "TensorSpec", "Watchdog", "current_forward_pass", "cut",
     "is_checkpointing", "is_recomputing", "run_program", "total_bytes",

@@ -30,7 +30,7 @@ _PERIOD_S = 0.1  # Between two looks: a time limit is exceeded by no more.
 
 @final
 class Milestone:
-    """Mark what the current CUDA stream was given so far."""
+    """Mark what the current CUDA stream was given so far; any thread may ask for it."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -43,7 +43,9 @@ class Milestone:
             return self._event.query()
 
     def wait(self) -> None:
-        self._event.synchronize()
+        """Wait until the device has come there."""
+        with torch.cuda.device(self._device):  # As above.
+            self._event.synchronize()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from autopipe.engine import Milestone
+
 Shards = Mapping[str, Mapping[str, Tensor]]
 
 _ALIGNMENT_BYTES = 64
@@ -22,7 +24,7 @@ class Snapshot:
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Milestone | None = None
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure that so much memory is there; if it was not, what was taken is lost."""
@@ -48,13 +50,13 @@ class Snapshot:
                 taken[name][key] = copy.copy_(tensor.detach(), non_blocking=True)
                 start += _aligned_bytes(tensor)
         if self._pinned:
-            self._copied = torch.cuda.current_stream().record_event()
+            self._copied = Milestone()
         return taken
 
     def finish(self) -> None:
-        """Wait until a GPU's copies have arrived."""
+        """Wait until a GPU's copies have arrived; in any thread."""
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied.wait()
 
 
 def num_bytes_of(shards: Shards) -> int:

@@ -2,61 +2,170 @@
 
 It has no name where the platform allows for that, and loses it at once where not: whatever happens
 to the run, nothing is left behind.
+
+    where it is tried       all rows        else as many as every node holds
+    cache_folder            1               3
+    temporary files         2               4     only where cache_folder is the default
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
+import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from autocache import NamelessFilesError, RowLayout, RowStore
 from autodp import gather_json
+from pipetransformer.config import TrainConfig
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
+
+_SHARE = 0.75
+"""Of what is free, taken where a cache was not asked for, or does not fit: others need some, too.
+Workers hand over samples in /dev/shm."""
+_LEAST_SHARE = 0.1
+"""Of all rows, below which computing them all costs hardly more."""
+_BESIDE_ROW_BYTES = 64
+"""At least what a row takes beside its own bytes."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Say what came of trying to share a store; the same on all ranks but for the store.
+
+    Attributes:
+        store: None on all ranks where one has failed.
+        place: where it is on the first node that could not have it as wished, else on the first.
+        cause: why not all rows are where they were wished to be; "" where they are.
+        num_fitting: rows for which every node has room.
+    """
+
+    store: RowStore | None
+    place: str
+    cause: str
+    num_fitting: int
 
 
 def share_store(
     world: World, folder: str | Path, layout: RowLayout, num_rows: int
 ) -> RowStore | None:
-    """Create a store on every node; None on all ranks, warned of, where one has no room for it.
+    """Create a store on every node, with fewer rows where one lacks room for all. Collective.
 
-    Collective.
+    A default folder that is too small, as /dev/shm is in containers, is replaced by that of
+    temporary files; one that the user chose never is.
+
+    Returns:
+        None on all ranks where a node has no room for a tenth of the rows. Whatever is not as it
+        was asked for is warned of.
+    """
+    places = [Path(folder)]
+    if places[0] == Path(TrainConfig.cache_folder):
+        with suppress(FileNotFoundError):  # None can be written to.
+            places.append(Path(tempfile.gettempdir()))
+    attempt, held = _share(world, places, layout, num_rows), num_rows
+    cause = attempt.cause
+    if attempt.store is None and _LEAST_SHARE * num_rows <= attempt.num_fitting < num_rows:
+        held = attempt.num_fitting
+        attempt = _share(world, places, layout, held, in_need=True)
+    if world.is_main and attempt.store is None:
+        _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
+    elif world.is_main and cause:
+        _LOGGER.warning(
+            "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
+            "cache_dtype= makes rows smaller",
+            held,
+            num_rows,
+            attempt.place,
+            cause,
+        )
+    return attempt.store
+
+
+def _share(
+    world: World,
+    places: Sequence[Path],
+    layout: RowLayout,
+    num_rows: int,
+    *,
+    in_need: bool = False,
+) -> _Attempt:
+    """Create a store of so many rows on every node in the first place that takes it. Collective.
+
+    Args:
+        in_need: whether the first place, too, is to keep some room.
     """
     leader = world.rank % world.slots_per_node == 0
-    store, path, failure = None, "", ""
+    store, place, cause, num_fitting = None, str(places[0]), "", num_rows
     if leader:
-        try:
-            store = _create(Path(folder), layout, num_rows)
-            path = str(store.path)
-        except OSError as error:
-            failure = str(error)
+        store, place, cause = _create_in(places, layout, num_rows, in_need=in_need)
+        if store is None:
+            num_fitting = max(_num_fitting(one, layout) for one in places)
     with ExitStack() as undone:  # Where another rank is gone.
         if store is not None:
             undone.callback(store.close)
             undone.callback(store.unlink)
-        answers = gather_json([path, failure], group=world.group)
+        path = "" if store is None else str(store.path)
+        answers = gather_json([path, place, cause, num_fitting], group=world.group)
         undone.pop_all()
-    if store is None and not any(text for _, text in answers):
-        node = world.rank // world.slots_per_node
+    leaders = answers[:: world.slots_per_node]
+    failure = ""
+    if store is None and all(own for own, *_ in leaders):
+        own = leaders[world.rank // world.slots_per_node][0]
         try:
-            store = RowStore.open(answers[node * world.slots_per_node][0], layout, num_rows)
+            store = RowStore.open(own, layout, num_rows)
         except (OSError, ValueError) as error:
             failure = str(error)
     failures = [text for text in gather_json(failure, group=world.group) if text]
     # All have opened it, or given up.
     if leader and store is not None:
         store.unlink()
-    if not failures:
-        return store
-    if world.is_main:
-        _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", failures[0])
-    if store is not None:
+    failures += [why for own, _, why, _ in leaders if not own]
+    if failures and store is not None:
         store.close()
-    return None
+        store = None
+    causes = [why for _, _, why, _ in leaders if why]
+    elsewhere = [where for _, where, why, _ in leaders if why] or [leaders[0][1]]
+    cause = (failures or causes or [""])[0]
+    return _Attempt(store, elsewhere[0], cause, min(num for *_, num in leaders))
+
+
+def _create_in(
+    places: Sequence[Path], layout: RowLayout, num_rows: int, *, in_need: bool
+) -> tuple[RowStore | None, str, str]:
+    """Create a store in the first place that takes it; return it, that, and why not the others."""
+    causes: list[str] = []
+    for place in places:
+        try:
+            if in_need or causes:
+                _refuse_to_fill(place, layout, num_rows)
+            return _create(place, layout, num_rows), str(place), "; ".join(causes)
+        except OSError as error:
+            causes.append(str(error))
+    return None, "", "; ".join(causes)
+
+
+def _refuse_to_fill(place: Path, layout: RowLayout, num_rows: int) -> None:
+    if num_rows > (num_fitting := _num_fitting(place, layout)):
+        raise OSError(
+            errno.ENOSPC, f"{place} has room for {num_fitting} rows beside what others need"
+        )
+
+
+def _num_fitting(place: Path, layout: RowLayout) -> int:
+    """Return for how many rows a place has room, and some for others; 0 where it is none."""
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:
+        return 0
+    return int(_SHARE * free) // (layout.row_bytes + _BESIDE_ROW_BYTES)
 
 
 def _create(folder: Path, layout: RowLayout, num_rows: int) -> RowStore:

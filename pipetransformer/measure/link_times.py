@@ -160,7 +160,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
     topology = Topology(world.size, world.slots_per_node, length)
     timeout = timedelta(seconds=timeout_s)
     groups = [
-        dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout)
+        dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout, backend=world.backend)
         for stage in range(length)
     ]
     own = groups[topology.stage_of(world.rank)]

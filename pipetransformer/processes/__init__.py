@@ -13,6 +13,7 @@ from pipetransformer.processes.world import (
     cpu_name,
     free_bytes,
     likely_device,
+    plannable_bytes,
     slots_of_a_node,
     tightest,
     world_size,
@@ -21,5 +22,5 @@ from pipetransformer.processes.world import (
 __all__ = [
     "World", "agree", "connect", "cpu_name", "free_bytes", "give_back_freed_memory",
     "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
-    "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
+    "plannable_bytes", "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
 ]  # fmt: skip

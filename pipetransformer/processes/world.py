@@ -33,6 +33,14 @@ STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 _SHARED = "cuda-shared"
 """Slots take a node's GPUs in turn, and talk over gloo: NCCL refuses two ranks on one GPU."""
 
+_SPARE_BYTES = 512 << 20
+"""Of a GPU, kept from plans for what a process takes once, whatever its size: workspaces of cuBLAS
+and cuDNN for each stream (32 MiB and more on recent GPUs), kernels that are loaded when they are
+first called (100 MiB and more), NCCL's buffers (a few MiB a channel for each communicator)."""
+_SPARE_SHARE = 0.05
+"""Of a GPU's memory, kept for what grows with use: the allocator rounds what it is asked for up to
+blocks of 2 MiB, and cannot give what is free in pieces to one large tensor."""
+
 _LOGGER = logging.getLogger(__name__)
 _JOINED = itertools.count()
 """Numbers the worlds that this process joins one after the other."""
@@ -46,7 +54,7 @@ class World:
         rank, size: among all processes.
         slots_per_node: processes of one node.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
-        owned: whether the default process group is to be destroyed here.
+        owned: whether that group was made here, and is to be destroyed here.
         max_replicas: most pipelines that train side by side; None for no limit.
         stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
             with one each.
@@ -65,6 +73,12 @@ class World:
     def is_main(self) -> bool:
         """Tell whether this rank decides, records and reports."""
         return self.rank == 0
+
+    @property
+    def backend(self) -> str | None:
+        """Return what groups of some of the ranks are to be made with; None where there is one."""
+        # Not the default group's, which may be a script's, and lack one for CPUs.
+        return None if self.group is None else dist.get_backend_config(self.group)
 
     @property
     def link_device(self) -> torch.device:
@@ -86,9 +100,9 @@ class World:
         return Topology(self.size, self.slots_per_node, length, self.max_replicas)
 
     def close(self) -> None:
-        """Destroy the default process group and its threads, if it was initialised here."""
+        """Destroy the group and its threads, if it was made here; a script's own stays."""
         if self.owned and self.group is not None and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
             # gloo's threads end with the last reference, and might abort the process's end.
             self.group = None
 
@@ -113,17 +127,16 @@ def connect(device: str, *, timeout_s: float) -> World:
         device: "auto", "cpu", "cuda" or "cuda-shared".
         timeout_s: limit of every wait in the world's group.
     Raises:
-        ValueError: a variable is missing or out of range, or the default process group, where a
-            script made one, has no backend for CPUs; or, on every rank, nodes differ in size
+        ValueError: a variable is missing or out of range; or, on every rank, nodes differ in size
             or device, ranks are not numbered node by node, or a rank lacks the device asked for.
         TimeoutError: ranks did not join in time; the message names them.
     """
     slots, size = slots_of_a_node(), world_size()
-    owned = not dist.is_initialized()
+    starts = not dist.is_initialized()
     alone = 0 if size == 1 else None
-    rank = _number("RANK", range(size), default=alone) if owned else dist.get_rank()
+    rank = _number("RANK", range(size), default=alone) if starts else dist.get_rank()
     local_rank = _number("LOCAL_RANK", range(slots), default=alone)
-    if size == 1 and owned:
+    if size == 1 and starts:
         return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
     host, chosen, refusal = socket.gethostname(), torch.device("cpu"), ""
     try:
@@ -131,12 +144,19 @@ def connect(device: str, *, timeout_s: float) -> World:
     except ValueError as error:
         refusal = f"rank {rank} on {host}: {error}"
     seat = Seat(local_rank, slots, host, _SHARED if device == _SHARED else chosen.type, refusal)
-    if owned:
-        _initialise(rank, size, seat, timedelta(seconds=timeout_s))
-    else:
-        _check_backend()
-        check_seats([Seat(**one) for one in gather_json(asdict(seat), group=dist.group.WORLD)])
-    return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned)
+    limit = timedelta(seconds=timeout_s)
+    if starts:
+        _initialise(rank, size, seat, limit)
+        return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned=True)
+    group, owned = _join_group(shares=device == _SHARED, timeout=limit)
+    world = World(rank, size, slots, chosen, group, owned)
+    try:
+        check_seats([Seat(**one) for one in gather_json(asdict(seat), group=group)])
+    except ValueError:  # On every rank: where a wait failed, leaving would be one more.
+        world.close()
+        raise
+    _take(chosen)
+    return world
 
 
 def likely_device(device: str) -> torch.device:
@@ -187,10 +207,25 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
-    # Slots take the GPUs in turn.
-    sharing = range(device.index or 0, slots_of_a_node(), torch.cuda.device_count())
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] // max(1, len(sharing)) + cached
+    return torch.cuda.mem_get_info(device)[0] // _num_sharing(device) + cached
+
+
+def plannable_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that a plan may fill by what it models; None on other devices.
+
+    Some of what is free goes to what no model of a step counts.
+    """
+    free = free_bytes(device)
+    if free is None:
+        return None
+    share = int(_SPARE_SHARE * torch.cuda.mem_get_info(device)[1]) // _num_sharing(device)
+    return max(0, free - share - _SPARE_BYTES)
+
+
+def _num_sharing(device: torch.device) -> int:
+    """Return how many slots of this node have a GPU; they take the GPUs in turn."""
+    return max(1, len(range(device.index or 0, slots_of_a_node(), torch.cuda.device_count())))
 
 
 def tightest(limits: Iterable[int | None]) -> int | None:
@@ -220,14 +255,20 @@ def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def _check_backend() -> None:
-    """Refuse a default process group that cannot talk of what lies in host memory."""
+def _join_group(*, shares: bool, timeout: timedelta) -> tuple[dist.ProcessGroup | None, bool]:
+    """Return a group of all ranks with a backend for CPUs, and whether it was made for that.
+
+    Collective. transformers' TrainingArguments make a default group that has NCCL alone.
+
+    Args:
+        shares: whether slots may share a GPU, which NCCL refuses.
+    """
     config = dist.get_backend_config()
-    if not any(one.startswith("cpu:") for one in config.split(",")):
-        raise ValueError(
-            f"the default process group's backend is {config!r}, which has none for CPUs; make "
-            'it with init_process_group("cpu:gloo,cuda:nccl")'
-        )
+    if any(one.startswith("cpu:") for one in config.split(",")):
+        return dist.group.WORLD, False
+    group = dist.new_group(backend="gloo" if shares else f"cpu:gloo,{config}", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group, True
 
 
 def _take(device: torch.device) -> torch.device:

@@ -9,6 +9,7 @@ sublayer_probe  what sublayers do with two samples
 from pipetransformer.refusals.model_checks import (
     refuse_captured,
     refuse_model,
+    warn_of_full_float32,
     warn_of_low_weights,
 )
 from pipetransformer.refusals.rank_checks import refuse_differing_ranks
@@ -17,5 +18,6 @@ from pipetransformer.refusals.sublayer_probe import probe_evaluation, probe_subl
 
 __all__ = [
     "check_selection", "check_world", "probe_evaluation", "probe_sublayers", "refuse_captured",
-    "refuse_differing_ranks", "refuse_model", "refuse_surroundings", "warn_of_low_weights",
+    "refuse_differing_ranks", "refuse_model", "refuse_surroundings",
+    "warn_of_full_float32", "warn_of_low_weights",
 ]  # fmt: skip

@@ -164,6 +164,27 @@ def warn_of_low_weights(model: nn.Module) -> None:
         )
 
 
+def warn_of_full_float32(
+    model: nn.Module, computes_in: torch.dtype | None, device: torch.device
+) -> None:
+    """Say that a GPU multiplies float32 matrices slowly, unless it was said how it is to do so.
+
+    Args:
+        computes_in: what sublayers compute in; None is as the weights are.
+        device: this process's, the current one where it is a GPU.
+    """
+    if computes_in is not None or device.type != "cuda" or not torch.cuda.is_tf32_supported():
+        return
+    # torch's older switches set this one too; reading them is an error once it was set itself.
+    is_chosen = torch.backends.cuda.matmul.fp32_precision != "none"
+    if not is_chosen and any(p.dtype == torch.float32 for p in model.parameters()):
+        _LOGGER.warning(
+            "float32 matrices are multiplied in full precision, several times slower than this "
+            'GPU can: set precision="bf16", or call torch.set_float32_matmul_precision("high") '
+            'for TF32, or ("highest") to keep full precision without this warning'
+        )
+
+
 def _is_low(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize
 

@@ -55,6 +55,7 @@ class Deployment:
             [world.topology(length) for length in world.lengths],
             on_cuda=world.link_device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,
+            backend=world.backend,
         )
         # Stages come and go.
         self.loss_scale = LossScale(is_dynamic=task.config.precision == "fp16")

@@ -17,7 +17,7 @@ from pipetransformer.job import Task
 from pipetransformer.layer_signals import Observing
 from pipetransformer.measure import Measurements, measure
 from pipetransformer.position import Clock, Timeline
-from pipetransformer.processes import World, free_bytes, tightest
+from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
 from pipetransformer.stage import StepResult
 from pipetransformer.transition.costs import REVIEW_STEPS, Pace
 from pipetransformer.transition.decider import Decider
@@ -259,9 +259,11 @@ class Transitions:
         return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
 
     def _memory_limit_bytes(self) -> int | None:
-        """Return what is free on the fullest GPU, or less where the user says so. Collective."""
-        free = gather_json(free_bytes(self._world.device), group=self._world.group)
-        return tightest((self._task.config.memory_limit_bytes, *free))
+        """Return what plans may take on the fullest GPU, or what the user says. Collective."""
+        wanted, device = self._task.config.memory_limit_bytes, self._world.device
+        # A user's limit is taken as it is, without a margin, up to what there is.
+        free = plannable_bytes(device) if wanted is None else free_bytes(device)
+        return tightest((wanted, *gather_json(free, group=self._world.group)))
 
     def _measure(self) -> Measurements:
         held_bytes = self.deployment.held_bytes()

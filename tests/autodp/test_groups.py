@@ -113,6 +113,25 @@ def test_waits_fail_after_the_limit_of_the_present_plan(two_ranks: Pool) -> None
     two_ranks.run(wait_in_a_group, [60.0, 1.0])
 
 
+def backends_of_groups(backend: str | None) -> list[str]:
+    """Return what the groups of a pool are made with."""
+    topology = Topology(2, 2, 2)
+    groups_pool = GroupPool(
+        dist.get_rank(), [topology], on_cuda=False, timeout_s=30.0, backend=backend
+    )
+    groups = groups_pool.open(topology, timeout_s=20.0)
+    found = dist.get_backend_config(groups.forward)
+    groups_pool.close()
+    return [found, dist.get_backend_config()]
+
+
+def test_groups_have_the_backend_asked_for_or_else_the_default_group_s(two_ranks: Pool) -> None:
+    for found, default in two_ranks.run(backends_of_groups, None):
+        assert found == default != "cpu:gloo"
+    for found, _ in two_ranks.run(backends_of_groups, "cpu:gloo"):
+        assert found == "cpu:gloo"
+
+
 def test_one_process_has_no_groups() -> None:
     groups_pool = GroupPool(0, [Topology(1, 1, 1)], on_cuda=False, timeout_s=1.0)
     groups = groups_pool.open(Topology(1, 1, 1), timeout_s=1.0)
@@ -121,15 +140,14 @@ def test_one_process_has_no_groups() -> None:
 
 
 def test_groups_are_aborted_all_at_the_same_time() -> None:
-    together = threading.Barrier(2)  # Each abort ends only when both have begun.
+    together = threading.Barrier(3)  # Each abort ends only when all have begun.
     aborted: list[str] = []
 
     def group(name: str) -> Any:
         return SimpleNamespace(abort=lambda: (together.wait(30.0), aborted.append(name)))
 
-    pipeline = group("pipeline")
-    Groups(pipeline, pipeline, group("stage")).abort()
-    assert sorted(aborted) == ["pipeline", "stage"]
+    Groups(group("forward"), group("backward"), group("stage")).abort()
+    assert sorted(aborted) == ["backward", "forward", "stage"]
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -140,7 +158,9 @@ def test_on_gpus_spares_too_take_part_in_making_every_group(length: int) -> None
     for rank in range(3):
         calls = made.setdefault(rank, [])
 
-        def own_group(members: Any, rank: int, timeout_s: float, calls: list[Any] = calls) -> Any:
+        def own_group(
+            members: Any, rank: int, timeout_s: float, backend: Any, calls: list[Any] = calls
+        ) -> Any:
             calls.append(members)
             own = next((ranks for ranks in members if rank in ranks), ())
             return own if len(own) > 1 else None

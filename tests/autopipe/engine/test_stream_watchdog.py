@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from autodp import PeerError
-from autopipe.engine.stream_watchdog import Watchdog
+from autopipe.engine.stream_watchdog import Milestone, Watchdog
+from tests.marked_stream import MarkedStream
 
 PATIENCE_S = 30.0
 FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"
@@ -190,3 +191,14 @@ def test_a_host_that_sits_in_a_synchronisation_is_freed_by_the_abort_and_told_wh
         stream.watchdog.settle()  # Returns from the marks only because the thread aborts.
     assert stream.num_aborts == 1
     end_of_thread(stream)
+
+
+def test_a_mark_is_asked_for_on_its_own_device_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = MarkedStream(monkeypatch, device=3)
+    mark = Milestone()
+    stream.current = 0  # With which a thread begins.
+    assert mark.is_reached()
+    mark.wait()
+    assert stream.calls == ["query on 3", "synchronize on 3"] and stream.current == 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipetransformer.checkpoint.snapshot import Snapshot, num_bytes_of
+from tests.marked_stream import MarkedStream
 
 DTYPES = [
     torch.float64,
@@ -106,6 +107,21 @@ def test_memory_grows_with_what_a_rank_owns() -> None:
     snapshot.take({"s": {"w": torch.ones(10)}})
     grown = {"s": {"w": torch.arange(10_000.0)}}
     assert_same(read(snapshot.take(grown)["s"]), grown["s"])
+
+
+def test_a_thread_waits_for_copies_on_the_gpu_that_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, empty = MarkedStream(monkeypatch, device=1), torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **kind: empty(*size, **kind)
+    )
+    snapshot = Snapshot(pinned=True)
+    snapshot.finish()  # Nothing was taken.
+    snapshot.take({"s": {"w": torch.ones(3)}})
+    stream.current = 0  # With which a thread begins.
+    snapshot.finish()
+    assert stream.calls == ["synchronize on 1"]
 
 
 @pytest.mark.cuda

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from pipetransformer.processes.world import (
     slots_of_a_node,
     world_size,
 )
+from tests.foreign_group import without_cpus
 from tests.pool import Pool
 
 TORCHRUN = {
@@ -240,16 +242,56 @@ def join_again() -> dict[str, Any]:
     return {**found, "total": float(total)}
 
 
-def test_a_group_of_others_that_has_no_backend_for_cpus_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def made_groups(monkeypatch: pytest.MonkeyPatch, config: str) -> list[dict[str, Any]]:
+    """Pretend that a script made a default group of a backend; return what is asked for then."""
+    asked: list[dict[str, Any]] = []
     answers = {"is_initialized": True, "get_world_size": 8, "get_rank": 5}
-    for name, answer in {**answers, "get_backend_config": "cuda:nccl"}.items():
+    for name, answer in {**answers, "get_backend_config": config}.items():
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     for variable, value in TORCHRUN.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match="'cuda:nccl', which has none for CPUs; make it with"):
-        connect("cpu", timeout_s=1.0)
+
+    def new_group(**settings: Any) -> dist.ProcessGroup:
+        asked.append(settings)
+        return dist.ProcessGroup(0, 1)
+
+    have_gpus(monkeypatch, 4)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world_module, "gather_json", lambda value, group: [])
+    monkeypatch.setattr(world_module, "check_seats", lambda seats: None)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("cuda-shared", "gloo")]
+)
+def test_beside_a_group_of_others_that_lacks_a_backend_for_cpus_an_own_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    asked = made_groups(monkeypatch, "cuda:nccl")
+    assert connect(device, timeout_s=7.0).owned
+    assert asked == [{"backend": backend, "timeout": timedelta(seconds=7.0)}]
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_a_group_of_others_that_has_a_backend_for_cpus_needs_no_other(
+    monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    asked = made_groups(monkeypatch, config)
+    assert not connect("cuda", timeout_s=7.0).owned and asked == []
+
+
+def refused_beside_anothers_group() -> list[int]:
+    """Ask for a GPU that is not there beside a group of others; return how many are left."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    with without_cpus(), pytest.raises(ValueError, match="rank 0 on .* needs a GPU for each"):
+        connect("cuda", timeout_s=30.0)
+    return [before, len(dist.distributed_c10d._world.pg_map)]
+
+
+def test_a_world_that_is_refused_leaves_no_group_of_its_own(two_ranks: Pool) -> None:
+    assert two_ranks.run(refused_beside_anothers_group) == [[1, 1]] * 2
 
 
 def find_link_devices() -> list[str]:

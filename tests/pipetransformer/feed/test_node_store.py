@@ -1,0 +1,215 @@
+"""Prove that a node with little memory for files has its cache elsewhere, or a part of it, that
+all nodes agree, and that it is said."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections import namedtuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autocache import RowField, RowLayout, RowStore
+from pipetransformer.config import TrainConfig
+from pipetransformer.feed.node_store import share_store
+from pipetransformer.processes import World
+from tests.pool import Pool
+
+LAYOUT = RowLayout((RowField("hidden", (64,), torch.float32),))
+NUM_ROWS, ROW_BYTES = 1000, 256
+ALONE = World(0, 1, 1, torch.device("cpu"), None, owned=False)
+AMPLE = 1 << 30
+SMALL = NUM_ROWS * ROW_BYTES // 2
+
+_Usage = namedtuple("_Usage", "total used free")
+
+
+def bound(patch: pytest.MonkeyPatch, folder: Path, free: Mapping[str, int]) -> None:
+    """Make a folder for memory, the default, and one for temporary files, with so much free."""
+    for name in ("memory", "disk"):
+        (folder / name).mkdir(exist_ok=True)
+    patch.setattr(TrainConfig, "cache_folder", str(folder / "memory"))
+    patch.setattr(tempfile, "tempdir", str(folder / "disk"))
+
+    def free_at(path: str) -> int:
+        return next(num for name, num in free.items() if path.startswith(str(folder / name)))
+
+    def reserve(descriptor: int, _: int, num_bytes: int) -> None:
+        if num_bytes > free_at(os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.ftruncate(descriptor, num_bytes)
+
+    patch.setattr(os, "posix_fallocate", reserve)
+    patch.setattr(shutil, "disk_usage", lambda path: _Usage(0, 0, free_at(str(path))))
+
+
+def share(folder: Path) -> tuple[int, list[str]] | None:
+    """Share a store; return its rows, and the folders in which this process has mapped it."""
+    store = share_store(ALONE, folder, LAYOUT, NUM_ROWS)
+    if store is None:
+        return None
+    ids = torch.arange(store.num_rows)
+    rows = {"hidden": torch.rand(len(ids), 64)}
+    store.write(ids, 1, rows)
+    assert store.read(ids, [1]).depth.all()
+    found = store.num_rows, mapped(folder.parent)
+    store.close()
+    assert not any(os.listdir(folder.parent / name) for name in ("memory", "disk"))
+    return found
+
+
+def mapped(folder: Path) -> list[str]:
+    """Return below which folders of a folder this process has mapped a file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = [line.partition(str(folder))[2] for line in lines if str(folder) in line]
+    return sorted({path.split("/")[1] for path in paths})
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.set_level(logging.WARNING)
+    return caplog.messages
+
+
+def test_where_there_is_room_nothing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": 0})
+    assert share(tmp_path / "memory") == (NUM_ROWS, ["memory"])
+    assert warnings == []
+
+
+def test_a_default_folder_that_is_too_small_is_replaced_by_a_disk_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": SMALL, "disk": AMPLE})
+    assert share(tmp_path / "memory") == (NUM_ROWS, ["disk"])
+    (message,) = caplog.messages
+    assert message.startswith(f"the cache holds 1000 of 1000 rows, in {tmp_path}/disk, as ")
+    assert f"{tmp_path}/memory and could not get them" in message
+    assert "cache_folder= names another place" in message
+
+
+def test_a_disk_is_not_filled_to_the_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": 0, "disk": NUM_ROWS * (ROW_BYTES + 64) + 8192})
+    rows, places = share(tmp_path / "memory") or (0, [])
+    assert 0.7 * NUM_ROWS < rows < NUM_ROWS and places == ["disk"]
+    assert f"the cache holds {rows} of 1000 rows" in caplog.text
+    assert f"{tmp_path}/disk has room for {rows} rows" in caplog.text
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_share_of_the_rows_is_kept_where_no_place_has_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chosen: bool
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": SMALL, "disk": AMPLE if chosen else 0})
+    if chosen:
+        # A folder that the user names is never replaced, whatever room there is elsewhere.
+        monkeypatch.setattr(TrainConfig, "cache_folder", "/another")
+    rows, places = share(tmp_path / "memory") or (0, [])
+    assert 0.25 * NUM_ROWS < rows < 0.5 * NUM_ROWS and places == ["memory"]
+    (message,) = caplog.messages
+    assert message.startswith(f"the cache holds {rows} of 1000 rows, in {tmp_path}/memory, as ")
+
+
+def test_without_room_for_a_tenth_there_is_no_cache_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": SMALL // 8, "disk": SMALL // 8})
+    assert share(tmp_path / "memory") is None
+    (message,) = caplog.messages
+    assert message.startswith("no cache: ") and "is computed at every step" in message
+
+
+def share_unevenly(folder: str, free: list[Mapping[str, int]]) -> dict[str, Any]:
+    """Share a store as a node of one process; say what this one has, and what was gathered."""
+    rank, found, own = dist.get_rank(), [], Path(folder) / str(dist.get_rank())
+    own.mkdir()
+    world = World(rank, 2, 1, torch.device("cpu"), dist.group.WORLD, owned=False)
+    handler, logger = logging.Handler(), logging.getLogger("pipetransformer")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            bound(patch, own, free[rank])
+            gather, collectives = dist.all_gather, []
+
+            def counting(*arguments: Any, **settings: Any) -> Any:
+                collectives.append(1)
+                return gather(*arguments, **settings)
+
+            patch.setattr(dist, "all_gather", counting)
+            store = share_store(world, own / "memory", LAYOUT, NUM_ROWS)
+    finally:
+        logger.removeHandler(handler)
+    answer = {
+        "rows": store and store.num_rows,
+        "places": mapped(own),
+        "warnings": found,
+        "collectives": len(collectives),
+    }
+    if store is not None:
+        store.close()
+    return answer
+
+
+def test_nodes_with_unequal_room_agree_on_the_rows_of_the_tightest(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    free = [{"memory": AMPLE, "disk": AMPLE}, {"memory": SMALL, "disk": 0}]
+    first, second = two_ranks.run(share_unevenly, str(tmp_path), free)
+    assert first["rows"] == second["rows"] and 0.25 * NUM_ROWS < first["rows"] < 0.5 * NUM_ROWS
+    assert first["places"] == second["places"] == ["memory"]
+    assert len(first["warnings"]) == 1 and second["warnings"] == []
+    assert first["collectives"] == second["collectives"] == 8  # Four gatherings of two each.
+
+
+def test_a_node_goes_to_its_disk_while_another_keeps_its_memory(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    free = [{"memory": AMPLE, "disk": AMPLE}, {"memory": SMALL, "disk": AMPLE}]
+    first, second = two_ranks.run(share_unevenly, str(tmp_path), free)
+    assert first["rows"] == second["rows"] == NUM_ROWS
+    assert (first["places"], second["places"]) == (["memory"], ["disk"])
+    assert f"in {tmp_path}/1/disk, as" in first["warnings"][0] and second["warnings"] == []
+    assert first["collectives"] == second["collectives"] == 4
+
+
+def test_a_node_without_room_means_no_cache_on_any(two_ranks: Pool, tmp_path: Path) -> None:
+    free = [{"memory": AMPLE, "disk": AMPLE}, {"memory": 0, "disk": 0}]
+    first, second = two_ranks.run(share_unevenly, str(tmp_path), free)
+    assert first["rows"] is second["rows"] is None
+    assert first["places"] == second["places"] == []
+    assert first["warnings"][0].startswith("no cache: ") and second["warnings"] == []
+
+
+def test_a_store_that_a_rank_cannot_open_means_no_cache_and_is_not_tried_again(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    for found in two_ranks.run(open_nothing, str(tmp_path)):
+        assert found == [True, 1]
+
+
+def open_nothing(folder: str) -> list[Any]:
+    """Share a store of a node of two of which rank 1 cannot open any; count the attempts."""
+    world = World(dist.get_rank(), 2, 2, torch.device("cpu"), dist.group.WORLD, owned=False)
+    tried: list[int] = []
+
+    def refuse(*_: Any) -> RowStore:
+        tried.append(1)
+        raise OSError(errno.EACCES, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowStore, "open", refuse)
+        store = share_store(world, folder, LAYOUT, NUM_ROWS)
+    return [store is None, len(tried) if dist.get_rank() else 1]
