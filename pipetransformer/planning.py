@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autodp import ROUND_BYTES
 from autopipe.plan import (
@@ -50,31 +51,65 @@ class PlanSituation:
 Planner = Callable[[PlanSituation], PipelinePlan]
 
 
+@dataclass(frozen=True)
+class RowRates:
+    """State how fast rows of the cache are read and written, where they lie.
+
+    Args:
+        read_bytes_per_s: from there to the device that trains.
+        write_bytes_per_s: the other way.
+        reads_ahead: whether they are read while the step before computes, and take nothing from
+            it.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    reads_ahead: bool = False
+
+
 def complete_request(
     request: PlanRequest,
     profile: Profile,
     *,
-    cache_bytes_per_s: float | None,
+    rows: RowRates | None,
     reads_a_row: float = math.inf,
 ) -> PlanRequest:
     """Add to a request what follows from the costs: the prefix's reading, a transition's round.
 
     Args:
         request: states the prefix's chunk.
-        cache_bytes_per_s: at which cached activations are read; None where they are not cached.
-            They are where that saves time; a row is written about as fast as it is read.
+        rows: how cached activations are read and written; None where they are not cached. They
+            are where what reading saves until the end exceeds what writing takes.
         reads_a_row: how often a row will be read once it has been computed and written.
     """
     cached_s = None
-    if cache_bytes_per_s is not None and profile.first_active(request.num_frozen):
+    if rows is not None and profile.first_active(request.num_frozen):
         chunk = request.prefix_chunk or 1
+        num_bytes = profile.prefix_bytes(request.num_frozen)
+        read_s, write_s = num_bytes / rows.read_bytes_per_s, num_bytes / rows.write_bytes_per_s
+        hidden_s = _least_active_s(request, profile) if rows.reads_ahead else 0.0
         computed_s = profile.prefix_s(request.num_frozen, chunk) / chunk
-        read_s = write_s = profile.prefix_bytes(request.num_frozen) / cache_bytes_per_s
-        saved_s = computed_s - read_s
+        saved_s = computed_s - max(0.0, read_s - hidden_s)
         if saved_s > 0 and reads_a_row * saved_s > write_s:
             cached_s = read_s
-    round_bytes = ROUND_BYTES if request.num_ranks > 1 else 0
-    return replace(request, prefix_cached_s=cached_s, round_bytes=round_bytes)
+    return replace(
+        request,
+        prefix_cached_s=cached_s,
+        prefix_read_ahead=cached_s is not None and rows is not None and rows.reads_ahead,
+        round_bytes=ROUND_BYTES if request.num_ranks > 1 else 0,
+    )
+
+
+def _least_active_s(request: PlanRequest, profile: Profile) -> float:
+    """Return a stage's mean seconds a sample in the longest pipeline there may be.
+
+    Whatever is planned, steps are as long at least, as the slowest stage takes no less.
+    """
+    chunk = request.prefix_chunk or 1
+    active = range(profile.first_active(request.num_frozen), len(profile.sublayers))
+    active_s = sum(profile.forward_s(i, chunk) + profile.backward_s(i, chunk) for i in active)
+    longest = max(chain.from_iterable(request.length_choices()))
+    return active_s / chunk / max(1, min(longest, len(active)))
 
 
 def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:

@@ -189,7 +189,7 @@ class Run:
         stats, report = self.feed.take_stats(), self.log.report
         report.cache_bytes = max(report.cache_bytes, self.feed.cache_bytes)
         self.log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
-        usual_s = self.transitions.note_step(result, clock.learning_rate)
+        usual_s = self.transitions.note_step(result, stats, clock.learning_rate)
         if usual_s is not None:
             self.log.outcome(clock.step, decision, usual_s)
         timeline = self.timeline

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import add
@@ -18,6 +19,14 @@ from autopipe.plan.request import PlanRequest
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.profile import Profile
 from autopipe.schedule import peak_in_flight, schedule_of
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Hold what a step takes, and in how much of it stage 0 gets its samples."""
+
+    step_s: float
+    fetch_s: float
 
 
 class StepModel:
@@ -82,11 +91,14 @@ class StepModel:
     def fetch_s(self, sizes: tuple[int, ...], length: int) -> float:
         """Return the seconds in which stage 0 gets the step's samples behind the prefix.
 
-        Several workers get those of their own micro-batches alone.
+        Several workers get those of their own micro-batches alone. Rows that are read ahead are
+        `step_s`'s.
         """
         profile, request, num_samples = self._profile, self.request, sum(sizes)
         if request.prefix_cached_s is not None:
-            all_s = profile.cached_fetch_s + request.prefix_cached_s * num_samples
+            ahead = request.prefix_read_ahead
+            read_s = 0.0 if ahead else request.prefix_cached_s * num_samples
+            all_s = profile.cached_fetch_s + read_s
         else:
             chunk = request.prefix_chunk or max(sizes)
             one_s = profile.prefix_s(request.num_frozen, chunk)
@@ -132,9 +144,25 @@ class StepModel:
 
         return cost
 
-    def step_s(self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]) -> float:
-        """Predict the seconds of a step by executing its schedule."""
-        return self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
+    def step_s(self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]) -> StepSeconds:
+        """Predict the seconds of a step by executing its schedule.
+
+        Rows that are read ahead are asked for after a step's fetch, and are there before the next:
+
+            step     fetch t | computes t ........... | waits | fetch t + 1 | computes t + 1
+            thread             reads t + 1 .................. |               reads t + 2
+        """
+        fetch_s = self.fetch_s(sizes, len(split) - 1)
+        own_s = self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
+        waits_s = max(0.0, fetch_s + self._ahead_s(sizes, len(split) - 1) - own_s)
+        return StepSeconds(own_s + waits_s, fetch_s + waits_s)
+
+    def _ahead_s(self, sizes: tuple[int, ...], length: int) -> float:
+        """Return the seconds in which each worker of stage 0 has the next step's rows read."""
+        request = self.request
+        if request.prefix_cached_s is None or not request.prefix_read_ahead:
+            return 0.0
+        return request.prefix_cached_s * sum(sizes) / request.workers_of(length)[0]
 
     def simulation(
         self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]

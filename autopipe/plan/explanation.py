@@ -2,7 +2,8 @@
 
 A step's time is the sum of its parts. Each is what the step would save if the part cost nothing,
 but compute and bubble, which share the rest: compute is what a stage works on average, bubble what
-it waits for others' work.
+it waits for others' work. Reading is what stage 0 waits for rows that are read ahead; where it
+does, the other parts are those of the step without the wait.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StepParts:
     all_reduce_s: float
     update_s: float
     overhead_s: float
+    reading_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class ExplainedPlan:
 
 
 def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> ExplainedPlan:
+    whole = plan
+    if request.prefix_read_ahead and request.prefix_cached_s is not None:
+        request = replace(request, prefix_cached_s=0.0)
+        plan = replace(plan, predicted_step_s=_step_s(profile, request, plan))
     unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
@@ -78,20 +84,25 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
         all_reduce_s=_saved_s(unsummed, request, plan),
         update_s=_saved_s(replace(profile, optimizer_s_per_byte=0.0), request, plan),
         overhead_s=_saved_s(replace(profile, step_overhead_s=0.0), request, plan),
+        reading_s=whole.predicted_step_s - plan.predicted_step_s,
     )
-    return ExplainedPlan(plan, parts, simulation, request.workers_of(plan.length))
+    return ExplainedPlan(whole, parts, simulation, request.workers_of(plan.length))
 
 
 def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
     """Return how much shorter the plan's step is on a cheaper profile."""
-    step_s = predict(
-        cheaper,
+    return plan.predicted_step_s - _step_s(cheaper, request, plan)
+
+
+def _step_s(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
+    """Predict the plan's step anew."""
+    return predict(
+        profile,
         request,
         boundaries=plan.boundaries,
         num_micro_batches=plan.num_micro_batches,
         schedule=plan.schedule,
     ).predicted_step_s
-    return plan.predicted_step_s - step_s
 
 
 def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> list[PipelinePlan]:

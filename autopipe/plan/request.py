@@ -25,7 +25,7 @@ class PipelinePlan:
         schedule: a name of `schedule.SCHEDULES`.
         peak_bytes: modelled bytes of each stage.
         fetch_s: those of the seconds in which stage 0 gets the step's samples behind the frozen
-            prefix.
+            prefix, or waits for those that are read ahead.
     """
 
     length: int
@@ -42,8 +42,12 @@ class PipelinePlan:
         return self.predicted_step_s - self.fetch_s
 
     def lengthened(self, factor: float) -> PipelinePlan:
-        """Return the plan with a prediction in which training takes longer by a factor."""
-        return replace(self, predicted_step_s=self.fetch_s + factor * self.training_s)
+        """Return the plan with a prediction in which all takes longer by a factor."""
+        return replace(
+            self,
+            predicted_step_s=factor * self.predicted_step_s,
+            fetch_s=factor * self.fetch_s,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +67,8 @@ class PlanRequest:
         memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
         prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
             are computed in each step.
+        prefix_read_ahead: whether they are read while the step before computes: reading then takes
+            time only where it takes longer than that step.
         prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
             micro-batch's.
         round_bytes: what a transition brings a rank at a time; 0 where none can come.
@@ -86,6 +92,7 @@ class PlanRequest:
     num_frozen: int
     memory_limit_bytes: int | None = None
     prefix_cached_s: float | None = None
+    prefix_read_ahead: bool = False
     prefix_chunk: int | None = None
     round_bytes: int = 0
     lengths: tuple[int, ...] | None = None

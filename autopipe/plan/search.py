@@ -259,12 +259,13 @@ def _plan(model: StepModel, candidate: _Candidate) -> PipelinePlan:
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
     peak_bytes = per_part(model.stage_bytes(sizes, length, name), split)
+    seconds = model.step_s(name, sizes, split)
     return PipelinePlan(
         length,
         tuple(model.first_active + unit for unit in split),
         len(sizes),
         name,
-        model.step_s(name, sizes, split),
+        seconds.step_s,
         tuple(map(int, peak_bytes)),
-        model.fetch_s(sizes, length),
+        seconds.fetch_s,
     )

@@ -44,6 +44,7 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         num_slots,
         values["memory_bytes"],
         measured.cache_bytes_per_s,
+        reads_ahead=values["device"] == "cuda",
     )
 
 

@@ -13,7 +13,7 @@ from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.planning import complete_request, usual_prefix_chunk
+from pipetransformer.planning import RowRates, complete_request, usual_prefix_chunk
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Place:
         num_slots, slots_per_node: device slots that would train.
         memory_bytes: of a slot; None where it is not known.
         cache_bytes_per_s: at which cached activations are read; None where it is not known.
+        reads_ahead: whether they are read while the step before computes, as on a GPU.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Place:
     slots_per_node: int
     memory_bytes: int | None
     cache_bytes_per_s: float | None
+    reads_ahead: bool = False
 
     @property
     def nodes(self) -> int:
@@ -55,6 +57,7 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
         cluster.slots_per_node,
         cluster.memory_bytes,
         cluster.cache_bytes_per_s,
+        reads_ahead=True,
     )
 
 
@@ -112,5 +115,8 @@ def make_request(
         prefix_chunk=usual_prefix_chunk(global_batch, place.num_slots),
         stage_workers=stage_workers,
     )
-    rate = place.cache_bytes_per_s if cached else None
-    return complete_request(request, place.profile, cache_bytes_per_s=rate)
+    rate, rows = place.cache_bytes_per_s, None
+    if cached and rate is not None:
+        # What is read without end pays for any writing.
+        rows = RowRates(rate, rate, place.reads_ahead)
+    return complete_request(request, place.profile, rows=rows)

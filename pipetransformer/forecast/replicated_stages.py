@@ -105,6 +105,9 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
         frozen_s = profile.prefix_s(request.num_frozen, minibatch)
     else:
         frozen_s = minibatch * request.prefix_cached_s
+        if request.prefix_read_ahead:
+            # It cannot hide behind more than all that trains.
+            frozen_s = max(0.0, frozen_s - sum(node.compute_s for node in chain.nodes[first:]))
     active = chain.without({node.name for node in chain.nodes[:first]})
     bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
     graph = LayerGraph((bottom, *active.nodes[1:]), active.edges)

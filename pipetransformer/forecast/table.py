@@ -20,6 +20,7 @@ _PART_NAMES = {
     "all_reduce_s": "all-reduce",
     "update_s": "update",
     "overhead_s": "overhead",
+    "reading_s": "reading",
 }
 _PLAN_COLUMNS = ("K", "R", "M", "schedule", "step ms", "samples/s")
 
@@ -101,7 +102,9 @@ def parts_text(explained: ExplainedPlan) -> str:
     """State a step's parts as shares of it."""
     parts = asdict(explained.parts)
     return ", ".join(
-        f"{name} {_share(explained, parts[key])}" for key, name in _PART_NAMES.items()
+        f"{name} {_share(explained, parts[key])}"
+        for key, name in _PART_NAMES.items()
+        if key != "reading_s" or parts[key] > 0
     )
 
 

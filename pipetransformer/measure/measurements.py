@@ -62,20 +62,32 @@ class Measurements:
 
     Args:
         profile: costs of sublayers, links and the rest.
-        cache_bytes_per_s: the rate at which a cached row can be read.
+        cache_bytes_per_s: at which cached rows are read from the node's store to this device; on a
+            GPU by a thread, as it happens beside a step.
+        cache_write_bytes_per_s: at which rows are written there for the first time; None in
+            measurements that an older version kept.
+        cache_device_bytes_per_s: at which rows are read that lie in a GPU's memory; None likewise,
+            and without one.
     """
 
     profile: Profile
     cache_bytes_per_s: float
+    cache_write_bytes_per_s: float | None = None
+    cache_device_bytes_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"profile": self.profile.to_json(), "cache_bytes_per_s": self.cache_bytes_per_s}
+        return {"profile": self.profile.to_json(), **{n: getattr(self, n) for n in _RATES}}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Measurements:
         """Rebuild measurements from `to_json`."""
-        return Measurements(Profile.from_json(values["profile"]), values["cache_bytes_per_s"])
+        rates = {name: values.get(name) for name in _RATES[1:]}
+        profile = Profile.from_json(values["profile"])
+        return Measurements(profile, values["cache_bytes_per_s"], **rates)
+
+
+_RATES = ("cache_bytes_per_s", "cache_write_bytes_per_s", "cache_device_bytes_per_s")
 
 
 def measure(
@@ -111,13 +123,13 @@ def measure(
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     # Workers read while stages compute.
     fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
-    cached_fetch_s, cached_byte_s = measure_rows(task.config.cache_folder)
+    rows = measure_rows(task.config.cache_folder, world.device)
     own = Profile(
         batch_sizes=tuple(batches),
         sublayers=costs,
         read_s=read_s,
         fetch_s=fetch_s,
-        cached_fetch_s=cached_fetch_s,
+        cached_fetch_s=rows.call_s,
         idle_node_share=idle_node_share,
         optimizer_s_per_byte=update_s,
         step_overhead_s=2 * messages.agreement_s,
@@ -130,7 +142,9 @@ def measure(
         ),
         uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
     )
-    agreed = _agree(Measurements(own, 1 / cached_byte_s), world)
+    on_device = rows.device_byte_s
+    rates = 1 / rows.read_byte_s, 1 / rows.write_byte_s, on_device and 1 / on_device
+    agreed = _agree(Measurements(own, *rates), world)
     return replace(agreed, profile=agreed.profile.smoothed())
 
 
@@ -161,8 +175,10 @@ def _agree(own: Measurements, world: World) -> Measurements:
         Measurements.from_json(one) for one in gather_json(own.to_json(), group=world.group)
     ]
     merged = merge_profiles([one.profile for one in all_own])
-    rate = sorted(one.cache_bytes_per_s for one in all_own)[len(all_own) // 2]
-    agreed = Measurements(merged, rate).to_json()
+    agreed: dict[str, Any] = {"profile": merged.to_json()}
+    for name in _RATES:
+        each = [getattr(one, name) for one in all_own]
+        agreed[name] = None if None in each else sorted(each)[len(each) // 2]
     return Measurements.from_json(broadcast_json(agreed, group=world.group))
 
 

@@ -1,4 +1,4 @@
-"""Time the reading of samples, and of rows that stand for the frozen layers' activations."""
+"""Time the reading of samples, and reading and writing rows of the frozen layers' activations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _ROW = RowField(HIDDEN, (1 << 14,), torch.float32)
 """A row of 64 KiB, as a few dozen tokens have it."""
 
 _NUM_ROWS, _FETCHED = 256, 64
+_TURNS = 7
 _MEMORY = Path("/dev/shm")
 
 
@@ -35,32 +38,89 @@ def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, 
     return max(0.0, one_s - sample_s), sample_s
 
 
-def measure_rows(folder: str | Path) -> tuple[float, float]:
-    """Return the seconds of fetching cached rows, a call and a byte.
+@dataclass(frozen=True)
+class RowTimes:
+    """Hold what rows of the cache take.
+
+    Args:
+        call_s: fetching any of them.
+        read_byte_s: fetching a byte from the store to the device.
+        write_byte_s: writing one there from the device, into memory never used before.
+        device_byte_s: reading one in the device's own memory; None on a CPU, where that is the
+            store's.
+    """
+
+    call_s: float
+    read_byte_s: float
+    write_byte_s: float
+    device_byte_s: float | None
+
+
+def measure_rows(folder: str | Path, device: torch.device) -> RowTimes:
+    """Time the cache's rows as training uses them; on a GPU a thread reads them ahead.
 
     Args:
         folder: where the cache's file is to be. On a disk its own rate counts: what fits memory
-            needs no disk.
+            needs no disk. It is taken to write as fast as it reads.
+        device: on which is trained.
     """
+    reads_ahead = device.type == "cuda"
     with RowStore.in_memory(RowLayout((_ROW,)), _NUM_ROWS) as store:
-        rows = torch.zeros(_NUM_ROWS, *_ROW.shape, dtype=_ROW.dtype)
-        store.write(torch.arange(_NUM_ROWS), 1, {HIDDEN: rows})
+        write_s = _write_s(store, device)
         cache = PrefixCache(
             _never,
             chunk_size=1,
             store=store,
             stamps=[1],
-            device=torch.device("cpu"),
+            device=device,
             content=RowContent((), checked=False),
         )
+        with closing(cache):
+            call_s, read_s = _fetch_s(cache, reads_ahead=reads_ahead)
+    disk_s = disk_byte_s(Path(folder))
+    on_device = _select_s(device) if reads_ahead else None
+    return RowTimes(call_s, read_s + disk_s, write_s + disk_s, on_device)
 
-        def fetch(ids: Tensor) -> Batch:
-            return cache.fetch(ids, _never, depth=1)
 
-        order = torch.randperm(_NUM_ROWS, generator=torch.Generator().manual_seed(0))
-        one_s, many_s = (_seconds(fetch, order[:num]) for num in (1, _FETCHED))
+def _fetch_s(cache: PrefixCache, *, reads_ahead: bool) -> tuple[float, float]:
+    """Return the seconds of fetching rows, a call and a byte, which a thread may read ahead."""
+
+    def fetch(ids: Tensor) -> Batch:
+        return cache.fetch(ids, _never, depth=1)
+
+    def fetch_ahead(ids: Tensor) -> Batch:
+        cache.read_ahead(ids, depth=1)
+        return fetch(ids)
+
+    order = _any_order()
+    one_s = _seconds(fetch, order[:1])
+    many_s = _seconds(fetch_ahead if reads_ahead else fetch, order[:_FETCHED])
     byte_s = many_s / (_FETCHED * _ROW.num_bytes)  # A difference of both could be mere noise.
-    return max(0.0, one_s - byte_s * _ROW.num_bytes), byte_s + disk_byte_s(Path(folder))
+    return max(0.0, one_s - byte_s * _ROW.num_bytes), byte_s
+
+
+def _write_s(store: RowStore, device: torch.device) -> float:
+    """Fill a new store; return the seconds of writing a byte."""
+    num = _NUM_ROWS // (_TURNS + 1)
+    hidden = torch.ones(num, *_ROW.shape, dtype=_ROW.dtype, device=device)
+    # Other rows each time: the first touch of a page is part of writing it.
+    parts = iter(torch.arange(_NUM_ROWS).split(num))
+    seconds = typical_s(
+        lambda: store.write(next(parts), 1, {HIDDEN: hidden}), repeats=_TURNS, before=displacer()
+    )
+    return seconds / (num * _ROW.num_bytes)
+
+
+def _select_s(device: torch.device) -> float:
+    """Return the seconds of reading a byte of rows that lie in a device's memory."""
+    table = torch.ones(_NUM_ROWS, *_ROW.shape, dtype=_ROW.dtype, device=device)
+    order = _any_order().to(device)
+    seconds = typical_s(lambda: table.index_select(0, order), repeats=_TURNS, before=displacer())
+    return seconds / table.nbytes
+
+
+def _any_order() -> Tensor:
+    return torch.randperm(_NUM_ROWS, generator=torch.Generator().manual_seed(0))
 
 
 def disk_byte_s(folder: Path) -> float:
@@ -77,7 +137,7 @@ def disk_byte_s(folder: Path) -> float:
             file.write(os.urandom(_NUM_ROWS * _ROW.num_bytes))
             file.flush()
             os.fsync(file.fileno())
-            order = torch.randperm(_NUM_ROWS, generator=torch.Generator().manual_seed(0))
+            order = _any_order()
 
             def forget() -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -92,7 +152,7 @@ def disk_byte_s(folder: Path) -> float:
 
 
 def _seconds(read: Callable[[Tensor], Batch], ids: Tensor) -> float:
-    return typical_s(lambda: read(ids), repeats=7, before=displacer())
+    return typical_s(lambda: read(ids), repeats=_TURNS, before=displacer())
 
 
 def _never(*_: object) -> Any:

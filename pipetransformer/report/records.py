@@ -21,7 +21,8 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
 
 Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the
 number of stages of a pipeline. What steps took before a transition, and its outcome, are without
-fetching samples. A number that is not finite is null, because JSON has none.
+what filling a cache adds once, and without waiting for workers. A number that is not finite is
+null, because JSON has none.
 """
 
 from __future__ import annotations

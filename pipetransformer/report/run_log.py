@@ -190,7 +190,7 @@ class RunLog:
             bytes_moved=change.bytes_moved,
             predicted_seconds=change.predicted_s,
             predicted_step_s=plan.predicted_step_s,
-            predicted_step_before_s=before.plan.training_s if before else None,
+            predicted_step_before_s=before.plan.predicted_step_s if before else None,
             measured_step_before_s=change.step_before_s,
             resting=list(decision.resting),
             reason=decision.reason,
@@ -202,12 +202,12 @@ class RunLog:
             self._bar.write(f"step {decision.step}: {was} -> {now}")
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
-        """Note what steps take without fetching samples, beside what was predicted."""
+        """Note what steps take in the long run, beside what was predicted."""
         self._record(
             "outcome",
             step,
             changed_step=self._changed_step,
-            predicted_step_s=decision.plan.training_s,
+            predicted_step_s=decision.plan.predicted_step_s,
             measured_step_s=measured_step_s,
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autocache import CacheStats
 from autodp import largest_incoming_bytes, plan_moves
 from autopipe.plan import PipelinePlan
 from autopipe.profile import Profile
@@ -35,39 +36,96 @@ _FRESH = 3.0
 transition has told."""
 
 
-class Pace:
-    """Watch the steps of one plan, apart from fetching their samples.
+@dataclass(frozen=True)
+class SteadyStep:
+    """Hold what a step takes in the long run: without what filling a cache adds once, and without
+    waiting for workers or for checks of cached samples.
 
-    While a cache fills, fetching says nothing of the plan; and it takes as long under another.
+    Args:
+        seconds: of all of it.
+        fetch_s: those in which stage 0 gets its samples behind the frozen prefix.
     """
+
+    seconds: float
+    fetch_s: float = 0.0
+
+    @property
+    def training_s(self) -> float:
+        return self.seconds - self.fetch_s
+
+
+def steady_step(
+    took: Mapping[str, float],
+    stats: CacheStats,
+    plan: PipelinePlan,
+    *,
+    uses_cache: bool,
+    has_workers: bool,
+    on_cpu: bool,
+) -> SteadyStep:
+    """Return what a step would take in the long run; what it cannot tell is as predicted.
+
+    Args:
+        took: this rank's seconds of the step, by what they were spent on.
+        stats: of the step.
+        plan: which it followed.
+        uses_cache: whether what the prefix computes is kept.
+        has_workers: whether others read the data set.
+        on_cpu: whether layers are computed when they are called, and not only launched.
+    """
+    data_s, runs_prefix = took["data"], stats.misses + stats.upgrades > 0
+    training_s = sum(took.values()) - data_s
+    if uses_cache and runs_prefix:
+        if not on_cpu:  # What was launched is waited for later, among what trains.
+            return SteadyStep(plan.predicted_step_s, plan.fetch_s)
+        return SteadyStep(training_s + plan.fetch_s, plan.fetch_s)
+    fetch_s = stats.seconds if uses_cache or has_workers else data_s
+    seconds = training_s + fetch_s
+    if runs_prefix and not on_cpu:
+        fetch_s = seconds * plan.fetch_s / max(plan.predicted_step_s, 1e-9)
+    return SteadyStep(seconds, fetch_s)
+
+
+class Pace:
+    """Watch the steps of one plan."""
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._recent: deque[SteadyStep] = deque(maxlen=_WINDOW)
         self._computed: deque[float] = deque(maxlen=_WINDOW)
 
-    def note(self, seconds: float, computed_s: float) -> bool:
+    def note(self, step: SteadyStep, computed_s: float) -> bool:
         """Take a step; return whether it is known now, and was not before, what they take.
 
         Args:
-            seconds: of the step, without fetching samples.
-            computed_s: those of them in which this rank computed.
+            step: what it takes in the long run.
+            computed_s: in how many of its seconds this rank computed.
         """
         self._num_steps += 1
         if self._num_steps > _WARM_UP:
-            self._recent.append(seconds)
+            self._recent.append(step)
             self._computed.append(computed_s)
         return self._num_steps == REVIEW_STEPS
 
     @property
     def median_s(self) -> float | None:
         """Return what a step of this plan takes of late; None before there are enough of them."""
-        return statistics.median(self._recent) if len(self._recent) == _WINDOW else None
+        return self._median_s(lambda step: step.seconds)
+
+    @property
+    def training_s(self) -> float | None:
+        """Return what of that is not fetching: it tells how fast computing is."""
+        return self._median_s(lambda step: step.training_s)
 
     @property
     def computed_s(self) -> float:
         """Return in how many of these seconds this rank computed."""
         return statistics.median(self._computed)
+
+    def _median_s(self, part: Callable[[SteadyStep], float]) -> float | None:
+        if len(self._recent) < _WINDOW:
+            return None
+        return statistics.median(map(part, self._recent))
 
 
 @dataclass

@@ -111,8 +111,8 @@ class Decider:
         Args:
             clock: of the coming step.
             left: the plan that was left for the current one.
-            measured_s: what steps of the current one take, without fetching samples; None where
-                that is not known.
+            measured_s: what steps of the current one take in the long run; None where that is not
+                known.
         """
         return self._publish(clock.step, lambda: self._review(clock, left, measured_s))
 
@@ -213,13 +213,13 @@ class Decider:
             return kept
         back = self.planner.same_stages(clock, current, left)
         # Told apart from a machine that became slower by how soon the one followed the other.
-        slower = measured_s / max(current.plan.training_s, 1e-9)
+        slower = measured_s / max(current.plan.predicted_step_s, 1e-9)
         self.planner.calibration.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
-        if back is None or measured_s <= (1 + _NOISE) * back.training_s:
+        if back is None or measured_s <= (1 + _NOISE) * back.predicted_step_s:
             return kept
         reason = (
             f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
-            f"a step, instead of {back.training_s:.3g} s"
+            f"a step, instead of {back.predicted_step_s:.3g} s"
         )
         return replace(kept, plan=back, reason=reason)

@@ -8,12 +8,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
+
 from autodp import gather_json
 from autopipe.plan import PipelinePlan, PlanRequest, stage_compute_s
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import (
     PlanSituation,
+    RowRates,
     complete_request,
     of_length,
     planner_of,
@@ -24,6 +27,25 @@ from pipetransformer.processes import World
 from pipetransformer.stage import BatchCut
 from pipetransformer.transition.costs import Calibration, TransitionCost, rested
 from pipetransformer.transition.decision import Decision
+
+
+def row_rates(
+    measured: Measurements, device: torch.device, *, rows_lie_on: torch.device
+) -> RowRates:
+    """Return how fast rows of the cache are read and written.
+
+    Args:
+        device: on which is trained.
+        rows_lie_on: where they will be. In a GPU's own memory they are copied within it, either
+            way, and nobody needs to read them ahead.
+    """
+    on_device = measured.cache_device_bytes_per_s
+    if rows_lie_on.type == "cuda" and on_device is not None:
+        return RowRates(on_device, on_device)
+    read = measured.cache_bytes_per_s
+    # What an older version measured holds no other rate: writing took as long as reading there.
+    write = measured.cache_write_bytes_per_s or read
+    return RowRates(read, write, reads_ahead=device.type == "cuda")
 
 
 class RunPlanner:
@@ -169,7 +191,9 @@ class RunPlanner:
             config.global_batch_size,
             num_frozen,
             memory_limit_bytes=self._memory_limit_bytes,
-            prefix_chunk=config.prefix_chunk_of(self._world.size),
+            prefix_chunk=config.prefix_chunk_of(
+                self._world.size, on_gpu=self._world.device.type == "cuda"
+            ),
             lengths=self._lengths(num_frozen),
             max_replicas=config.most_replicas(),
             stage_workers=self._world.stage_workers,
@@ -177,13 +201,19 @@ class RunPlanner:
             micro_batch_size=config.micro_batch_size,
             schedules=(config.schedule,) if config.schedule else PlanRequest.schedules,
         )
-        rate = measured.cache_bytes_per_s if self._may_cache() else None
+        rows = None
+        if self._may_cache():
+            rows = row_rates(measured, self._world.device, rows_lie_on=self._rows_lie_on())
         return complete_request(
             request,
             measured.profile,
-            cache_bytes_per_s=rate,
+            rows=rows,
             reads_a_row=self._reads_a_row(clock, current),
         )
+
+    def _rows_lie_on(self) -> torch.device:
+        """Return where the cache's rows will be: in the node's memory, or on its disk."""
+        return torch.device("cpu")
 
     def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
         """Return how often a sample comes again in the run, after it was computed and stored."""

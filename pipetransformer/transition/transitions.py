@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from autocache import CacheStats
 from autodp import gather_json
 from autopipe.plan import PipelinePlan, PlanRequest
 from freeze import FreezeContext, FreezePolicy
@@ -19,7 +20,7 @@ from pipetransformer.measure import Measurements, measure
 from pipetransformer.position import Clock, Timeline
 from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
 from pipetransformer.stage import StepResult
-from pipetransformer.transition.costs import REVIEW_STEPS, Pace
+from pipetransformer.transition.costs import REVIEW_STEPS, Pace, steady_step
 from pipetransformer.transition.decider import Decider
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.deployment import Deployment
@@ -37,8 +38,7 @@ class Change:
         seconds: deciding and carrying out.
         predicted_s: what carrying out was predicted to take.
         bytes_moved: what all ranks received.
-        step_before_s: what steps took of late, without fetching samples; None where that is not
-            known.
+        step_before_s: what steps took of late, in the long run; None where that is not known.
         context: what the policy has seen, on rank 0; None where it was not asked.
         look_s: seconds of a forward of the probe batch.
         observe_s: seconds of reading all signals, a look included.
@@ -165,7 +165,7 @@ class Transitions:
         """
         current = self.decider.current
         if current is None or self.timeline.decision_due(current.step):
-            if current is not None and (measured_s := self._pace.median_s) is not None:
+            if current is not None and (measured_s := self._pace.training_s) is not None:
                 self.decider.planner.calibrate(
                     self.clock(), current, measured_s=measured_s, computed_s=self._pace.computed_s
                 )
@@ -190,11 +190,23 @@ class Transitions:
         if self._observing.probe is not None:
             self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
 
-    def note_step(self, result: StepResult, learning_rate: float) -> float | None:
+    def note_step(
+        self, result: StepResult, stats: CacheStats, learning_rate: float
+    ) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
-        took, self._has_just_measured = result.breakdown, False
+        self._has_just_measured = False
         self._observing.note_step(result.loss, learning_rate)
-        known = self._pace.note(result.seconds - took["data"], took["compute"])
+        decision = self.decider.current
+        assert decision is not None
+        step = steady_step(
+            result.breakdown,
+            stats,
+            decision.plan,
+            uses_cache=decision.use_cache,
+            has_workers=self._task.config.num_workers > 0,
+            on_cpu=self._world.device.type == "cpu",
+        )
+        known = self._pace.note(step, result.breakdown["compute"])
         return self._pace.median_s if known else None
 
     def close(self) -> None:

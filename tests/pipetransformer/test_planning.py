@@ -13,7 +13,12 @@ from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan, published_plan
-from pipetransformer.planning import complete_request, fastest_per_sample, planner_of
+from pipetransformer.planning import (
+    RowRates,
+    complete_request,
+    fastest_per_sample,
+    planner_of,
+)
 from tests import costs
 from tests.costs import sums
 
@@ -244,26 +249,58 @@ def test_a_plan_is_named_or_a_function() -> None:
 
 
 # A frozen layer takes 1 s a sample and leaves 400 bytes: read at 1,000 bytes/s they take 0.4 s, so
-# that a row saves 0.6 s each time it is read, and costs 0.4 s to write.
+# that a row saves 0.6 s each time it is read.
 @pytest.mark.parametrize(
-    ("rate", "reads", "is_cached"),
+    ("read", "write", "reads", "is_cached"),
     [
-        (1000.0, math.inf, True),
-        (1000.0, 1.0, True),
-        (1000.0, 0.6, False),
-        (1000.0, 0.0, False),
-        (399.0, math.inf, False),
-        (None, math.inf, False),
+        (1000.0, 1000.0, math.inf, True),
+        (1000.0, 1000.0, 1.0, True),
+        (1000.0, 1000.0, 0.6, False),
+        (1000.0, 1000.0, 0.0, False),
+        # Writing it takes 2 s.
+        (1000.0, 200.0, 3.0, False),
+        (1000.0, 200.0, 4.0, True),
+        (1000.0, 200.0, math.inf, True),
+        (399.0, 1000.0, math.inf, False),
+        (None, 1000.0, math.inf, False),
     ],
 )
 def test_activations_are_cached_where_reading_them_pays_for_writing_them(
-    rate: float | None, reads: float, is_cached: bool
+    read: float | None, write: float, reads: float, is_cached: bool
 ) -> None:
     frozen = costs.profile(
         *(costs.sublayer(layer, forward_s=2.0, output_bytes=400.0) for layer in range(4))
     )
     request = PlanRequest(2, 2, 8, 1, prefix_chunk=1)
-    completed = complete_request(request, frozen, cache_bytes_per_s=rate, reads_a_row=reads)
+    rows = None if read is None else RowRates(read, write)
+    completed = complete_request(request, frozen, rows=rows, reads_a_row=reads)
     assert completed.prefix_cached_s == (pytest.approx(0.4) if is_cached else None)
     none = dataclasses.replace(request, num_frozen=0)
-    assert complete_request(none, frozen, cache_bytes_per_s=rate).prefix_cached_s is None
+    assert complete_request(none, frozen, rows=rows).prefix_cached_s is None
+
+
+# The frozen layer takes 1 s a sample; the three others train for 3 x (2 + 4) s, in a stage alone
+# or in three.
+@pytest.mark.parametrize(
+    ("read_s", "longest", "reads", "is_cached"),
+    [
+        (18.5, 1, math.inf, True),  # Of which 0.5 s show: as much as computing saves.
+        (19.5, 1, math.inf, False),
+        (6.5, 3, math.inf, True),
+        (7.5, 3, math.inf, False),
+        # Hidden, reading saves all of the second; writing takes as long as reading.
+        (17.0, 1, 18.0, True),
+        (17.0, 1, 16.0, False),
+    ],
+)
+def test_rows_that_are_read_ahead_save_what_does_not_exceed_the_shortest_stage(
+    read_s: float, longest: int, reads: float, is_cached: bool
+) -> None:
+    profile = costs.profile(
+        *(costs.sublayer(n, forward_s=2.0, output_bytes=1.0) for n in range(4))
+    )
+    request = PlanRequest(3, 3, 8, 1, prefix_chunk=1, lengths=(longest,))
+    rows = RowRates(1 / read_s, 1 / read_s, reads_ahead=True)
+    completed = complete_request(request, profile, rows=rows, reads_a_row=reads)
+    assert completed.prefix_read_ahead == is_cached
+    assert completed.prefix_cached_s == (pytest.approx(read_s) if is_cached else None)

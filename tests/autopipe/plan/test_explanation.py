@@ -101,3 +101,20 @@ def test_no_part_is_negative_where_messages_cost_their_ends_and_neighbours_slow_
     parts = explain(profile, request, plan).parts
     assert min(vars(parts).values()) > -1e-12, parts
     assert sum(asdict(parts).values()) == pytest.approx(plan.predicted_step_s)
+
+
+def test_what_stage_0_waits_for_rows_is_a_part_of_its_own() -> None:
+    def parts(read_s: float) -> StepParts:
+        request = PlanRequest(
+            2, 2, global_batch=2, num_frozen=1, prefix_cached_s=read_s, prefix_read_ahead=True
+        )
+        plan = predict(PROFILE, request, boundaries=(1, 2), num_micro_batches=1, schedule="gpipe")
+        explained = explain(PROFILE, request, plan)
+        assert sum(asdict(explained.parts).values()) == pytest.approx(plan.predicted_step_s)
+        assert explained.plan == plan
+        return explained.parts
+
+    # Each of two replicas trains for 9 s, sums for 5 s and updates for 2 s, with 0.25 s beside.
+    hidden, shown = parts(16.0), parts(17.0)
+    assert hidden.reading_s == 0.0
+    assert shown == replace(hidden, reading_s=pytest.approx(0.75))

@@ -202,3 +202,32 @@ def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> 
     cached, computed = {"prefix_cached_s": 0.0}, {"prefix_chunk": 4}
     assert step_s(1, **cached) == step_s(4, **cached)
     assert step_s(1, **computed) == step_s(4, **computed) == step_s(1, **cached) + 93.0 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("read_s", "waits_s"),
+    [(0.0, 0.0), (7.0, 0.0), (9.0, 0.0), (9.5, 4.0), (20.0, 88.0)],
+)
+def test_rows_that_are_read_ahead_take_what_exceeds_the_rest_of_the_step(
+    read_s: float, waits_s: float
+) -> None:
+    # Two of four layers train 8 samples, for 3 s each; the fetch itself takes 7 s, and what
+    # follows the schedule 24 s.
+    wanted = request(
+        1, global_batch=8, num_frozen=2, prefix_cached_s=read_s, prefix_read_ahead=True
+    )
+    model = uniform(4, cached_fetch_s=7.0, step_overhead_s=24.0)
+    plan = plan_pipeline(model, wanted)
+    assert plan.predicted_step_s == pytest.approx(7.0 + 8 * 2 * 3 + 24.0 + waits_s)
+    assert plan.fetch_s == pytest.approx(7.0 + waits_s)
+
+
+def test_reading_ahead_decides_for_the_length_whose_ranks_read_less() -> None:
+    # Two stages pass 16 samples, of which the first must have all read; two replicas read 8 each.
+    def length(**changes: Any) -> int:
+        sum_s = sums(latency_s=30.0)
+        wanted = request(num_frozen=2, **changes)
+        return plan_pipeline(uniform(4, all_reduce=sum_s), wanted).length
+
+    assert length(prefix_cached_s=2.5, prefix_read_ahead=True) == 2
+    assert length(prefix_cached_s=6.0, prefix_read_ahead=True) == 1

@@ -202,6 +202,8 @@ def test_cached_prefix_is_read_where_that_is_faster(tmp_path: Path) -> None:
 
     computed = step_s(1e9, cached=False)
     assert step_s(1e9, cached=True) < computed
+    # A slower cache is hidden behind what trains, as on a GPU, until it takes longer than that.
+    assert step_s(1e9, cached=True) == step_s(1e8, cached=True)
     assert step_s(1.0, cached=True) == computed
 
 

@@ -116,13 +116,21 @@ def test_our_own_models_get_one_too(
     assert len(names) == 5 - int(frozen)
 
 
-@pytest.mark.parametrize(("cached_s", "bottom_s"), [(None, 8 * (3.0 + 2 * 0.5)), (0.125, 25.0)])
+@pytest.mark.parametrize(
+    ("cached_s", "ahead", "bottom_s"),
+    [
+        (None, False, 8 * (3.0 + 2 * 0.5)),
+        (0.125, False, 25.0),
+        (0.125, True, 24.0),
+        (7.0, True, 24.0 + 8 * 7 - 2 * 24),
+    ],
+)
 def test_frozen_layers_are_read_from_the_cache_where_ours_are(
-    cached_s: float | None, bottom_s: float
+    cached_s: float | None, ahead: bool, bottom_s: float
 ) -> None:
     # 8 samples a slot: a layer takes 3 s a sample, a frozen one 1/2 s, a row of the cache 1/8 s.
     place = Place("here", uniform(4), 2, 2, None, 1.0)
-    request = PlanRequest(2, 2, 16, 2, prefix_cached_s=cached_s)
+    request = PlanRequest(2, 2, 16, 2, prefix_cached_s=cached_s, prefix_read_ahead=ahead)
     found = replicate(place, request)
     assert [node.compute_s for node in found.graph.nodes] == [bottom_s, 24.0]
     # Sums are free, so that both slots do half of all the work.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 from typing import Any
@@ -173,7 +174,18 @@ def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
         assert min(*cost.forward_s, *cost.backward_s, *cost.frozen_s) > 0
     # The head's output is the loss, a float64 for the largest batch of 26 samples.
     assert [cost.output_bytes for cost in costs] == [64.0] * 5 + [8 / 26]
-    assert measured.cache_bytes_per_s > 0
+    assert measured.cache_bytes_per_s > 0 and measured.cache_write_bytes_per_s > 0
+    assert measured.cache_device_bytes_per_s is None
+
+
+def test_measurements_of_an_older_version_lack_the_rates_it_did_not_know() -> None:
+    measured = measure(make_task(global_batch_size=2), ALONE, read)
+    values = measured.to_json()
+    assert Measurements.from_json(values) == measured
+    for name in ("cache_write_bytes_per_s", "cache_device_bytes_per_s"):
+        del values[name]
+    older = dataclasses.replace(measured, cache_write_bytes_per_s=None)
+    assert Measurements.from_json(values) == older
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autocache import PrefixCache, RowContent, RowLayout, RowStore
 from autopipe.profile.profile import MeasuredChain, SublayerCost
 from pipetransformer.data.samples import Batch
 from pipetransformer.measure import reading_times
@@ -70,9 +72,54 @@ def test_reading_is_divided_into_the_call_and_the_samples(monkeypatch: pytest.Mo
 
 
 def test_a_cached_row_costs_a_call_and_its_bytes() -> None:
-    call_s, byte_s = measure_rows("/dev/shm")
-    assert 0.0 <= call_s < 0.1
-    assert 1e-12 <= byte_s < 1e-6
+    times = measure_rows("/dev/shm", CPU)
+    assert 0.0 <= times.call_s < 0.1
+    assert all(1e-12 <= byte_s < 1e-6 for byte_s in (times.read_byte_s, times.write_byte_s))
+    assert times.device_byte_s is None
+
+
+def test_rows_are_written_where_none_were_and_read_in_the_way_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Tensor] = []
+    ahead: list[Tensor] = []
+
+    def write(self: RowStore, ids: Tensor, *rows: Any, store: Any = RowStore.write) -> None:
+        written.append(ids)
+        store(self, ids, *rows)
+
+    def read_ahead(self: PrefixCache, ids: Tensor, *, depth: int) -> None:
+        ahead.append(ids)
+
+    monkeypatch.setattr(RowStore, "write", write)
+    monkeypatch.setattr(PrefixCache, "read_ahead", read_ahead)
+    measure_rows("/dev/shm", CPU)
+    assert not ahead
+    ids = torch.cat(written)
+    assert torch.equal(ids, torch.arange(reading_times._NUM_ROWS)) and len(written) > 1
+    with RowStore.in_memory(RowLayout((reading_times._ROW,)), len(ids)) as store:
+        reading_times._write_s(store, CPU)
+        content = RowContent((), checked=False)
+        cache = PrefixCache(
+            reading_times._never, chunk_size=1, store=store, stamps=[1], device=CPU,
+            content=content,
+        )  # fmt: skip
+        reading_times._fetch_s(cache, reads_ahead=True)
+    assert ahead and {len(one) for one in ahead} == {reading_times._FETCHED}
+
+
+def test_rows_in_a_device_s_memory_are_timed_by_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_times, "typical_s", lambda action, **_: float(action().nbytes))
+    assert reading_times._select_s(CPU) == 1.0
+
+
+@pytest.mark.cuda
+def test_rows_are_read_written_and_selected_on_a_gpu() -> None:
+    times = measure_rows("/dev/shm", torch.device("cuda"))
+    assert 0.0 <= times.call_s < 0.1
+    assert times.device_byte_s is not None
+    assert 1e-14 < times.device_byte_s < times.read_byte_s < 1e-6
+    assert 1e-12 < times.write_byte_s < 1e-6
 
 
 def test_a_row_on_a_disk_costs_what_the_disk_takes(
@@ -84,7 +131,7 @@ def test_a_row_on_a_disk_costs_what_the_disk_takes(
 
     monkeypatch.setattr(os, "pread", slow)
     monkeypatch.setattr(reading_times, "_MEMORY", Path("/proc"))  # Even where /tmp is in memory.
-    assert measure_rows(tmp_path)[1] > 1e-3 / (1 << 16)
+    assert measure_rows(tmp_path, CPU).read_byte_s > 1e-3 / (1 << 16)
     assert disk_byte_s(tmp_path / "missing") == 0.0
     monkeypatch.setattr(reading_times, "_MEMORY", tmp_path)
     assert disk_byte_s(tmp_path) == 0.0

@@ -12,7 +12,7 @@ from autopipe.plan.request import PipelinePlan
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, planning
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
-from pipetransformer.transition.costs import REVIEW_STEPS, Pace
+from pipetransformer.transition.costs import REVIEW_STEPS, Pace, SteadyStep
 from pipetransformer.transition.decision import Decision
 from pipetransformer.transition.transitions import Review
 from tests.models import tiny_data, tiny_model
@@ -21,7 +21,7 @@ from tests.pool import Pool
 
 def watch(pace: Pace, *seconds: float) -> list[int]:
     """Note steps; return the positions at which the outcome became known."""
-    return [n for n, one in enumerate(seconds) if pace.note(one, one / 2)]
+    return [n for n, one in enumerate(seconds) if pace.note(SteadyStep(one), one / 2)]
 
 
 def test_the_outcome_is_the_median_after_warming_up_and_known_once() -> None:
@@ -106,11 +106,11 @@ def pipelines_of(
         boundaries = (first, last) if length == 1 else (first, (first + last) // 2, last)
         return PipelinePlan(length, boundaries, 2, "1f1b", 1.0, (0,) * length)
 
-    def note(pace: Pace, seconds: float, computed_s: float, known: Any = Pace.note) -> bool:
+    def note(pace: Pace, step: SteadyStep, computed_s: float, known: Any = Pace.note) -> bool:
         # As predicted: what live steps calibrate is then the prediction itself.
         stage = trainer._run.deployment.active_stage
         factor = slowness if stage.topology.length == 2 else 1.0
-        return bool(known(pace, factor, 0.0))
+        return bool(known(pace, SteadyStep(factor), 0.0))
 
     made: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(), "freeze": FreezeSchedule([0, 0]), "plan": name or plan,

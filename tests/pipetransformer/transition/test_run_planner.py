@@ -17,12 +17,14 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
+from pipetransformer.planning import RowRates
 from pipetransformer.position import Clock
 from pipetransformer.processes.world import World
 from pipetransformer.transition import run_planner
 from pipetransformer.transition.costs import Calibration
 from pipetransformer.transition.decision import Decision
-from pipetransformer.transition.run_planner import RunPlanner
+from pipetransformer.transition.run_planner import RunPlanner, row_rates
+from tests import costs
 from tests.costs import uniform
 from tests.models import tiny_model
 
@@ -127,3 +129,25 @@ def test_a_user_s_planner_must_return_the_micro_batches_that_their_size_makes() 
     bad = dataclasses.replace(two(None), boundaries=(1, 6))
     with pytest.raises(ValueError, match="first boundary is 1, but with 0 frozen layers"):
         plan_of(planner(plan=lambda situation: bad))
+
+
+def test_rates_of_rows_are_those_of_where_they_lie() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    measured = Measurements(uniform(2), 4.0, 2.0, 100.0)
+    assert row_rates(measured, cpu, rows_lie_on=cpu) == RowRates(4.0, 2.0, reads_ahead=False)
+    assert row_rates(measured, gpu, rows_lie_on=cpu) == RowRates(4.0, 2.0, reads_ahead=True)
+    assert row_rates(measured, gpu, rows_lie_on=gpu) == RowRates(100.0, 100.0)
+    older = Measurements(uniform(2), 4.0)
+    for lie_on in (cpu, gpu):
+        assert row_rates(older, gpu, rows_lie_on=lie_on) == RowRates(4.0, 4.0, reads_ahead=True)
+
+
+def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
+    # A sublayer takes 1/2 s a sample when frozen; a row of 64 bytes is read in 1/4 s and written
+    # in 10 s. 200 steps are 4 epochs, of which 3 read; 2,500 are 50.
+    profile = costs.profile(*(costs.sublayer(n, output_bytes=64.0) for n in range(6)))
+    one = planner(pipeline_length=1)
+    one.measurements = Measurements(profile, 256.0, 6.4)
+    short, long = (dataclasses.replace(CLOCK, step=0, max_steps=n) for n in (200, 2500))
+    assert one.request(short, 1, None).prefix_cached_s is None
+    assert one.request(long, 1, None).prefix_cached_s == 0.25
