@@ -108,10 +108,10 @@ class Evaluator:
         feed.prefix.look_closely()  # When training goes on.
         if feed is not self.feed:
             feed.close()
-        for totals in gather_json(own.totals, group=self._world.group):
+        for totals in gather_json(own.read(), group=self._world.group):
             for name, (total, count) in totals.items():
                 joined.add(name, total, count)
-        means = joined.totals.items()
+        means = joined.read().items()
         return {name: total / count if count else math.nan for name, (total, count) in means}
 
     def _feed_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from pipetransformer.adapters import LayeredModel
 from pipetransformer.config import TrainConfig
 from pipetransformer.loss import Loss
 from pipetransformer.optimizer import OptimizerFactory
-from pipetransformer.precision import DTYPES, call_in
+from pipetransformer.precision import DTYPES, computing_in, run_in
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,19 @@ class Task:
 
         Arguments and errors are those of `LayeredModel.call`.
         """
-        return call_in(self.computes_in, self.model, index, value, sides=sides)
+        given = value if isinstance(value, Tensor) else next(iter(value.values()))
+        with self.computing(given.device):
+            return self.run(index, value, sides=sides)
+
+    def computing(self, device: torch.device) -> AbstractContextManager[None]:
+        """Have several sublayers compute as the run does, each called by `run`."""
+        return computing_in(self.computes_in, device)
+
+    def run(
+        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run one sublayer within `computing`; see `call`."""
+        return run_in(self.computes_in, self.model, index, value, sides=sides)
 
 
 def trained_parameters(task: Task, indices: Iterable[int]) -> dict[str, nn.Parameter]:

@@ -14,6 +14,7 @@ sums of gradients and the optimizer are in float32, as the weights are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -26,7 +27,16 @@ DTYPES: Mapping[str | None, torch.dtype | None] = {
 """What sublayers compute in, by the names of `TrainConfig.precision`; None: as the weights are."""
 
 
-def call_in(
+def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
+    """Have sublayers compute in a dtype, as long as `run_in` is called for them."""
+    if dtype is None:
+        return nullcontext()
+    # A cache of cast weights would save nothing, as a call mostly uses a weight once. Without,
+    # the gradients of one that is used twice are added up in float32.
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def run_in(
     dtype: torch.dtype | None,
     model: LayeredModel,
     index: int,
@@ -34,20 +44,14 @@ def call_in(
     *,
     sides: Mapping[str, Tensor],
 ) -> Tensor:
-    """Run one sublayer in a dtype; other arguments and errors are those of `LayeredModel.call`.
+    """Run one sublayer within `computing_in`; other arguments are those of `LayeredModel.call`.
 
     Returns:
         what the sublayer returned; a floating output in this dtype, the last sublayer's in
         float32.
     """
-    if dtype is None:
-        return model.call(index, value, sides=sides)
-    given = value if isinstance(value, Tensor) else next(iter(value.values()))
-    # A cache of cast weights would save nothing, as a call mostly uses a weight once. Without,
-    # the gradients of one that is used twice are added up in float32.
-    with torch.autocast(given.device.type, dtype=dtype, cache_enabled=False):
-        output = model.call(index, value, sides=sides)
-    if not output.is_floating_point():
+    output = model.call(index, value, sides=sides)
+    if dtype is None or not output.is_floating_point():
         return output
     is_last = index == len(model.sublayers) - 1
     return output.to(torch.float32 if is_last else dtype)

@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autocache import CacheStats
 from autodp import gather_json
 from autopipe.trace import Span, Trace
 from freeze import (
@@ -72,7 +74,7 @@ from pipetransformer.refusals import (
 from pipetransformer.report import RunLog
 from pipetransformer.selection import Selection
 from pipetransformer.stage import StepResult
-from pipetransformer.transition import Change, Deployment, Transitions
+from pipetransformer.transition import Change, Decision, Deployment, Transitions
 from pipetransformer.unflushed import UnflushedStage
 from pipetransformer.verification import Verification, verify
 
@@ -102,6 +104,7 @@ class Run:
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
         self._stream: deque[StepResult] = deque()
+        self._untold: deque[Callable[[], None]] = deque()
         self._last_rate: float | None = None
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
         self.timeline = Timeline(
@@ -182,22 +185,53 @@ class Run:
         return metrics
 
     def note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
-        """Go on to the next step, and record what this one tells. Collective after an epoch."""
-        decision = self.transitions.decider.current
+        """Go on to the next step, and record what this one tells. Collective after an epoch.
+
+        What a GPU is still to compute is recorded a step late, or before whatever comes between
+        two steps.
+        """
+        decision, timeline = self.transitions.decider.current, self.timeline
         assert decision is not None
         self._last_rate = clock.learning_rate
         stats, report = self.feed.take_stats(), self.log.report
         report.cache_bytes = max(report.cache_bytes, self.feed.cache_bytes)
+        told = partial(self._record_step, result, stats, decision, clock, num_samples)
+        self._untold.append(told)
+        self._record_steps(but_last=not result.is_known)
+        timeline.advance(num_samples)
+        if result.stops:
+            timeline.stop()
+        if timeline.pauses or timeline.position.step == self.transitions.review_step:
+            self.settle()
+        if timeline.at_epoch_start:
+            self.log.epoch(timeline.position.step, timeline.position.epoch)
+
+    def settle(self) -> None:
+        """Wait for the last step, where it was not waited for, and record it.
+
+        Raises:
+            NonFiniteError: it came to a number that is not finite.
+        """
+        if self.deployment.stage is not None:
+            self.deployment.stage.settle()
+        self._record_steps(but_last=False)
+
+    def _record_steps(self, *, but_last: bool) -> None:
+        while len(self._untold) > but_last:
+            self._untold.popleft()()
+
+    def _record_step(
+        self,
+        result: StepResult,
+        stats: CacheStats,
+        decision: Decision,
+        clock: Clock,
+        num_samples: int,
+    ) -> None:
         self.log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
         usual_s = self.transitions.note_step(result, stats, clock.learning_rate)
         if usual_s is not None:
             self.log.outcome(clock.step, decision, usual_s)
-        timeline = self.timeline
-        timeline.advance(num_samples)
-        if result.stops:
-            timeline.stop()
-        if timeline.at_epoch_start:
-            self.log.epoch(timeline.position.step, timeline.position.epoch)
 
     def note_end(self) -> None:
         """Record the epoch in which the run is over, if it ended within one. Collective there."""
@@ -284,6 +318,8 @@ class Run:
         would blame them: then only this process's own things are put in order.
         """
         try:
+            if not failed:
+                self.settle()
             self.state.close(failed=failed)
         finally:
             if not failed:

@@ -295,6 +295,8 @@ class Trainer:
         refuse_surroundings(trains=trains)
         with own_random_numbers(self.world.device):
             self._events.tell_of_change(self._run.begin(trains=trains))
+            if not trains:
+                self._run.settle()
             yield
 
     def _step(self, trace: Trace | None = None) -> StepResult:

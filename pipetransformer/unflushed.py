@@ -24,7 +24,14 @@ from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
 from pipetransformer.loss import mean_of
 from pipetransformer.position import ComingStep
-from pipetransformer.stage import Stage, StepResult, StepSums, TrainWork, broken_down
+from pipetransformer.stage import (
+    Stage,
+    StepNumbers,
+    StepResult,
+    StepSums,
+    TrainWork,
+    broken_down,
+)
 
 
 class _StreamWork(StageWork):
@@ -189,9 +196,9 @@ def _results(
     )
     return deque(
         StepResult(
-            mean_of(one.loss, one.count),
-            math.sqrt(max(0.0, one.squares)),
-            skipped=False,
+            StepNumbers(
+                mean_of(one.loss, one.count), math.sqrt(max(0.0, one.squares)), skipped=False
+            ),
             seconds=total_s / num,
             breakdown=breakdown,
         )

@@ -17,7 +17,7 @@ _PIECE = 2**20
 _CACHED_PIECE = 2**18
 """Values that stay in a core's cache while several measures look at them."""
 _SMALL = 2**12
-"""Values of a gradient that are read in less time than a call takes: those go into one."""
+"""Values of a gradient that a CPU reads in less time than a call takes: those go into one."""
 Measure: TypeAlias = Callable[[Tensor], Tensor]
 """Adds up something of (N,) float32 or float64 values."""
 
@@ -33,6 +33,8 @@ class GradientSignals:
         parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
             parameter counts in the first sublayer that lists it, so that the total is the norm of
             the whole gradient.
+    Attributes:
+        part_names: sublayers' names, each once for every part of it that is measured by itself.
     """
 
     def __init__(
@@ -40,30 +42,33 @@ class GradientSignals:
     ) -> None:
         self._names = tuple(parameters)
         distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
-        self._small: list[list[nn.Parameter]] = []
-        self._large: list[list[nn.Parameter]] = []
+        device = next((p.device for p in distinct), torch.device("cpu"))
+        self._on_cpu = device.type == "cpu"
+        # What is measured together, by sublayer.
+        parts: list[list[list[nn.Parameter]]] = []
         for name, listed in parameters.items():
             counted = [p for p in dict.fromkeys(listed) if distinct[p] == name]
-            self._small.append([p for p in counted if p.numel() <= _SMALL])
-            self._large.append([p for p in counted if p.numel() > _SMALL])
-        device = next((p.device for p in distinct), torch.device("cpu"))
+            small = [p for p in counted if self._on_cpu and p.numel() <= _SMALL]
+            large = [[p] for p in counted if not self._on_cpu or p.numel() > _SMALL]
+            parts.append([small, *large] if small else large)
+        self._parts = [part for own in parts for part in own]
+        self.part_names = [n for n, own in zip(self._names, parts, strict=True) for _ in own]
         self._kinds = ("squared_sums", "absolute_sums")[: 1 + absolute]
         measures: list[Measure] = [_square, _AbsoluteSum()]
         self._measures = measures[: 1 + absolute]
-        self._nothing = [torch.zeros((), device=device)] * len(self._kinds)
-        self._once = [torch.ones((), device=device)] * len(self._kinds)
+        self._nothing = torch.zeros((), device=device)
+        self._once = torch.ones((1, len(self._kinds)), dtype=torch.float64, device=device)
         # Adds up what `_measure` returns: by sublayer, the steps, and all that is no step.
-        sizes = torch.tensor([*(1 + len(own) for own in self._large), 1])
+        sizes = torch.tensor([*map(len, parts), 1])
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
-        self._adding = torch.zeros(len(sizes) + 1, len(rows), dtype=torch.float64)
-        self._adding[rows, torch.arange(len(rows))] = 1
-        self._adding[-1, :-1] = 1
-        self._adding = self._adding.to(device)
+        adding = torch.zeros(len(sizes) + 1, len(rows), dtype=torch.float64)
+        adding[rows, torch.arange(len(rows))] = 1
+        adding[-1, :-1] = 1
+        self._adding = adding.to(device)
         # One tensor, so that one copy to the host reads all of it.
         shape = len(sizes), len(self._kinds)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
     def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return this step's squared gradient norm, and accumulate it by sublayer if finite.
 
@@ -76,12 +81,33 @@ class GradientSignals:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
         """
-        step = self._adding @ self._measure()
-        total = step[-1, 0]
-        if reduce is not None:
-            total = reduce(total)
-        self._sums += step[:-1].masked_fill(~torch.isfinite(total), 0.0)
-        return total
+        return self.squared_norms(reduce)[1]
+
+    @torch.no_grad()
+    def squared_norms(
+        self,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        *,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return each part's own, (parts,) float64, as `part_names` has them, and what
+        `squared_norm` does.
+
+        Args:
+            scale: 0-dim float64; the gradients are measured as if multiplied by it.
+        """
+        measured = self._measure()
+        if scale is not None:
+            square = scale.square()
+            measured = measured * (
+                square if len(self._kinds) == 1 else torch.stack((square, scale.abs()))
+            )
+        step = self._adding @ torch.cat((measured, self._once))
+        total = step[-1, 0] if reduce is None else reduce(step[-1, 0])
+        # The difference is NaN where the total is not finite; `isfinite` is four launches.
+        self._sums += step[:-1].masked_fill(total - total != 0, 0.0)
+        # Not by sublayer: sums that leave the others out turn all into NaN by one.
+        return measured[:, 0], total
 
     def reset(self) -> None:
         self._sums.zero_()
@@ -109,18 +135,35 @@ class GradientSignals:
         self._sums.copy_(torch.tensor(rows, dtype=torch.float64).T)
 
     def _measure(self) -> Tensor:
-        """Return (measured, kinds) float64: by sublayer its small gradients together and each
-        large one, and at last a 1 for the step.
-        """
+        """Return each part's measures, (parts, kinds) float64."""
+        if not self._parts:
+            return self._once[:0]
+        if not self._on_cpu:
+            return self._measure_at_once()
         rows = []
-        for small, large in zip(self._small, self._large, strict=True):
-            together = [g.reshape(-1) for p in small if (g := p.grad) is not None]
-            gradients = [torch.cat(together) if together else None, *(p.grad for p in large)]
-            rows += [
-                self._nothing if g is None else _measured(g, self._measures) for g in gradients
-            ]
-        columns = zip(*rows, self._once, strict=True)
+        for part in self._parts:
+            gradients = [g.reshape(-1) for p in part if (g := p.grad) is not None]
+            if not gradients:
+                rows.append([self._nothing] * len(self._kinds))
+                continue
+            together = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+            rows.append(_measured(together, self._measures))
+        columns = zip(*rows, strict=True)
         return torch.stack([torch.stack(column).double() for column in columns], dim=1)
+
+    def _measure_at_once(self) -> Tensor:
+        """Measure all gradients in a few launches: a GPU reads faster than it is asked."""
+        gradients = [g for (p,) in self._parts if (g := p.grad) is not None]
+        # Norms in half precision would overflow.
+        halves = any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients)
+        dtype = torch.float32 if halves else None
+        columns = []
+        for order in (2, 1)[: len(self._kinds)]:
+            norms = iter(torch._foreach_norm(gradients, order, dtype=dtype) if gradients else ())
+            of_parts = [self._nothing if p.grad is None else next(norms) for (p,) in self._parts]
+            column = torch.stack(of_parts).double()
+            columns.append(column.square() if order == 2 else column)
+        return torch.stack(columns, dim=1)
 
 
 def _measured(gradient: Tensor, measures: Sequence[Measure]) -> list[Tensor]:

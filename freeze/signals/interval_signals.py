@@ -49,6 +49,20 @@ class IntervalSignals:
         """Return the step's squared gradient norm; see `GradientSignals.squared_norm`."""
         return self._gradients.squared_norm(reduce)
 
+    def squared_norms(self, *, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the step's squared norms by part, and in all; see `GradientSignals`."""
+        return self._gradients.squared_norms(scale=scale)
+
+    @property
+    def part_names(self) -> list[str]:
+        """Name the sublayers of these parts."""
+        return self._gradients.part_names
+
+    @property
+    def needs_finite(self) -> bool:
+        """Tell whether `add_gradients` matters, which must not be called for a step with a NaN."""
+        return self._sums is not None
+
     def add_gradients(self) -> None:
         """Take note of gradients that are finite, reduced, unscaled and unclipped."""
         if self._sums is not None:

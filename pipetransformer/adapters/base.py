@@ -75,6 +75,10 @@ class LayeredModel:
     `key_padding_mask`. Zeros at a sample's end mark positions on whose hidden states, (N, S, ...),
     neither the loss nor a gradient depends; None where there are none such."""
 
+    optional_masks: tuple[str, ...] = ()
+    """Names sides, (N, S) masks, that the sublayers can do without where all of it is 1: a step in
+    whose samples nothing is padding goes without them, and attention takes faster kernels."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -87,6 +87,7 @@ class TextTask:
             model, sublayers, inputs=inputs, targets=self.targets, loss_fn=loss_fn, unused=unused
         )
         layered.padding_mask = self.padding_mask
+        layered.optional_masks = (MASK,)
         return layered
 
 
@@ -149,8 +150,9 @@ def expanded_mask(
     Args:
         within: how far away a token may be that another attends to; None for any distance.
 
-    Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU, and a
-    sample's numbers, in the last bits, would depend on the padding of its neighbours.
+    Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU. What
+    trains is given none then; frozen layers always are, as a cached sample's numbers are not to
+    depend, in the last bits, on the padding of its neighbours.
     """
     length = hidden.shape[1]
     if mask is None:

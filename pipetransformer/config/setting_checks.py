@@ -19,7 +19,7 @@ from pipetransformer.planning import PLANS
 if TYPE_CHECKING:  # It is checked by this as it is made.
     from pipetransformer.config.train_config import TrainConfig
 
-Metric = Callable[[Tensor, Any], tuple[float, float]]
+Metric = Callable[[Tensor, Any], tuple[Tensor | float, Tensor | float]]
 ComputeMetrics = Callable[[Any], Mapping[str, float]]
 """Judges an `EvalPrediction`."""
 PreprocessLogits = Callable[[Tensor, Any], Tensor]

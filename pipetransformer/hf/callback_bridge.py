@@ -41,7 +41,8 @@ class CallbackBridge(Callback):
         callbacks: instances or classes.
     Attributes:
         prefix: of the metrics of the evaluation that goes on.
-        losses: of this process's steps so far.
+        results: of this process's steps so far; a loss is read where it is logged, as a GPU may
+            still compute it.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
     """
@@ -62,7 +63,7 @@ class CallbackBridge(Callback):
         self.control = TrainerControl()
         self.prefix = "eval"
         self.num_samples = 1
-        self.losses: list[float] = []
+        self.results: list[StepResult] = []
         self._args, self._num_logged = args, 0
         self._handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
@@ -117,12 +118,12 @@ class CallbackBridge(Callback):
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self._note(trainer)
-        self.losses.append(result.loss)
+        self.results.append(result)
         self.tell(trainer, "on_step_end")
         ends_epoch = trainer.epoch.is_integer() or trainer.is_over
         if self._logs_now(ends_epoch=ends_epoch):
-            new = self.losses[self._num_logged :]
-            self._num_logged = len(self.losses)
+            new = [one.loss for one in self.results[self._num_logged :]]
+            self._num_logged = len(self.results)
             logs = {"loss": sum(new) / len(new), "grad_norm": result.gradient_norm}
             self.log(trainer, {**logs, "learning_rate": trainer.learning_rate})
         if ends_epoch:

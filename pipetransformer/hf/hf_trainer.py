@@ -160,7 +160,8 @@ class HFTrainer:
         samples_before = trainer.report.samples
         trainer.fit()
         self._write_best(trainer)
-        steps, mean_loss = len(bridge.losses), sum(bridge.losses) / max(1, len(bridge.losses))
+        steps = len(bridge.results)
+        mean_loss = sum(one.loss for one in bridge.results) / max(1, steps)
         num_samples = trainer.report.samples - samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}

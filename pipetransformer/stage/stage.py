@@ -36,9 +36,16 @@ from pipetransformer.optimizer import LAYER
 from pipetransformer.position import ComingStep
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
+from pipetransformer.stage.device_end import DeviceEnd, LateNumbers, where_in
 from pipetransformer.stage.health import StageWatch
 from pipetransformer.stage.nonfinite_origin import where_it_began
-from pipetransformer.stage.step_result import StepResult, StepSums, broken_down
+from pipetransformer.stage.step_result import (
+    StepEnd,
+    StepNumbers,
+    StepResult,
+    StepSums,
+    broken_down,
+)
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -99,6 +106,8 @@ class Stage:
         self._evaluation_modes = modes_of(task.model, self._trained, training=False)
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
+        self._device_end = self._end_for_device()
+        self._unread: LateNumbers | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(
@@ -107,6 +116,25 @@ class Stage:
                 tables=self._tables(),
                 on_one_node=topology.is_on_one_node(topology.stage_ranks(self.index)),
             )
+
+    def _end_for_device(self) -> DeviceEnd | None:
+        """Return what ends steps without the host, where that is possible.
+
+        Other processes, a loss scale and weight versions have the host decide.
+        """
+        config, optimizer = self._task.config, self.optimizer
+        is_alone = self._world.size == 1 and self._world.device.type == "cuda"
+        host_decides = self._loss_scale.is_dynamic or config.weight_versions is not None
+        if not is_alone or host_decides or not DeviceEnd.fits(optimizer, self.signals):
+            return None
+        assert optimizer is not None
+        return DeviceEnd(
+            optimizer,
+            self.signals,
+            self.parameters,
+            max_grad_norm=config.max_grad_norm,
+            keeps_bad=config.on_nonfinite == "raise",
+        )
 
     def _tables(self) -> list[nn.Parameter]:
         """Return the large embeddings' weights, of which a batch touches few rows."""
@@ -123,6 +151,7 @@ class Stage:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.parameters, self.optimizer, self.signals = {}, None, IntervalSignals({})
+        self._device_end = self._unread = None
 
     def train_step(
         self,
@@ -145,37 +174,72 @@ class Stage:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss has no gradient, or depends on
                 how the batch is split.
-            NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then.
+            NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then;
+                from a run's only GPU a step late, with the weights that were before it.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, intrusion = time.perf_counter(), self._begin_step()
         work = self._train_work(coming, rows, next_ids)
         report = self._run(work, recorder)
         wrong = intrusion or self._watch.find_written()
-        reduce_start = time.perf_counter()
+        end_step = self._end_step if self._device_end is None else self._end_on_device
+        end = end_step(coming, work, wrong=wrong, stops=stops)
+        total = time.perf_counter() - start
+        breakdown = broken_down(
+            total,
+            compute=report.compute_s + end.compute_s,
+            bubble=report.wait_s + end.idle_s,
+            all_reduce=end.reduce_s,
+            data=work.data_s,
+        )
+        return StepResult(end.numbers, total, breakdown, end.stops)
+
+    def settle(self) -> None:
+        """Wait for the last step's end, where it was not waited for.
+
+        Raises:
+            NonFiniteError: see `train_step`.
+        """
+        late, self._unread = self._unread, None
+        if late is not None:
+            self._refuse_bad(late)
+
+    def _end_step(
+        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
+    ) -> StepEnd:
+        """Sum over all ranks, and update. Collective."""
+        start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong ends in the same way on all.
         own = replace(work.sums(), early=was_early, wrong=bool(wrong), stops=stops)
         sums = StepSums.of(self._sum_over_world(own.as_list()))
         if self._reducer is not None:
             self._reducer.finish(again=sums.early > 0)
-        reduce_s = time.perf_counter() - reduce_start
+        reduce_s = time.perf_counter() - start
         self._refuse([sums], wrong, first_step=coming.step)
         loss, norm = self._finish_gradients(sums, len(coming.ids))
         skipped = self._must_skip(coming.step, loss, norm, work)
         if self._reducer is not None:
             self._reducer.own_gradients.clear()
         self._update(coming, skipped=skipped)
-        total = time.perf_counter() - start
         idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
-        breakdown = broken_down(
-            total,
-            compute=report.compute_s,
-            bubble=report.wait_s + idle_s,
-            all_reduce=reduce_s - idle_s,
-            data=work.data_s,
-        )
-        return StepResult(loss, norm, skipped, total, breakdown, sums.stops > 0)
+        numbers = StepNumbers(loss, norm, skipped)
+        return StepEnd(numbers, sums.stops > 0, idle_s=idle_s, reduce_s=reduce_s - idle_s)
+
+    def _end_on_device(
+        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
+    ) -> StepEnd:
+        """Launch the update, and wait for the step before."""
+        start = time.perf_counter()
+        assert self._device_end is not None
+        found = replace(work.findings(), wrong=bool(wrong))
+        self._refuse([found], wrong, first_step=coming.step)
+        late = self._device_end.finish(coming.step, work.losses, len(coming.ids))
+        self._update(coming, skipped=False)
+        self.settle()
+        self._unread = late
+        # It is computing that is waited for.
+        return StepEnd(late.numbers, stops, compute_s=time.perf_counter() - start)
 
     def _begin_step(self) -> str:
         """Bring the stage into a step's state; say what the user has changed since, or ""."""
@@ -275,7 +339,9 @@ class Stage:
             program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
         )
         work.finish_step()
-        if self._world.device.type == "cuda":  # What was launched has yet to be computed.
+        on_cuda = self._world.device.type == "cuda"
+        if on_cuda and (self._device_end is None or recorder is not None):
+            # What was launched has yet to be computed.
             start = time.perf_counter()
             torch.cuda.current_stream().synchronize()
             computed_s = report.compute_s + time.perf_counter() - start
@@ -305,7 +371,10 @@ class Stage:
             return False
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
-            self._report_nonfinite(what, work.loss_sum)
+            where = where_it_began(
+                self._task, self._world, self._trained, loss=work.loss_sum, reducer=self._reducer
+            )
+            self._report_nonfinite(what, where)
             return True
         if self._world.is_main:
             text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
@@ -313,15 +382,15 @@ class Stage:
         scale.shrink()
         return True
 
-    def _report_nonfinite(self, what: str, loss_sum: float) -> None:
-        """Say where a number that is not finite began: raise, or warn on rank 0. Collective."""
-        where = where_it_began(
-            self._task,
-            self._world,
-            self._trained,
-            loss=loss_sum,
-            reducer=self._reducer,
-        )
+    def _refuse_bad(self, late: LateNumbers) -> None:
+        """Raise, or warn, where a step's numbers are not finite; waits for them."""
+        loss, norm, skipped, *_ = values = late.wait()
+        if skipped:
+            what = f"step {late.step}: the loss is {loss}, the gradient's norm {norm}"
+            self._report_nonfinite(what, where_in(values, self.signals.part_names))
+
+    def _report_nonfinite(self, what: str, where: str) -> None:
+        """Say where a number that is not finite began: raise, or warn on rank 0."""
         if self._task.config.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"{what}; {where}. Lower the learning rate, clip with max_grad_norm, or leave "

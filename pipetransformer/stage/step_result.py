@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Hold what a step computed.
+
+    Args:
+        loss: mean over the global batch.
+        gradient_norm: of the whole model, before clipping.
+        skipped: whether a non-finite number made every rank leave its weights as they were.
+    """
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
 
 
 @dataclass(frozen=True)
@@ -11,19 +26,54 @@ class StepResult:
     """Report a training step.
 
     Args:
-        loss: mean over the global batch.
-        gradient_norm: of the whole model, before clipping.
-        skipped: whether a non-finite number made every rank leave its weights as they were.
+        numbers: what it computed; on the only GPU of a run a function that waits for that.
         seconds: this rank's time, in all and by what it was spent on.
         stops: whether a rank has asked to end the run.
     """
 
-    loss: float
-    gradient_norm: float
-    skipped: bool
+    numbers: StepNumbers | Callable[[], StepNumbers]
     seconds: float
     breakdown: Mapping[str, float]
     stops: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Tell whether nothing need be waited for."""
+        return isinstance(self.numbers, StepNumbers)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean over the global batch."""
+        return self._known.loss
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return the whole model's, before clipping."""
+        return self._known.gradient_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Tell whether a non-finite number made every rank leave its weights as they were."""
+        return self._known.skipped
+
+    @property
+    def _known(self) -> StepNumbers:
+        return self.numbers if isinstance(self.numbers, StepNumbers) else self.numbers()
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Say how a step ended on a rank: as in a `StepResult`, with the seconds behind its backwards.
+
+    Args:
+        compute_s, idle_s, reduce_s: computing, waiting for other ranks, summing.
+    """
+
+    numbers: StepNumbers | Callable[[], StepNumbers]
+    stops: bool
+    compute_s: float = 0.0
+    idle_s: float = 0.0
+    reduce_s: float = 0.0
 
 
 @dataclass(frozen=True)

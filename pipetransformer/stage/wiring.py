@@ -24,6 +24,7 @@ from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+from pipetransformer.stage.uploads import Uploads
 from pipetransformer.stage.work import StageLayers
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
@@ -70,9 +71,17 @@ class StageWiring:
             side_in = SideReceiver(
                 [Receiver(self._peer(rank, _SIDE_TAG, name), host) for rank in self._ranks_of(0)]
             )
-        is_last = self.index == self.topology.length - 1
         device = self.world.device
-        return StageLayers(self.task, indices, device, side_out, side_in, is_last, self.turn)
+        return StageLayers(
+            self.task,
+            indices,
+            device,
+            side_out,
+            side_in,
+            is_last=self.index == self.topology.length - 1,
+            turn=self.turn,
+            uploads=Uploads(device),
+        )
 
     def links(self) -> StageLinks:
         """Build the links to the stages below and above; a spare has none.

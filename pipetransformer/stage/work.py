@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -19,11 +19,12 @@ from pipetransformer.config import Metric
 from pipetransformer.data import Batch, seed_plainly, seed_torch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
-from pipetransformer.loss import SplitProbe, as_sum_and_count, head_of
+from pipetransformer.loss import SplitProbe, head_of
 from pipetransformer.predictions import KeptOutputs
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.step_result import StepSums
+from pipetransformer.stage.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class StageLayers:
         side_in: on those stages, where these arrive.
         is_last: whether the targets are needed here, after the forward.
         turn: the micro-batches that this worker of the stage takes.
+        uploads: bring what is in host memory to the device.
     """
 
     task: Task
@@ -47,6 +49,7 @@ class StageLayers:
     side_in: SideReceiver | None
     is_last: bool
     turn: Turn
+    uploads: Uploads
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,23 @@ class Results:
     """Collect what this rank makes of a data set.
 
     Args:
-        totals: [sum, count] of the loss and of each metric.
+        totals: [sum, count] of the loss and of each metric; a GPU's stay there until all are read.
         kept: its outputs and targets, where these are asked for.
     """
 
-    totals: dict[str, list[float]] = field(default_factory=dict)
+    totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
     kept: KeptOutputs | None = None
 
-    def add(self, name: str, total: float, count: float) -> None:
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add one micro-batch's contribution, or another rank's."""
-        entry = self.totals.setdefault(name, [0.0, 0.0])
-        entry[0] += float(total)
-        entry[1] += float(count)
+        before = self.totals.get(name, [0.0, 0.0])
+        self.totals[name] = [
+            one + _precise(more) for one, more in zip(before, (total, count), strict=True)
+        ]
+
+    def read(self) -> dict[str, list[float]]:
+        """Return the totals as numbers; waits for the device."""
+        return {name: [float(one) for one in pair] for name, pair in self.totals.items()}
 
 
 class LayerWork(StageWork):
@@ -101,6 +109,7 @@ class LayerWork(StageWork):
         self.layers = layers
         self.batches = batches
         self._parts: dict[int, Batch] = {}
+        self._sent: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
         if layers.side_in is not None and batches.first is None:
@@ -112,19 +121,15 @@ class LayerWork(StageWork):
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
         # For the whole step at once: few samples at a time would fill few of the prefix's chunks.
-        self._parts = self._parts or self._read()
-        batch = self._parts[micro_batch]
+        if not self._parts:
+            self._read()
         for sender in self.layers.side_out:
-            sender.send(self.batches.in_stream(micro_batch), batch)
+            sender.send(self.batches.in_stream(micro_batch), self._sent[micro_batch])
+        batch = self._parts[micro_batch]
         # Slices are copied: a layer may write into its input, and autograd counts writes for all
         # slices of a tensor together.
-        copy = len(self._parts) > 1 or self.batches.first is not None
-        device, alone = self.layers.device, self.batches.first is None
-        # In a stream the memory read into may be read into again before a copy is made.
-        batch = {
-            name: part.to(device, copy=copy, non_blocking=alone and part.is_pinned())
-            for name, part in batch.items()
-        }
+        if len(self._parts) > 1 or self.batches.first is not None:
+            batch = {name: part.clone() for name, part in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
         name = HIDDEN if HIDDEN in batch else self.layers.task.model.inputs[0]
@@ -135,10 +140,12 @@ class LayerWork(StageWork):
         value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
         if self.layers.indices.start == 0:
             value = entries
-        for index in self.layers.indices:
-            self.seed(micro_batch, index)
-            value = self.layers.task.call(index, value, sides=entries)
-            self.see(index, value)
+        task = self.layers.task
+        with task.computing(self.layers.device):
+            for index in self.layers.indices:
+                self.seed(micro_batch, index)
+                value = task.run(index, value, sides=entries)
+                self.see(index, value)
         assert isinstance(value, Tensor)
         size = self.batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
@@ -165,25 +172,33 @@ class LayerWork(StageWork):
         """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
         return self.layers.task.model.targets_of(self._entries.pop(micro_batch))
 
-    def _read(self) -> dict[int, Batch]:
-        """Return own micro-batches' entries: slices of what the step's samples are given."""
+    def _read(self) -> None:
+        """Fetch what the step's samples are given; cut it into own micro-batches' entries."""
         batches, sizes = self.batches, list(self.batches.sizes)
         own = self.layers.turn.own(len(sizes))
         all_ids = batches.ids.split(sizes)
         whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
         if batches.next_ids is not None and len(batches.next_ids):
             batches.rows.read_ahead(batches.next_ids)
-        cut = {name: entry.split([sizes[i] for i in own]) for name, entry in whole.items()}
-        return {i: {name: parts[n] for name, parts in cut.items()} for n, i in enumerate(own)}
+        if batches.first is None:  # In a stream all steps have the same entries.
+            whole = without_full_masks(whole, self.layers.task.model.optional_masks)
+
+        def cut(batch: Batch) -> dict[int, Batch]:
+            parts = {name: entry.split([sizes[i] for i in own]) for name, entry in batch.items()}
+            return {i: {name: of[n] for name, of in parts.items()} for n, i in enumerate(own)}
+
+        # In a stream the memory read into may be read into again before a copy is made.
+        in_stream = batches.first is not None
+        self._parts = cut(self.layers.uploads.bring(whole, wait=in_stream))
+        # From host memory, as long as they are there.
+        self._sent = cut(whole) if self.layers.side_out else {}
 
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:
             side_in = self.layers.side_in
             number = self.batches.in_stream(micro_batch)
             entries = {} if side_in is None else side_in.receive(number)
-            self._entries[micro_batch] = {
-                name: tensor.to(self.layers.device) for name, tensor in entries.items()
-            }
+            self._entries[micro_batch] = self.layers.uploads.bring(entries)
         return self._entries[micro_batch]
 
 
@@ -261,13 +276,14 @@ class TrainWork(LayerWork):
         return float(sum(total for total, _ in self.losses))
 
     def sums(self) -> StepSums:
-        """Return what the step's losses came to; now and then this computes them once more."""
-        return StepSums(
-            loss=self.loss_sum,
-            count=float(sum(count for _, count in self.losses)),
-            split=float(self._probe.finds_difference()),
-            trained=self._num_with_gradient,
-        )
+        """Return what the step's losses came to, and what was found."""
+        count = float(sum(count for _, count in self.losses))
+        return replace(self.findings(), loss=self.loss_sum, count=count)
+
+    def findings(self) -> StepSums:
+        """Return what was found of the losses; now and then this computes them once more."""
+        split = float(self._probe.finds_difference())
+        return StepSums(split=split, trained=self._num_with_gradient)
 
 
 class EvaluationWork(LayerWork):
@@ -309,7 +325,8 @@ class EvaluationWork(LayerWork):
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = task.loss_fn(output, target)
-        self._results.add("loss", *as_sum_and_count(loss, len(output)))
+        size = len(output)
+        self._results.add("loss", *(loss if isinstance(loss, tuple) else (loss * size, size)))
 
 
 @final
@@ -325,7 +342,8 @@ class LookWork(LayerWork):
         layer = sublayers[index].layer
         # Above it there is the head at least.
         if layer < self.layers.task.model.num_layers and sublayers[index + 1].layer != layer:
-            self.grams[layer] = gram(output)
+            with torch.autocast(output.device.type, enabled=False):
+                self.grams[layer] = gram(output)
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         """Need no loss."""
@@ -342,7 +360,16 @@ def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
     return total, count
 
 
-def _precise(value: Tensor | int) -> Tensor | float:
+def without_full_masks(batch: Batch, names: Sequence[str]) -> Batch:
+    """Return a batch without those masks, in host memory, by which nothing is padding.
+
+    Attention has faster kernels without one. To ask a GPU would stop it.
+    """
+    full = {name for name in names if name in batch and bool((batch[name] != 0).all())}
+    return {name: entry for name, entry in batch.items() if name not in full}
+
+
+def _precise(value: Tensor | float) -> Tensor | float:
     """Return a number to add up: in a small dtype sums stall or overflow."""
     return value.detach().double() if isinstance(value, Tensor) else float(value)
 
@@ -366,7 +393,7 @@ def default_metrics(output: Tensor, target: Any, *, ignore_index: int) -> Mappin
     return {}
 
 
-def accuracy(output: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[float, float]:
+def accuracy(output: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Count right answers, and the targets that are not ignored.
 
     Args:
@@ -375,4 +402,4 @@ def accuracy(output: Tensor, target: Tensor, *, ignore_index: int = -100) -> tup
         ignore_index: the class of targets that count neither as right nor as wrong.
     """
     counts = target != ignore_index
-    return float(((output.argmax(dim=1) == target) & counts).sum()), float(counts.sum())
+    return ((output.argmax(dim=1) == target) & counts).sum(), counts.sum()

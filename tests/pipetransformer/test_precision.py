@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from pipetransformer import LayeredModel, Trainer
 from pipetransformer.adapters.registry import adapt
 from pipetransformer.precision import DTYPES as NAMED
-from pipetransformer.precision import call_in
-from pipetransformer.refusals import warn_of_low_weights
+from pipetransformer.precision import computing_in, run_in
+from pipetransformer.refusals import warn_of_full_float32, warn_of_low_weights
 from tests.adapted import MODELS, batch_for, targets_for
 from tests.measured import measuring, never
 from tests.models import Entries, tiny_data, tiny_model
@@ -30,7 +31,8 @@ def run(layered: LayeredModel, name: str) -> list[Tensor]:
     outputs: list[Tensor] = []
     for index in range(len(layered.sublayers)):
         value = outputs[-1] if outputs else batch
-        outputs.append(call_in(NAMED[name], layered, index, value, sides=batch))
+        with computing_in(NAMED[name], torch.device("cpu")):
+            outputs.append(run_in(NAMED[name], layered, index, value, sides=batch))
     return outputs
 
 
@@ -59,7 +61,8 @@ def test_gradients_of_micro_batches_add_up_in_float32(precision: str) -> None:
 def test_without_a_precision_nothing_is_cast() -> None:
     layered = adapt(tiny_model())
     batch = {"x": tiny_data().tensors[0]}
-    assert call_in(NAMED[None], layered, 0, batch, sides=batch).dtype == torch.float64
+    with computing_in(NAMED[None], torch.device("cpu")):
+        assert run_in(NAMED[None], layered, 0, batch, sides=batch).dtype == torch.float64
 
 
 def test_a_weight_that_a_checkpoint_in_a_sublayer_casts_keeps_its_gradient() -> None:
@@ -130,6 +133,73 @@ def test_weights_that_lose_small_updates_are_warned_of(caplog: pytest.LogCapture
     assert caplog.messages[0].startswith(begins) and len(caplog.messages) == 1
     warn_of_low_weights(tiny_model(dtype=torch.float64))
     assert len(caplog.messages) == 1
+
+
+@pytest.fixture
+def usual_float32() -> Iterator[None]:
+    """Leave the process's choice of how float32 matrices are multiplied as it was: none."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        backend.matmul.fp32_precision = "none"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def choose_by_name() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def choose_full() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def choose_by_switch() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def choose_by_backend() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def choose_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("choose", "settings", "warns"),
+    [
+        (choose_nothing, {}, True),
+        (choose_nothing, {"has_tf32": False}, False),
+        (choose_nothing, {"device": "cpu"}, False),
+        (choose_nothing, {"computes_in": torch.bfloat16}, False),
+        (choose_nothing, {"dtype": torch.float64}, False),
+        (choose_by_name, {}, False),
+        (choose_full, {}, False),
+        (choose_by_switch, {}, False),
+        (choose_by_backend, {}, False),
+    ],
+)
+def test_slow_products_on_a_gpu_that_has_tf32_are_told_of_unless_they_were_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    usual_float32: None,
+    choose: Callable[[], None],
+    settings: dict[str, Any],
+    warns: bool,
+) -> None:
+    has_tf32 = settings.get("has_tf32", True)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: has_tf32)
+    choose()
+    warn_of_full_float32(
+        tiny_model(dtype=settings.get("dtype", torch.float32)),
+        settings.get("computes_in"),
+        torch.device(settings.get("device", "cuda")),
+    )
+    assert len(caplog.messages) == warns
+    if warns:
+        assert (
+            'precision="bf16", or call torch.set_float32_matmul_precision("high")' in caplog.text
+        )
 
 
 def test_a_run_warns_of_its_own_weights(caplog: pytest.LogCaptureFixture) -> None:
