@@ -20,10 +20,11 @@ What is left of a chunk is filled up with samples of later fetches, which will f
 A row is of use only as long as the dataset gives the same sample again. Of the rows that are read
 some are checked, for as long as the cache is used: the dataset is asked for the sample, and what
 it gives is compared, by its digest, with what the row was made from. One difference condemns the
-store: nobody reads it any more, and the fetch that found it starts over without.
+store: nobody reads it any more, and the fetch that found it starts over without. Beside a GPU a
+thread compares, and the next fetch hears of it.
 
 The coming step's rows can be read ahead, by a thread, while this one computes. What a thread has
-read passes the same checks; rows are written only by the step that computes them.
+read passes the same checks; rows are written only by the step that computes them, or behind it.
 
 Source: AutoCache, PipeTransformer section 3.4. Ours never asks the dataset for a sample that hits.
 """
@@ -41,6 +42,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from autocache.activation_store import ActivationStore, FurtherRows
 from autocache.prefix_chunks import (
     NOTHING,
     FoundSamples,
@@ -55,8 +57,9 @@ from autocache.prefix_chunks import (
 )
 from autocache.reader import RowReader
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
-from autocache.store import RowStore
+from autocache.sample_checks import SampleChecks
 from autocache.unequal_lengths import own_lengths
+from autocache.uploads import Uploader
 
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 """One row in so many is checked: of as many reads as the store has rows, and from then on. If one
@@ -95,7 +98,7 @@ class PrefixCache:
         run_layers: RunLayers,
         *,
         chunk_size: int,
-        store: RowStore | None,
+        store: ActivationStore | None,
         stamps: Sequence[int],
         device: torch.device,
         content: RowContent,
@@ -107,7 +110,7 @@ class PrefixCache:
                 `chunk_size` samples: from first = 0 with the dataset's entries, else with "hidden"
                 and the kept entries. It puts the layers in eval mode itself.
             chunk_size: samples per call; the last chunk is padded with its last sample.
-            store: of the content's layout; None computes every sample.
+            store: of the content's layout; None computes every sample. It stays the caller's.
             stamps: of the first frozen layer, the first two, ..., as `chain_hash` gives them; read
                 only where there is a store.
             device: where layers run and results lie.
@@ -121,7 +124,9 @@ class PrefixCache:
         self._device, self._content = device, content
         self._stats = CacheStats()
         self._reads, self._has_warned = 0, False
+        self._uploader = Uploader(device)
         self._reader = None if store is None else RowReader(store, device=device)
+        self._checks = None if store is None else SampleChecks(store, content)
 
     def fetch(
         self,
@@ -163,7 +168,9 @@ class PrefixCache:
         wanted, due, reads = self._to_load(samples, self._reads)
         loaded = self._load(wanted, load) if len(wanted) else {}
         self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
-        if len(due) and not self._is_current(samples.ids[due], rows[DIGEST][due], wanted, loaded):
+        digests = rows.pop(DIGEST, NOTHING[0])
+        checks = self._checks
+        if checks and not checks.are_current(samples.ids[due], digests[due], wanted, loaded):
             samples.found, rows = torch.zeros_like(samples.found), {}
             wanted, _ = each_once(samples.ids)
             loaded = self._load(wanted, load)
@@ -179,7 +186,10 @@ class PrefixCache:
                 batch = of_ids(loaded, wanted, ids)
             fresh = self._run(batch, first, last)
             if last == depth:
-                fresh = self._kept(taken(kept_ids, chosen), fresh, depth)
+                fresh = self._rounded(fresh)
+                if checks:
+                    also = checks.digests_of(samples, chosen, digests, wanted, loaded)
+                    self._write(taken(kept_ids, chosen), fresh, depth, also)
             place(rows, positions, fresh, inverse)
         self._count(samples.found[:num], depth)
         return self._content.first(rows, num)
@@ -218,9 +228,11 @@ class PrefixCache:
             self._reader.read_ahead(row_ids, self._up_to(depth))
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """End the thread that reads ahead, and have all rows written."""
         if self._reader is not None:
             self._reader.close()
+        if self._store is not None:
+            self._store.settle()
 
     def _up_to(self, depth: int) -> tuple[int, ...]:
         """Return the stamps of depths 1..depth."""
@@ -268,7 +280,7 @@ class PrefixCache:
             read = self._reader.read(samples.row_ids[:num], self._up_to(depth))
             if len(samples.ids) > num:
                 more = self._store.read(samples.row_ids[num:], self._up_to(depth))
-                more.rows[HIDDEN] = more.rows[HIDDEN].to(self._device)
+                more.rows.update(self._uploader.send({HIDDEN: more.rows[HIDDEN]}))
                 read = read.joined(more)
             if not read.depth.any():
                 return read.depth, {}
@@ -291,25 +303,6 @@ class PrefixCache:
             due, reads = hits[numbers % every == 0], reads + len(hits)
         return each_once(torch.cat((samples.ids[misses], samples.ids[due])))[0], due, reads
 
-    def _is_current(
-        self, sample_ids: Tensor, digests: Tensor, wanted: Tensor, loaded: dict[str, Tensor]
-    ) -> bool:
-        """Compare samples read with the dataset's; condemn the store if one differs."""
-        given = self._content.digests(of_ids(loaded, wanted, sample_ids))
-        differing = (given != digests).nonzero().flatten().tolist()
-        if not differing:
-            return True
-        assert self._store is not None
-        if self._store.condemn():
-            _LOGGER.warning(
-                "the dataset gives another sample %d than when its activations were cached "
-                "(random augmentation, or its data changed): the cache is not used any more, and "
-                "the frozen prefix is computed at every step. Make the dataset deterministic, or "
-                "set cache=False",
-                int(sample_ids[differing[0]]),
-            )
-        return False
-
     def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
         batch = load(ids)
         if self._store is not None:
@@ -324,32 +317,43 @@ class PrefixCache:
 
     def _run(self, batch: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         num = len(next(iter(batch.values())))
-        parts = []
         with self._timed(), torch.no_grad():
-            for start in range(0, num, self._chunk_size):
-                # A copy even where a slice would do: kernels may sum in another order when their
-                # input is aligned differently.
-                index = torch.arange(start, start + self._chunk_size).clamp(max=num - 1)
-                chunk = {
-                    name: entry.index_select(0, index.to(entry.device)).to(self._device)
-                    for name, entry in batch.items()
-                    if name != DIGEST
-                }
-                parts.append(self._run_layers(chunk, first, last)[: num - start])
+            chunks = self._chunks(self._uploader.send(batch), num)
+            starts = range(0, num, self._chunk_size)
+            parts = [
+                self._run_layers(chunk, first, last)[: num - start]
+                for start, chunk in zip(starts, chunks, strict=True)
+            ]
             kept = {name: batch[name] for name in self._content.keep if name in batch}
-            if self._store is not None and self._content.checked:
-                kept[DIGEST] = batch[DIGEST] if DIGEST in batch else self._content.digests(batch)
-            return {HIDDEN: torch.cat(parts), **kept}
+            return {HIDDEN: torch.cat(parts) if len(parts) > 1 else parts[0], **kept}
 
-    def _kept(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-        """Round as rows do, and write: a sample is the same where it misses, too."""
-        if self._store is not None and self._content.dtype is not None:
-            hidden = fresh[HIDDEN]
-            fresh = {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
-        self._write(row_ids, fresh, depth)
-        return fresh
+    def _chunks(self, batch: dict[str, Tensor], num: int) -> Iterator[dict[str, Tensor]]:
+        """Cut a batch into chunks, the last one padded with its last sample."""
+        if num == self._chunk_size and self._device.type == "cuda":
+            # It was sent into memory of its own, aligned as all is there.
+            yield batch
+            return
+        for start in range(0, num, self._chunk_size):
+            # A copy even where a slice would do: kernels may sum in another order when their
+            # input is aligned differently.
+            index = torch.arange(start, start + self._chunk_size, device=self._device)
+            index = index.clamp_(max=num - 1)
+            yield {name: entry.index_select(0, index) for name, entry in batch.items()}
 
-    def _write(self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int) -> None:
+    def _rounded(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Round as rows do: a sample is the same where it misses, too."""
+        if self._store is None or self._content.dtype is None:
+            return fresh
+        hidden = fresh[HIDDEN]
+        return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
+
+    def _write(
+        self,
+        row_ids: Tensor,
+        fresh: dict[str, Tensor],
+        depth: int,
+        also: FurtherRows | None,
+    ) -> None:
         if self._store is None or bool((row_ids >= self._store.num_rows).all()):
             return
         with self._timed():
@@ -362,7 +366,7 @@ class PrefixCache:
                 row_ids = row_ids.where(fits, self._store.num_rows)
                 rows = positions.bring(rows, positions.most)
             if self._fit(rows):
-                self._store.write(row_ids, self._stamps[depth - 1], rows, lengths)
+                self._store.write(row_ids, self._stamps[depth - 1], rows, lengths, also=also)
 
     def _fit(self, rows: dict[str, Tensor]) -> bool:
         """Tell whether rows are as the store's; those that are not are computed every time."""

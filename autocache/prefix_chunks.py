@@ -19,6 +19,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from autocache.uploads import beside
+
 SampleRows: TypeAlias = tuple[Tensor, Tensor]
 """(B,) int64 each, on CPU: ids of samples, and those of their rows in the store, out of its range
 where they have none."""
@@ -98,16 +100,16 @@ def one_each(positions: Tensor, num: int, inverse: Tensor) -> Tensor:
 
 def taken(values: Tensor, positions: Tensor) -> Tensor:
     """Return the values at distinct ascending positions, without a copy where these are all."""
-    return values if len(positions) == len(values) else values[positions.to(values.device)]
+    return values if len(positions) == len(values) else values[beside(positions, values)]
 
 
-def of_ids(batch: dict[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
+def of_ids(batch: Mapping[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
     """Return the rows of some ids of those that a batch holds."""
     if torch.equal(held, ids):
-        return batch
+        return dict(batch)
     ascending, order = held.sort()
     index = order[torch.searchsorted(ascending, ids)]
-    return {name: entry[index.to(entry.device)] for name, entry in batch.items()}
+    return {name: entry[beside(index, entry)] for name, entry in batch.items()}
 
 
 def place(
@@ -115,8 +117,8 @@ def place(
 ) -> None:
     """Put fresh rows, each id once, at all its positions."""
     for name, row in fresh.items():
-        own = row if len(row) == len(inverse) else row[inverse.to(row.device)]
+        own = row if len(row) == len(inverse) else row[beside(inverse, row)]
         if name not in rows:  # Nothing was read, so these are all the positions there are.
             rows[name] = own
         elif own is not rows[name]:
-            rows[name][positions.to(row.device)] = own
+            rows[name][beside(positions, row)] = own

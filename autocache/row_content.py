@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autocache.digests import add_entry
 from autocache.layout import RowField, RowLayout
 from autocache.unequal_lengths import Positions, by_position, own_lengths
 
@@ -84,20 +83,13 @@ class RowContent:
 
         Padding does not enter it where that depends on the batch.
         """
-        positions = self.positions
-        num = len(next(iter(batch.values())))
-        digests = [hashlib.blake2b(digest_size=8) for _ in range(num)]
+        positions, num = self.positions, len(next(iter(batch.values())))
+        digests = np.zeros(num, np.uint64)
+        own = None if positions is None else own_lengths(batch[positions.mask])
         for name in sorted(batch):
-            rows = _bytes_of(batch[name])
-            ends = [rows.shape[1]] * len(rows)
-            if positions is not None and name in positions.names:
-                bytes_each = rows.shape[1] // max(1, batch[name].shape[1])
-                ends = (own_lengths(batch[positions.mask]) * bytes_each).tolist()
-            for digest, row, end in zip(digests, rows, ends, strict=True):
-                digest.update(name.encode())
-                digest.update(row[:end])
-        values = [int.from_bytes(digest.digest(), "little", signed=True) for digest in digests]
-        return torch.tensor(values)
+            is_cut = positions is not None and name in positions.names
+            digests = add_entry(digests, name, batch[name], own if is_cut else None)
+        return torch.from_numpy(digests.view(np.int64))
 
     def brought_together(
         self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
@@ -117,10 +109,8 @@ class RowContent:
         return positions.bring(rows, num), positions.bring(loaded, num)
 
     def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
-        """Return so many of a batch's rows, without digests and positions that only the others
-        need.
-        """
-        first = {name: row[:num] for name, row in rows.items() if name != DIGEST}
+        """Return so many of a batch's rows, without positions that only the others need."""
+        first = {name: row[:num] for name, row in rows.items()}
         if len(rows[HIDDEN]) == num or self.positions is None:
             return first
         return self.positions.bring(first, int(own_lengths(first[self.positions.mask]).max()))
@@ -132,10 +122,3 @@ def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:
             f"the dataset gives {sorted(batch)}, without {missing} of keep = {keep}; "
             "keep only names the dataset gives"
         )
-
-
-def _bytes_of(entry: Tensor) -> np.ndarray:
-    """Return the (N, bytes) uint8 of (N, ...) samples."""
-    flat = entry.detach().cpu().reshape(len(entry), math.prod(entry.shape[1:])).contiguous()
-    bytes_of_all: np.ndarray = flat.view(torch.uint8).numpy()
-    return bytes_of_all

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_WORD_BYTES, _BLOCK_WORDS, _BLOCKS_OF_A_GPU = 4, 1 << 16, 256
+_BLOCK_FACTOR = 0x1E3779B97F4A7C15
 
 
 def chain_hash(previous: int, tensors: Iterable[tuple[str, Tensor]], *, mode: str) -> int:
@@ -34,3 +38,50 @@ def chain_hash(previous: int, tensors: Iterable[tuple[str, Tensor]], *, mode: st
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") or 1
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """Tell what tensors hold now from what they held before, in a part of the time of a stamp.
+
+    Every 32-bit word counts, times a random 64-bit factor of its place. A change goes unseen with
+    a chance of at most 2**-33, unless it was made to; stamps, which rows are trusted by, are not
+    made so.
+
+    Args:
+        tensors: in a fixed order; any dtype, all on one device. The host waits for it once.
+    """
+    shapes, sums = [], []
+    for tensor in tensors:
+        shapes.append((tuple(tensor.shape), tensor.dtype))
+        sums.append(_sum_of_words(tensor))
+    values = torch.stack(sums).tolist() if sums else []
+    digest = hashlib.blake2b(repr((shapes, values)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Return a 0-dim int64 on the tensor's device, the same on every device."""
+    values = tensor.detach().reshape(-1).view(torch.uint8)
+    words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
+    total = values[len(words) * _WORD_BYTES :].sum()  # Up to three bytes that are left.
+    factors = _factors(tensor.device)
+    # A CPU widens a block at a time, in its cache; a GPU is asked seldom.
+    most = 1 if tensor.device.type == "cpu" else _BLOCKS_OF_A_GPU
+    for number, part in enumerate(words.split(most * _BLOCK_WORDS)):
+        if most == 1:
+            sums = torch.dot(part.long(), factors[: len(part)])
+        else:
+            whole = nn.functional.pad(part.long(), (0, -len(part) % _BLOCK_WORDS))
+            sums = (whole.view(-1, _BLOCK_WORDS) * factors).sum(dim=1)
+        # Of each block an odd factor, so that two that change places differ; integers wrap around.
+        blocks = torch.arange(sums.numel(), device=tensor.device) + number * most
+        total = total + (sums * ((2 * blocks + 1) * _BLOCK_FACTOR)).sum()
+    return total
+
+
+@lru_cache(maxsize=2)
+def _factors(device: torch.device) -> Tensor:
+    """Return random int64, one for each word of a block."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (_BLOCK_WORDS,)
+    return torch.randint(-(2**63), 2**63 - 1, shape, generator=generator).to(device)

@@ -19,7 +19,6 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,32 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autocache.activation_store import FurtherRows, RowRead
 from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
 from autocache.row_copy import as_words, copy_in, copy_out, factors_of, num_words, own_words
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RowRead:
-    """Hold what one read found.
-
-    Attributes:
-        depth: (B,) int64; 0 for a miss, else 1 + the index into the stamps asked for.
-        rows: by field name, (B, *shape) in the stored dtype, zeros behind a row's own length;
-            undefined where depth is 0.
-        num_corrupt: rows whose check failed.
-    """
-
-    depth: Tensor
-    rows: dict[str, Tensor]
-    num_corrupt: int
-
-    def joined(self, other: RowRead) -> RowRead:
-        """Return both, this one's rows first, in memory of their own."""
-        rows = {name: torch.cat((row, other.rows[name])) for name, row in self.rows.items()}
-        corrupt = self.num_corrupt + other.num_corrupt
-        return RowRead(torch.cat((self.depth, other.depth)), rows, corrupt)
 
 
 class NamelessFilesError(OSError):
@@ -66,6 +44,8 @@ class RowStore:
     unlinks it or closes. Reads may run while another process writes; two processes may write at
     once.
     """
+
+    reads_ahead = True
 
     def __init__(
         self,
@@ -202,6 +182,10 @@ class RowStore:
         self._header[1] = 1
         return first
 
+    def holds(self, check: Callable[[], bool]) -> bool:
+        """Check at once."""
+        return check()
+
     def read(
         self,
         sample_ids: Tensor,
@@ -261,12 +245,22 @@ class RowStore:
             for field in self.layout.fields
         }
 
+    def clear(self, sample_ids: Tensor) -> None:
+        """Let the rows of a batch be found under no stamp."""
+        ids, fits = self._slots(sample_ids)
+        self._tags[ids[fits], 0] = 0
+
+    def settle(self) -> None:
+        """Return at once: rows are there as soon as they are written."""
+
     def write(
         self,
         sample_ids: Tensor,
         stamp: int,
         rows: Mapping[str, Tensor],
         lengths: Tensor | None = None,
+        *,
+        also: FurtherRows | None = None,
     ) -> None:
         """Write the rows of a batch in place; ids without a row are left out.
 
@@ -275,15 +269,17 @@ class RowStore:
             stamp: what the rows have passed through, 0 < stamp < 2**64.
             rows: every field of the layout and no other, (B, *shape), any device.
             lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
+            also: gives those fields that `rows` lacks.
         Raises:
             ValueError: ids that are negative or not (B,) int64 on CPU, a stamp out of range, rows
                 that do not match the layout, or a closed store.
         """
         ids, fits = self._slots(sample_ids)
         _checked_stamp(stamp)
-        self._check_rows(rows, len(ids))
         if self.is_condemned:
             return
+        rows = {**rows, **also()} if also is not None else rows
+        check_rows(self.layout, rows, len(ids))
         kept = torch.from_numpy(fits).nonzero().flatten()
         ids = ids[fits]
         own = (
@@ -321,16 +317,6 @@ class RowStore:
         fits = ids < self.num_rows
         return ids * fits, fits
 
-    def _check_rows(self, rows: Mapping[str, Tensor], num: int) -> None:
-        given = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
-        fields = self.layout.fields
-        wanted = {field.name: ((num, *field.shape), field.dtype) for field in fields}
-        if given != wanted:
-            raise ValueError(
-                f"rows {given} do not match the store's {wanted}; every sample needs the same "
-                "shapes and dtypes, so pad each sample to a fixed length or use no store"
-            )
-
     def _gather(
         self,
         ids: np.ndarray,
@@ -354,6 +340,17 @@ class RowStore:
                 values = values[:, :num_values].contiguous()
             rows[field.name] = values.view(len(ids), *field.shape)
         return rows, sums
+
+
+def check_rows(layout: RowLayout, rows: Mapping[str, Tensor], num: int) -> None:
+    """Raise a ValueError for rows that are not as a layout says."""
+    given = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
+    wanted = {field.name: ((num, *field.shape), field.dtype) for field in layout.fields}
+    if given != wanted:
+        raise ValueError(
+            f"rows {given} do not match the store's {wanted}; every sample needs the same "
+            "shapes and dtypes, so pad each sample to a fixed length or use no store"
+        )
 
 
 def _check_values(

@@ -140,26 +140,42 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         gpu.note_wait(name)
     if name not in _FREE:
         gpu.launches[name] += 1
+    if name not in ("copy_", "_to_copy") and any(_waits_for(one, name) for one in args):
+        gpu.note_wait(f"{name} with a tensor of the host")
     own = {k: torch.device("cpu") if k == "device" else _host(v) for k, v in kwargs.items()}
     own.pop("pin_memory", None)
     result = func(*tree_map(_host, args), **tree_map(_host, own))
-    if func._schema.is_mutable:
-        into = args[0] if args else None
-        if name == "copy_" and isinstance(args[1], OnGpu) and not isinstance(into, OnGpu):
-            is_late = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
-            if not is_late:
-                gpu.note_wait(name)
-            return into
-        if name == "copy_" and isinstance(into, OnGpu) and not isinstance(args[1], OnGpu):
-            _note_upload(args[1], (len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
-        # As it was given: autograd knows a tensor by its wrapper.
-        if not func._schema.returns:
-            return None
-        if isinstance(into, Tensor) and isinstance(result, Tensor) and result is _host(into):
-            return into
+    if func._schema.is_mutable and (kept := _written_into(func, args, kwargs, result)) is not None:
+        return kept[0]
     if name == "_local_scalar_dense":
         return result
     return tree_map(_wrapped, result)
+
+
+def _written_into(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any] | None:
+    """Return what an operation that writes returns, if that is not a tensor of its own."""
+    name, into = func.overloadpacket.__name__, args[0] if args else None
+    if name == "copy_":
+        is_late = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
+        if isinstance(args[1], OnGpu) and not isinstance(into, OnGpu):
+            if not is_late:
+                OnGpu.gpu.note_wait(name)
+            return (into,)
+        if isinstance(into, OnGpu) and not isinstance(args[1], OnGpu):
+            _note_upload(args[1], is_late)
+    # As it was given: autograd knows a tensor by its wrapper.
+    if not func._schema.returns:
+        return (None,)
+    is_given = isinstance(into, Tensor) and isinstance(result, Tensor) and result is _host(into)
+    return (into,) if is_given else None
+
+
+def _waits_for(argument: Any, name: str) -> bool:
+    """Tell whether an argument would be copied to the GPU first: an index, a number of `where`."""
+    if isinstance(argument, (list, tuple)):
+        return any(_waits_for(one, name) for one in argument)
+    on_host = isinstance(argument, Tensor) and not isinstance(argument, OnGpu)
+    return on_host and (argument.ndim > 0 or name == "where")
 
 
 def _host(value: Any) -> Any:

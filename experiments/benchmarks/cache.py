@@ -4,15 +4,21 @@
     write_vs_memcpy       likewise, over writing one
     hit_step_overhead     a training step that reads its activations, over one that is given them
     upgrade_vs_recompute  all frozen layers, over reading a row and running only the newly frozen
+    digest_vs_memcpy      a copy of a batch of images, over digesting them
+    digest_vs_blake2b     blake2b of them, over digesting them
+    fill_share            what storing new images' rows adds, over 6 blocks of ViT-S for them
 
-Rows are ViT-B's (197 x 768 float32) in batches of 64, in memory that was touched before. Results
-are verified before their speed. Run it as `python -m experiments.benchmarks.cache`; the last line
-printed is JSON.
+Rows are ViT-B's (197 x 768 float32) in batches of 64, in memory that was touched before. Images
+are 64 of 3 x 224 x 224 float32; their rows are ViT-S's (197 x 384), in memory that was not.
+Results are verified before their speed. Run it as `python -m experiments.benchmarks.cache`; the
+last line printed is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,12 +38,20 @@ from autocache import (
     chain_hash,
 )
 from experiments.benchmarks.measuring.bars import Bars, conclude
-from experiments.benchmarks.measuring.rounds import Ratio, num_cores, paired_ratio
+from experiments.benchmarks.measuring.rounds import (
+    Ratio,
+    bootstrap,
+    num_cores,
+    paired_ratio,
+    seconds_of,
+)
 
 TOKENS, WIDTH, BATCH, NUM_ROWS = 197, 768, 64, 512
+IMAGE, SMALL_WIDTH = (3, 224, 224), 384
 NUM_FROZEN, NUM_NEW = 6, 2
 BARS = Bars(
-    least={"read_vs_memcpy": 0.8, "write_vs_memcpy": 0.8}, most={"hit_step_overhead": 1.05}
+    least={"read_vs_memcpy": 0.8, "write_vs_memcpy": 0.8},
+    most={"hit_step_overhead": 1.05, "fill_share": 0.1},
 )
 
 
@@ -70,6 +84,64 @@ def compare_with_memcpy(num_pairs: int) -> dict[str, Ratio]:
             ),
             "write_vs_memcpy": _over(write, copy, num_pairs),
         }
+
+
+def compare_digests(num_pairs: int) -> dict[str, Ratio]:
+    """Time digests of a batch of images, beside a copy of it and blake2b."""
+    images = torch.randn(BATCH, *IMAGE)
+    target, content = torch.empty_like(images), RowContent(())
+
+    def digest() -> None:
+        content.digests({"x": images})
+
+    def blake() -> None:
+        for row in images.view(BATCH, -1).numpy():
+            hashlib.blake2b(row.data, digest_size=8).digest()
+
+    return {
+        "digest_vs_memcpy": _over(digest, lambda: target.copy_(images), num_pairs),
+        "digest_vs_blake2b": _over(digest, blake, num_pairs),
+    }
+
+
+def compare_fill(num_pairs: int) -> dict[str, Ratio]:
+    """Time what a store adds to a fetch of new images, in shares of the frozen layers' time."""
+    hidden, ids = torch.randn(BATCH, TOKENS, SMALL_WIDTH), torch.arange(BATCH)
+    layers = nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(
+                SMALL_WIDTH, 6, 4 * SMALL_WIDTH, batch_first=True, norm_first=True
+            )
+            for _ in range(NUM_FROZEN)
+        )
+    ).eval()
+    batch, content = {"x": torch.randn(BATCH, *IMAGE)}, RowContent(())
+    layout = content.layout({"x": batch["x"][:1]}, hidden[:1])
+
+    def fetch(store: RowStore | None) -> float:
+        cache = PrefixCache(
+            lambda chunk, first, last: hidden[: len(chunk["x"])],
+            chunk_size=32,
+            store=store,
+            stamps=[1],
+            device=torch.device("cpu"),
+            content=content,
+        )
+        return seconds_of(lambda: cache.fetch(ids, lambda _: batch, depth=1))
+
+    def run() -> None:
+        with torch.no_grad():
+            for part in hidden.split(32):
+                layers(part)
+
+    added = []
+    for _ in range(num_pairs):
+        # A new one each time, whose memory nobody has touched.
+        with RowStore.in_memory(layout, BATCH) as store:
+            added.append(fetch(store) - fetch(None))
+            assert store.find(ids, [1]).all()
+    frozen_s = statistics.median(seconds_of(run) for _ in range(3))
+    return {"fill_share": bootstrap(np.array(added) / frozen_s)}
 
 
 class _HalfFrozen:
@@ -174,7 +246,13 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=48, help="interleaved pairs of each ratio")
     num_pairs = parser.parse_args().pairs
     torch.set_num_threads(num_cores())
-    found = {**compare_with_memcpy(num_pairs), **compare_steps(max(8, num_pairs // 3))}
+    few = max(8, num_pairs // 3)
+    found = {
+        **compare_with_memcpy(num_pairs),
+        **compare_steps(few),
+        **compare_digests(few),
+        **compare_fill(few),
+    }
     for name, ratio in found.items():
         print(f"{name:22} {ratio.median:6.3f}   95 % interval {ratio.low:.3f} to {ratio.high:.3f}")
     medians = {name: ratio.median for name, ratio in found.items()}

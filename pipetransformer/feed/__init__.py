@@ -1,7 +1,7 @@
 """Give stage 0 its samples, through the frozen prefix and the cache where there are.
 
 data's workers ─► sample_feed ─► stage 0
-frozen_prefix ─────►┘  ├─ row_format, node_store: the rows that a node shares
+frozen_prefix ─────►┘  ├─ row_format, store_choice, node_store: rows, on a GPU or a node's
                        └─ coming_fetches: what follows the one that is made
 """
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
-from autocache import HIDDEN, chain_hash
+from autocache import HIDDEN, chain_hash, fingerprint
 from pipetransformer.data import Batch
 from pipetransformer.job import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)
-_HOST = torch.device("cpu")
-_SAMPLED_VALUES = 16
 
 
 class FrozenPrefix:
     """Hold how deep the frozen prefix is; whatever feeds stage 0 runs samples through it.
-
-    Where no sample has needed it for long, as all are cached, its weights leave a GPU's memory for
-    the host's, until one does.
 
     Attributes:
         task: what is trained.
@@ -31,15 +26,16 @@ class FrozenPrefix:
         generation: grows whenever any of them changes.
     """
 
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self.task, self._device = task, device
-        self._is_away, self._num_unneeded = False, 0
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
         self.stamps: list[int] = []
         self._modes: list[tuple[nn.Module, bool]] = []
+        # Of the tensors that the stamps are of: where the model holds them, and what they were.
+        self._slots: list[tuple[Mapping[str, Tensor | None], str]] = []
         self._stamped: list[tuple[int, int]] = []
-        self._sampled, self._looks_closely = b"", False
+        self._held, self._looks_closely = 0, False
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
         """Freeze or thaw; every rank of the world calls it.
@@ -49,9 +45,8 @@ class FrozenPrefix:
             on_stage_0: whether this rank holds the prefix.
             use_cache: whether reading rows is faster than computing them.
         """
-        self.come_back()
         # Edited since, or come anew to this rank: the stamps here may be those of other weights.
-        if self._versions() != self._stamped:
+        if self.stamps and self._are_edited(closely=True):
             self.stamps.clear()
         del self.stamps[num_frozen:]
         self.depth, self.generation = num_frozen, self.generation + 1
@@ -64,7 +59,6 @@ class FrozenPrefix:
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1, in eval mode."""
-        self.come_back()
         model = self.task.model
         begin, end = model.first_active(first), model.first_active(last)
         with in_mode(self._modes):
@@ -73,34 +67,10 @@ class FrozenPrefix:
                 hidden = self.task.call(index, hidden, sides=batch)
         return hidden
 
-    def expect_fetch(self, num_samples: int, *, num_all: int) -> None:
-        """Note that samples come; where a whole set's have needed no layer, let these leave."""
-        if self._num_unneeded >= num_all and not self._is_away and self._device != _HOST:
-            self._move(_HOST)
-            self._is_away = True
-        self._num_unneeded += num_samples
-
-    def come_back(self) -> None:
-        """Have the weights where they are used; before they are moved or measured, too."""
-        self._num_unneeded = 0
-        if self._is_away:
-            self._move(self._device)
-            self._is_away = False
-
-    def _move(self, device: torch.device) -> None:
-        """Move the weights in place: whoever holds one of the tensors still holds it."""
-        is_edited = self._versions() != self._stamped
-        for index in self._sublayers():
-            for tensor in self.task.model.tensors(index).values():
-                tensor.data = tensor.data.to(device)
-        self._stamped = [] if is_edited else self._versions()
-
     def stamp_anew_if_edited(self) -> None:
         """Let no row hit that was made before the user changed the frozen layers' tensors."""
-        is_edited = self._versions() != self._stamped
-        if self._looks_closely:
-            is_edited, self._looks_closely = is_edited or self._sample() != self._sampled, False
-        if is_edited:
+        closely, self._looks_closely = self._looks_closely, False
+        if self._are_edited(closely=closely):
             _LOGGER.warning(
                 "weights of frozen layers were changed between two steps: their activations are "
                 "computed anew"
@@ -109,29 +79,30 @@ class FrozenPrefix:
             self._stamp_layers()
 
     def look_closely(self) -> None:
-        """Look at values, too, at the next fetch: what is written through `.data`, as averages of
-        weights are for an evaluation, leaves no trace in versions.
-        """
+        """Look at values, too, at the next fetch: see `_fingerprint`."""
         self._looks_closely = True
 
-    def _sample(self) -> bytes:
-        """Return some values of each tensor."""
-        model = self.task.model
-        tensors = (t for index in self._sublayers() for t in model.tensors(index).values())
-        parts = [
-            t.detach().reshape(-1)[:: max(1, t.numel() // _SAMPLED_VALUES)].double().cpu()
-            for t in tensors
-        ]
-        return torch.cat(parts).numpy().tobytes() if parts else b""
+    def _are_edited(self, *, closely: bool) -> bool:
+        """Tell whether the layers that the stamps are of hold something else by now."""
+        changed = self._versions() != self._stamped
+        return changed or (closely and self._fingerprint() != self._held)
+
+    def _fingerprint(self) -> int:
+        """Tell all that the frozen layers' tensors hold apart; what is written through `.data`, as
+        averages of weights are for an evaluation, leaves no trace in versions.
+        """
+        return fingerprint(self._tensors())
 
     def _sublayers(self) -> range:
         return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
     def _versions(self) -> list[tuple[int, int]]:
         """Tell what the frozen layers' tensors hold apart from what they held before."""
-        model = self.task.model
-        tensors = (t for index in self._sublayers() for t in model.tensors(index).values())
-        return [(t.data_ptr(), t._version) for t in tensors]
+        return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        # Asked for at each fetch: a module finds its own ones slowly.
+        return [tensor for table, name in self._slots if (tensor := table[name]) is not None]
 
     def _stamp_layers(self) -> None:
         model, dtype = self.task.model, self.task.computes_in
@@ -144,4 +115,9 @@ class FrozenPrefix:
             )
             below = self.stamps[-1] if self.stamps else 0
             self.stamps.append(chain_hash(below, tensors, mode=mode))
-        self._stamped, self._sampled = self._versions(), self._sample()
+        holders = (model.holder(name) for i in self._sublayers() for name in model.tensors(i))
+        self._slots = [
+            (module._parameters if name in module._parameters else module._buffers, name)
+            for module, name in holders
+        ]
+        self._stamped, self._held = self._versions(), self._fingerprint()

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autocache import CacheStats, PrefixCache, RowStore
+from autocache import ActivationStore, CacheStats, DeviceStore, PrefixCache
 from autodp import gather_json
 from autopipe.profile import Profile
 from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples, SizedDataset
 from pipetransformer.feed.coming_fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.node_store import share_store
 from pipetransformer.feed.row_format import RowFormat
+from pipetransformer.feed.store_choice import check_device, make_store
 from pipetransformer.job import Task
 from pipetransformer.processes import World
 
@@ -53,6 +53,7 @@ class SampleFeed:
         self.samples, self._task, self._world = samples, prefix.task, world
         self._to_come, self._followed = to_come, FollowedFetches(to_come)
         config = prefix.task.config
+        check_device(config, world.device)
         self._foreseen = ForeseenSamples(
             self.samples,
             self._requests,
@@ -61,13 +62,13 @@ class SampleFeed:
             pin_memory=config.pin_memory and world.device.type == "cuda",
             timeout_s=config.setup_timeout_s,
         )
-        self._chunk_size = config.prefix_chunk_of(world.size)
+        self._chunk_size = config.prefix_chunk_of(world.size, on_gpu=world.device.type == "cuda")
         self._num_views = keeps
         self._generation = self._epoch = -1
         self._rows = RowFormat(prefix, world, self.samples, chunk_size=self._chunk_size)
-        self._store: RowStore | None = None
+        self._store: ActivationStore | None = None
         self._cache: PrefixCache | None = None
-        self._gave_up = keeps == 0
+        self._gave_up, self._may_use_device = keeps == 0, True
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""
@@ -149,6 +150,10 @@ class SampleFeed:
         """
         return self.read(ids * max(1, len(self.dataset) // self._task.config.global_batch_size))
 
+    def look(self, ids: Tensor, *, epoch: int) -> Batch:
+        """Read samples from the data set once more, as they are in an epoch."""
+        return self.samples.probe(ids.tolist(), view=self._view(epoch))
+
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return what gives stage 0 its samples in an epoch.
 
@@ -190,6 +195,26 @@ class SampleFeed:
         """Return what this node's cache takes now."""
         return self._store.num_bytes if self._store is not None else 0
 
+    def leave_device(self) -> bool:
+        """Give back the GPU's memory that rows take; they go to host memory, anew. Collective.
+
+        Returns:
+            whether there were any.
+        """
+        was_there = isinstance(self._store, DeviceStore)
+        self._may_use_device = False
+        if was_there:
+            if self._world.is_main:
+                _LOGGER.warning(
+                    "the cache leaves %s, whose memory is needed: rows are computed anew, into "
+                    "host memory",
+                    self._world.device,
+                )
+            self._drop_store()
+            self._generation = -1
+            self.follow_prefix()
+        return was_there
+
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
         return self._cache.take_stats() if self._cache else CacheStats()
@@ -219,16 +244,19 @@ class SampleFeed:
             return load(ids)
         if self._uses_store:
             self.prefix.stamp_anew_if_edited()
-        depth = self.prefix.depth
-        self.prefix.expect_fetch(len(ids), num_all=len(self.dataset))
-        return self._cache.fetch(
+        depth, later = self.prefix.depth, self._followed.later(epoch, ids)
+        batch = self._cache.fetch(
             ids,
             load,
             depth=depth,
             row_ids=self.row_ids(ids, epoch),
             keeps=keeps,
-            later=self._later(self._followed.later(epoch, ids), epoch),
+            later=self._later(later, epoch),
         )
+        if self._store is not None and self._world.size > 1 and not len(later):
+            # In the next epoch other processes of the node may be given these samples.
+            self._store.settle()
+        return batch
 
     def read_ahead(self, row_ids: Tensor) -> None:
         """Have rows read while this step computes, where that is worth a thread."""
@@ -324,7 +352,13 @@ class SampleFeed:
                     layout.row_bytes,
                 )
             return
-        self._store = share_store(self._world, self._task.config.cache_folder, layout, num_rows)
+        self._store = make_store(
+            self._world,
+            self._task.config,
+            layout,
+            num_rows,
+            may_use_device=self._may_use_device,
+        )
         self._gave_up = self._store is None
 
 
@@ -363,6 +397,14 @@ class Rows:
         behind the frozen prefix.
         """
         return self.feed.fetch(ids, epoch=self.epoch, keeps=self.keeps)
+
+    def look(self, ids: Tensor) -> Batch:
+        """Read samples from the data set once more, as they are in this epoch."""
+        return self.feed.look(ids, epoch=self.epoch)
+
+    def take_stats(self) -> CacheStats:
+        """Return the cache's counts and times since the last call."""
+        return self.feed.take_stats()
 
     def read_ahead(self, ids: Tensor) -> None:
         """Prepare for the fetch that comes next."""

@@ -82,7 +82,7 @@ class Feed:
         config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
         loss_fn = Loss(nn.CrossEntropyLoss())
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
-        self.prefix = FrozenPrefix(task, ALONE.device)
+        self.prefix = FrozenPrefix(task)
         keeps = config.cache_views or 1
         self.samples = SampleFeed(
             self.prefix, world, samples_of(self.prefix.task, self.data), keeps=keeps

@@ -1,0 +1,63 @@
+"""Send what is in host memory to a device, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+def beside(index: Tensor, values: Tensor) -> Tensor:
+    """Return an index that is in host memory where the values are that it chooses from."""
+    return _sent(index, values.device)
+
+
+def _sent(entry: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor on the current stream."""
+    if device.type != "cuda" or entry.device.type == "cuda":
+        return entry.to(device)
+    # From other memory the copy would wait until the GPU has done all that came before it. torch
+    # uses its pinned memory again only once what was copied from it is done.
+    pinned = entry if entry.is_pinned() else entry.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
+@final
+class Uploader:
+    """Send batches to a device; to a GPU on a stream of its own, beside what is computed.
+
+    copies      | entries of t + 1 |                     | entries of t + 2 | ...
+    computing   | step t .................. | step t + 1 .................. | ...
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
+        self._copied = torch.cuda.Event() if on_cuda else None
+
+    def send(self, batch: Mapping[str, Tensor], *, wait: bool = False) -> dict[str, Tensor]:
+        """Return a batch there, for the current stream; what is there is left alone.
+
+        Args:
+            wait: for the copies, as the memory they are made from is soon written to again.
+        """
+        if self._stream is None or self._copied is None:
+            return {name: _sent(entry, self._device) for name, entry in batch.items()}
+        # By now the copies of the batch before are done. That is to be sure: a reader of rows uses
+        # the memory that it gave two batches ago again.
+        self._copied.synchronize()
+        with torch.cuda.stream(self._stream):
+            sent = {name: _sent(entry, self._device) for name, entry in batch.items()}
+            self._copied.record()
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for name, entry in sent.items():
+            # Those that were sent, whose memory is this stream's.
+            if entry is not batch[name]:
+                entry.record_stream(current)
+        if wait:
+            self._copied.synchronize()
+        return sent

@@ -1,0 +1,150 @@
+"""Prove that no fetch waits for a GPU, and that what it gives is what a CPU gives.
+
+On a stand-in for one: it counts what would wait, and runs everything on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autocache import reader as reader_module
+from autocache.activation_store import ActivationStore
+from autocache.behind import WrittenBehind
+from autocache.device_store import DeviceStore
+from autocache.prefix_cache import PrefixCache
+from autocache.reader import RowReader
+from autocache.row_content import HIDDEN, RowContent
+from autocache.store import RowStore
+from tests.autocache.test_prefix_cache import (
+    KEEP,
+    NUM_LAYERS,
+    NUM_TOKENS,
+    WIDTH,
+    Prefix,
+    Samples,
+    assert_bitwise_equal,
+    compute_uncached,
+)
+from tests.stand_in_gpu import CUDA, OnGpu, StandInGpu, put_on_gpu, stand_in_gpu
+
+CONTENT = RowContent(KEEP)
+SIZE = 4
+"""Of a batch, and of a chunk."""
+KINDS = ("host", "device")
+
+
+class OneGpu:
+    """Hold a cache whose layers run on the stand-in."""
+
+    def __init__(self, gpu: StandInGpu, kind: str) -> None:
+        self.gpu, self.samples, self.alone = gpu, Samples(), Prefix()
+        self.prefix = copy.deepcopy(self.alone)
+        put_on_gpu(self.prefix)
+        self.store = self._store(kind)
+        self.cache = PrefixCache(
+            self.prefix.run_layers,
+            chunk_size=SIZE,
+            store=self.store,
+            stamps=self.alone.stamps(NUM_LAYERS),
+            device=CUDA,
+            content=CONTENT,
+        )
+
+    def _store(self, kind: str) -> ActivationStore:
+        one = {name: entry[:1] for name, entry in self.samples.entries.items()}
+        layout = CONTENT.layout(one, torch.empty(1, NUM_TOKENS, WIDTH))
+        if kind == "device":
+            return DeviceStore(layout, 20, device=CUDA)
+        return WrittenBehind(RowStore.in_memory(layout, 20), device=CUDA)
+
+    def fetch(
+        self, ids: Tensor, depth: int, *, ahead: Tensor | None = None
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Fetch, and read ahead; return what would have waited and been launched meanwhile."""
+        self.gpu.reset()
+        found = self.cache.fetch(ids, self.samples.load, depth=depth)
+        if ahead is not None:
+            self.cache.read_ahead(ahead, depth=depth)
+        waits, launches = dict(self.gpu.waits), dict(self.gpu.launches)
+        hidden = found[HIDDEN]
+        assert isinstance(hidden, OnGpu) and found["y"].device.type == "cpu"
+        wanted = compute_uncached(self.alone, ids, depth, Samples())
+        assert_bitwise_equal({**found, HIDDEN: hidden.host}, wanted)
+        return waits, launches
+
+
+@pytest.fixture(params=KINDS)
+def one_gpu(request: pytest.FixtureRequest) -> Iterator[OneGpu]:
+    with stand_in_gpu() as gpu:
+        made = OneGpu(gpu, request.param)
+        yield made
+        made.cache.close()
+        made.store.close()
+
+
+def test_no_fetch_waits_whether_it_fills_upgrades_reads_or_all_of_that(one_gpu: OneGpu) -> None:
+    first, second = torch.arange(SIZE), torch.arange(SIZE, 2 * SIZE)
+    mixed = torch.tensor([9, 1, 9, 5])
+    waits = [
+        one_gpu.fetch(ids, depth, ahead=ahead)[0]
+        for ids, depth, ahead in [
+            (first, 1, None),
+            (second, 1, first),
+            (first, 1, None),
+            (first, 3, mixed),
+            (mixed, 3, None),
+            (mixed, 3, mixed),
+            (mixed, 3, None),
+            (torch.tensor([22, 2]), 3, None),
+        ]
+    ]
+    stats = one_gpu.cache.take_stats()
+    assert stats.hits > 8 and stats.upgrades and stats.misses
+    assert waits == [{}] * len(waits)
+
+
+def test_a_warm_fetch_launches_a_copy_and_a_choice_of_rows_at_most(one_gpu: OneGpu) -> None:
+    ids = torch.arange(SIZE)
+    for ahead in (None, ids):
+        one_gpu.fetch(ids, 2, ahead=ahead)
+    _, launches = one_gpu.fetch(ids, 2)
+    assert sum(launches.values()) <= 2, launches
+
+
+def test_a_full_chunk_is_sent_as_it_is_and_each_entry_once(one_gpu: OneGpu) -> None:
+    _, launches = one_gpu.fetch(torch.arange(SIZE), 2)
+    assert "index_select" not in launches and "cat" not in launches
+    rows_places = isinstance(one_gpu.store, DeviceStore)
+    assert launches["_to_copy"] == len(one_gpu.samples.entries) + rows_places
+
+
+@pytest.mark.parametrize("one_gpu", ["host"], indirect=True)
+def test_memory_is_read_into_again_only_once_its_rows_have_reached_the_gpu(
+    one_gpu: OneGpu,
+) -> None:
+    ids = torch.arange(SIZE)
+    one_gpu.fetch(ids, 1)
+    reader = RowReader(one_gpu.store, device=CUDA)
+    stamps = tuple(one_gpu.alone.stamps(1))
+    noted: list[int] = []
+
+    class Sent:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            noted.append(self.number)
+
+    num_reads = 2 * reader_module._NUM_BUFFERS
+    for number in range(num_reads):
+        if number % 2:
+            reader.read_ahead(ids, stamps)
+        reader.read(ids, stamps)
+        reader._buffers[-1].sent = Sent(number)  # type: ignore[assignment]
+    assert noted == list(range(num_reads - reader_module._NUM_BUFFERS))
+    reader.close()

@@ -1,0 +1,222 @@
+"""Prove where a cache's rows go, and that a run on a GPU's rows trains as one without."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autocache import DeviceStore, RowStore, device_bytes
+from freeze import FreezeSchedule
+from pipetransformer import Trainer
+from pipetransformer.feed import store_choice
+from pipetransformer.feed.coming_fetches import FollowedFetches
+from pipetransformer.processes.world import connect
+from tests.adapted import classifier
+from tests.invariants.test_cached_rows import Sentences
+from tests.measured import freely, measuring
+from tests.models import tiny_data, tiny_model
+from tests.pipetransformer.feed.test_frozen_prefix import (
+    ALONE,
+    Feed,
+    assert_fetch,
+    counts,
+    leave_rows_unchecked,
+)
+from tests.pool import Pool
+from tests.stand_in_gpu import CUDA, stand_in_gpu
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have as many bytes free on the device, which is the host's memory."""
+    made = [1 << 30]
+    monkeypatch.setattr(store_choice, "room_on_device", lambda _: made[0])
+    leave_rows_unchecked(monkeypatch)
+    return made
+
+
+def let_cpus_be_asked(patch: pytest.MonkeyPatch) -> None:
+    """Let `cache_device="cuda"` mean the device that computes, whichever it is."""
+    patch.setattr("pipetransformer.feed.sample_feed.check_device", lambda *_: None)
+
+
+def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: list[int]) -> None:
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    assert isinstance(feed.samples._store, DeviceStore)
+    assert_fetch(feed, 2, (0, 0, 5))
+    assert_fetch(feed, 2, (5, 0, 0))
+    feed.set_depth(3)
+    assert_fetch(feed, 3, (0, 5, 0))
+    feed.set_depth(1)
+    assert_fetch(feed, 1, (0, 0, 5))
+    feed.samples.close()
+
+
+@pytest.mark.parametrize(("spare", "is_there"), [(-1, False), (0, True)])
+def test_auto_leaves_the_device_alone_where_one_byte_is_missing(
+    tmp_path: Path, room: list[int], spare: int, is_there: bool
+) -> None:
+    for _ in range(2):
+        feed = Feed(tmp_path)
+        feed.set_depth(2)
+        store = feed.samples._store
+        feed.samples.close()
+        assert store is not None
+        room[0] = device_bytes(store.layout, len(tiny_data())) + spare
+    assert isinstance(store, DeviceStore if is_there else RowStore)
+
+
+def test_cpu_is_a_file_whatever_has_room(tmp_path: Path, room: list[int]) -> None:
+    feed = Feed(tmp_path, cache_device="cpu")
+    feed.set_depth(2)
+    assert isinstance(feed.samples._store, RowStore)
+    feed.samples.close()
+
+
+def test_a_gpu_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cache_device is 'cuda', but this run computes on cpu"):
+        Feed(tmp_path, cache_device="cuda")
+
+
+def refuse_memory(*_: object, **__: object) -> DeviceStore:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_device_that_is_full_after_all_means_host_memory_and_one_warning(
+    tmp_path: Path, room: list[int], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(store_choice, "DeviceStore", refuse_memory)
+    feed = Feed(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        feed.set_depth(2)
+        feed.set_depth(3)
+    assert isinstance(feed.samples._store, RowStore)
+    assert len(caplog.messages) == 1 and "do not fit cpu; cache_dtype=" in caplog.text
+    feed.samples.close()
+
+
+def test_rows_that_leave_the_device_are_computed_anew_and_stay_away(
+    tmp_path: Path, room: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    assert_fetch(feed, 2, (0, 0, 5))
+    assert feed.samples.leave_device() and not feed.samples.leave_device()
+    assert isinstance(feed.samples._store, RowStore)
+    assert_fetch(feed, 2, (0, 0, 5))
+    assert_fetch(feed, 2, (5, 0, 0))
+    feed.set_depth(1)
+    assert isinstance(feed.samples._store, RowStore)
+    assert caplog.text.count("the cache leaves cpu, whose memory is needed") == 1
+    feed.samples.close()
+
+
+def test_half_of_what_was_never_used_is_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_choice, "plannable_bytes", lambda _: 1000)
+    with stand_in_gpu():
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 700)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
+        assert store_choice.room_on_device(CUDA) == 300
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1700)
+        assert store_choice.room_on_device(CUDA) == 0
+
+
+def fetch_in_turn(folder: str, cache_device: str) -> tuple[str, list[Any]]:
+    """Let each rank fetch twice, in turn; return where rows lie, and what each needed."""
+    world = connect("cpu", timeout_s=30.0)
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        leave_rows_unchecked(patch)
+        let_cpus_be_asked(patch)
+        patch.setattr(store_choice, "room_on_device", lambda _: 1 << 30)
+        feed = Feed(Path(folder), world, cache_device=cache_device)
+        feed.set_depth(2)
+        for rank in range(world.size):
+            for _ in range(2 if world.rank == rank else 0):
+                batch, _, stats = feed.fetch()
+                torch.testing.assert_close(batch["hidden"], feed.expect(2), rtol=1e-12, atol=1e-12)
+                found.append(counts(stats))
+            dist.barrier()
+        kind = type(feed.samples._store).__name__
+        feed.samples.close()
+    return kind, found
+
+
+@pytest.mark.parametrize(
+    ("cache_device", "kind", "second"),
+    [("cuda", "DeviceStore", [(0, 0, 5), (5, 0, 0)]), ("auto", "RowStore", [(5, 0, 0)] * 2)],
+)
+def test_of_several_processes_each_keeps_its_own_rows_where_asked_to_and_else_they_share(
+    two_ranks: Pool, tmp_path: Path, cache_device: str, kind: str, second: list[Any]
+) -> None:
+    first, other = two_ranks.run(fetch_in_turn, str(tmp_path), cache_device)
+    assert first == (kind, [(0, 0, 5), (5, 0, 0)])
+    assert other == (kind, second)
+
+
+def test_the_last_fetch_of_an_epoch_has_rows_written_for_the_node_s_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    batches = [(0, torch.tensor([0, 1])), (0, torch.tensor([2, 3])), (1, torch.tensor([0, 2]))]
+    settled: list[RowStore] = []
+    monkeypatch.setattr(RowStore, "settle", lambda store: settled.append(store))
+    for size, expected in ((1, [0, 0, 0]), (2, [0, 1, 2])):
+        feed.samples._world = replace(ALONE, size=size)
+        feed.samples._followed = FollowedFetches(lambda: batches)
+        counted = []
+        for epoch, ids in batches:
+            feed.samples.rows(epoch).fetch(ids)
+            counted.append(len(settled))
+        assert counted == expected
+    feed.samples.close()
+
+
+def sentences_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return classifier().double()
+
+
+def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, Tensor]]:
+    """Train with layers frozen, thawed, and frozen again."""
+    with (
+        measuring(freely),
+        Trainer(
+            build(), data, eval_dataset=data, epochs=6, global_batch_size=8, progress=False,
+            prefix_chunk=4, freeze=FreezeSchedule([1, 1, 2, 0, 2, 2]), **settings,
+        ) as trainer,
+    ):  # fmt: skip
+        trainer.fit()
+        feeds = (trainer._run.feed, trainer._run.evaluator.feed)
+        kinds = {type(feed._store) for feed in feeds if feed is not None}
+        assert kinds == {DeviceStore if settings.get("cache", True) else type(None)}
+        return trainer, trainer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "settings"),
+    [
+        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss()}),
+        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_limit_bytes": 1600}),
+        (sentences_classifier, Sentences, {}),
+    ],
+    ids=["all rows", "some rows", "short sentences"],
+)
+def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
+    room: list[int], build: Any, data: Any, settings: dict[str, Any]
+) -> None:
+    trainer, cached = trained(build, data(), **settings)
+    other, computed = trained(build, data(), cache=False, **settings)
+    assert trainer.report.cache_hits > 0 == other.report.cache_hits
+    for (name, mine), theirs in zip(cached.items(), computed.values(), strict=True):
+        assert torch.equal(mine, theirs), name
