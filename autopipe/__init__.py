@@ -4,7 +4,7 @@ gpipe/     the drop-in module       engine/    one stage's program    trace/   w
 balance/   layers over partitions   plan/      predict and choose     profile/ what layers cost
 skip/      skip connections         cluster/   a described machine    threads/ stages as threads
 stashing/  weights that go on       pipedream/ replicated stages      schedule who runs what when
-partition  split a chain
+partition  split a chain            loss/      joined from parts
 """
 
 from autopipe import balance, skip

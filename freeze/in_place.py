@@ -57,7 +57,8 @@ def apply(
 
     Args:
         model: not wrapped by DistributedDataParallel, which counts on every gradient it found at
-            the start: freeze, then wrap anew.
+            the start: freeze, then wrap anew. Nor by FullyShardedDataParallel that has flattened
+            its parameters, so that layers that freeze and others are one.
         layers: the blocks, bottom first, as they are registered; None takes those of
             `find_layers`.
     Returns:
@@ -66,13 +67,10 @@ def apply(
     Raises:
         TypeError: `num_frozen` is no whole number.
         ValueError: there are not so many layers, or none were found; they are not the model's, or
-            not in its order; or the model is wrapped. Nothing has changed then.
+            not in its order; or the model is wrapped or flattened. Nothing has
+            changed then.
     """
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "the model is wrapped by DistributedDataParallel, which waits for the gradients it "
-            "found at the start; freeze model.module, and wrap that anew"
-        )
+    _refuse_wrapped(model)
     blocks = list(layers) if layers is not None else find_layers(model)
     num_frozen = _checked_number(num_frozen, len(blocks))
     bottom = _bottom(model, blocks, num_frozen)
@@ -81,6 +79,27 @@ def apply(
         torch._dynamo.reset()
     frozen = {p for p in bottom.parameters if not p.requires_grad}
     return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped by DistributedDataParallel, which waits for the gradients it "
+            "found at the start; freeze model.module, and wrap that anew"
+        )
+    _refuse_flattened(model)
+
+
+def _refuse_flattened(model: nn.Module) -> None:
+    # As isinstance(p, FlatParameter) does, whose import takes as long as half of torch's.
+    named = model.named_parameters()
+    flat = next((n for n, p in named if getattr(p, "_is_flat_param", False)), None)
+    if flat is not None:
+        raise ValueError(
+            f"{flat!r} holds parameters of several layers, which FullyShardedDataParallel has "
+            "flattened: all would freeze, or none; wrap with use_orig_params=True, or with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
 
 
 def _checked_number(num_frozen: int, most: int) -> int:
@@ -98,7 +117,12 @@ def _checked_number(num_frozen: int, most: int) -> int:
 
 
 def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0."""
+    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0.
+
+    Raises:
+        ValueError: parameters of several layers are flattened into one.
+    """
+    _refuse_flattened(model)
     first = _bottom(model, layers, 1)
     own = first.parameters - first.shared
     bottom = {name: p for name, p in model.named_parameters() if p in own}

@@ -160,6 +160,11 @@ class StageRun:
             self._timed("wait", link.flush)
         return StageReport(self._spent_s["compute"], self._spent_s["wait"], self._peak)
 
+    @property
+    def will_repeat(self) -> bool:
+        """Tell whether a forward that has run is to be repeated before its backward."""
+        return bool(self._versions)
+
     def take_input_gradients(self) -> dict[int, Gradients]:
         """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
         gradients, self._input_gradients = self._input_gradients, {}

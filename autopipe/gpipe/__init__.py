@@ -1,7 +1,9 @@
 """Wrap a sequential module as a pipeline in one process: torchgpipe's documented interface.
 
 module ─► batch_run ─► partition_work ─► engine/
-   │         └─ micro_batch: cut, join     └─ batch_norm, skip/
+   │         ├─ micro_batch: cut, join     └─ batch_norm, skip/
+   │         └─ as_in_forward: repeated only as it was
+   ├─► step_loss: joined from micro-batches by loss/
    └─► stashed_pipeline: batches as one stream, without flushes ─► stashing/
 """
 

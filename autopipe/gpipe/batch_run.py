@@ -8,12 +8,14 @@ takes the parameters as inputs and returns their gradients, so that autograd del
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopipe.engine import Gradients, Payload
+from autopipe.gpipe.as_in_forward import AsInForward
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
@@ -32,6 +34,7 @@ class PipelineRun:
         *,
         trace: Trace | None = None,
     ) -> None:
+        self._partitions = partitions
         self._devices = [partition.device for partition in partitions]
         self._schedule, self._ends = schedule, ends
         self._halves = [split_at_first_backward(program) for program in schedule]
@@ -39,6 +42,7 @@ class PipelineRun:
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
         self.keeps_graph = any(ins.op is Op.BACKWARD for ins in schedule[0])
+        self._as_in_forward: list[AsInForward] = []
         self._failed = False
         self._pipeline = ThreadPipeline(
             schedule,
@@ -50,7 +54,11 @@ class PipelineRun:
         )
 
     def forward(self) -> Gathered:
+        if any(ins.op is Op.RECOMPUTE for ins in self._schedule[0]):
+            self._as_in_forward = [AsInForward(partition) for partition in self._partitions]
         self._run([forwards for forwards, _ in self._halves], grad_enabled=self.keeps_graph)
+        for found in self._as_in_forward:
+            found.end_forwards()
         outputs, self._ends.outputs = self._ends.outputs, {}
         gathered = gather([outputs[i] for i in range(len(outputs))])
         self._lengths = gathered.lengths
@@ -59,7 +67,11 @@ class PipelineRun:
 
     def backward(self, gradients: Gradients, *, retain: bool) -> None:
         self._ends.output_gradients = split_gradients(gradients, self._lengths)
-        with hooks_held(self.parameters):
+        with hooks_held(self.parameters), ExitStack() as stack:
+            for stage, found in enumerate(self._as_in_forward):
+                if self._pipeline.stages[stage].will_repeat:
+                    found.refuse_changes()
+                stack.enter_context(found.modes())
             self._run([rest for _, rest in self._halves], grad_enabled=True, retain=retain)
         self._ends.output_gradients = []
 

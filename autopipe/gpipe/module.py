@@ -21,9 +21,16 @@ from autopipe.gpipe.partition_checks import (
     check_sharing,
     choose_devices,
 )
-from autopipe.gpipe.partition_work import Ends, LossFunction, Partition, trained_tensors
+from autopipe.gpipe.partition_work import (
+    Ends,
+    Partition,
+    check_trains,
+    needs_gradient,
+    trained_tensors,
+)
 from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.gpipe.step_loss import StepLoss
+from autopipe.loss import LossFunction, choose_loss
 from autopipe.schedule import SCHEDULES, forward_only
 from autopipe.skip import skip_edges, verify_skippables
 from autopipe.trace import Trace
@@ -107,6 +114,7 @@ class GPipe(nn.Module):
         self.partitions = nn.ModuleList(part.to(device) for part, device in pairs)
         self._skip_edges = skip_edges(parts)
         self._trace: Trace | None = None
+        self._num_steps = 0
         self.register_state_dict_post_hook(name_as_wrapped)
         self.register_load_state_dict_pre_hook(name_as_partitioned)
 
@@ -121,10 +129,7 @@ class GPipe(nn.Module):
         if not self.partitions:
             return input
         partitions = self._described()
-        keeps_graph = torch.is_grad_enabled() and (
-            any(tensor is not None and tensor.requires_grad for tensor in payload.tensors)
-            or any(partition.parameters for partition in partitions)
-        )
+        keeps_graph = torch.is_grad_enabled() and needs_gradient(partitions, payload)
         schedule = "gpipe" if keeps_graph else None
         run = self._run(partitions, payload, self._sizes(payload), schedule=schedule)
         return as_batch(run_forward(run, payload.tensors))
@@ -140,12 +145,17 @@ class GPipe(nn.Module):
         Args:
             target: on `devices[-1]`: a tensor or a tuple of tensors, split like the input.
             loss_fn: (output, target) -> 0-dim mean over the samples; or (sum, count), for means
-                over something else than samples. Called once a micro-batch.
+                over something else than samples. torch's own losses are joined so that ignored
+                targets and class weights count as in the whole batch. Another function is called
+                once a micro-batch, and in the first steps and every eighth once more, to find out
+                whether it depends on the split; a `Loss` with is_exact=True never is.
             schedule: 'gpipe' or '1f1b', instead of the module's.
         Returns:
             the mean loss, detached, on `devices[-1]`.
         Raises:
-            TypeError, ValueError: as `forward`; or the target does not fit the input.
+            TypeError, ValueError: as `forward`; or the target does not fit the input; the loss is
+                a sum, has parameters of its own, or depends on how the batch is split; or nothing
+                needs a gradient. No `grad` has changed then.
         """
         name = self.schedule if schedule is None else _checked_schedule(schedule)
         if torch.is_inference_mode_enabled():
@@ -154,10 +164,17 @@ class GPipe(nn.Module):
         if not self.partitions:
             raise ValueError("a module without layers has nothing to train")
         sizes = self._sizes(payload)
-        loss = StepLoss(loss_fn, target, sizes)
-        run = self._run(self._described(), payload, sizes, schedule=name, loss=loss)
+        loss = StepLoss(
+            choose_loss(loss_fn, None, model="GPipe"), target, sizes, number=self._num_steps
+        )
+        partitions = self._described()
+        check_trains(partitions, payload)
+        run = self._run(partitions, payload, sizes, schedule=name, loss=loss)
         with torch.enable_grad():
             run.step()
+        self._num_steps += 1
+        loss.check_split()
+        loss.check_gradient()
         of_inputs, of_parameters = run.take_gradients()
         owed = [
             (tensor, loss.scaled(gradient))

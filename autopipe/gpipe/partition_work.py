@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,19 @@ def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in found if tensor.requires_grad)
 
 
-LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
+def needs_gradient(partitions: Sequence[Partition], inputs: Payload) -> bool:
+    """Tell whether a parameter or an input of a pipeline needs a gradient."""
+    given = any(tensor is not None and tensor.requires_grad for tensor in inputs.tensors)
+    return given or any(partition.parameters for partition in partitions)
+
+
+def check_trains(partitions: Sequence[Partition], inputs: Payload) -> None:
+    """Raise ValueError where no backward could follow."""
+    if not needs_gradient(partitions, inputs):
+        raise ValueError(
+            "nothing would train: no parameter and no input needs a gradient; set requires_grad "
+            "where there is to be one, or call the module for an output alone"
+        )
 
 
 @dataclass

@@ -14,11 +14,15 @@ from autopipe.engine import Payload
 from autopipe.gpipe.batch_norm import DeferredBatchNorm
 from autopipe.gpipe.micro_batch import as_payload, scatter
 from autopipe.gpipe.module import GPipe
-from autopipe.gpipe.partition_work import Ends, LossFunction, PartitionWork
+from autopipe.gpipe.partition_work import Ends, PartitionWork, check_trains
 from autopipe.gpipe.step_loss import StepLoss
+from autopipe.loss import Loss, LossFunction, choose_loss
 from autopipe.schedule import unflushed
 from autopipe.stashing import StagePlace, StashedWork, check_versions
 from autopipe.threads import CallerSettings, Randomness, ThreadPipeline
+
+_MOST_COMPARED = 8
+"""Batches of a stream whose losses may be compared with the whole's, and are kept to its end."""
 
 
 class StashedPipeline(GPipe):
@@ -76,14 +80,17 @@ class StashedPipeline(GPipe):
         Raises:
             TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
                 `chunks`, or there are fewer than `len` says. Some of the batches before it are
-                trained on.
+                trained on. The loss is none that `step` takes, or nothing needs a gradient; that
+                a loss depends on the split is found at the end.
             RuntimeError: inference mode is on.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("train_on trains, and inference mode keeps no graph")
         partitions, num_stages = self._described(), len(self.devices)
         schedule = unflushed(num_stages, len(batches), self.chunks)
-        stream = _Stream(self._cut_up(batches, loss_fn), self.chunks)
+        check_trains(partitions, Payload(()))
+        loss_of = choose_loss(loss_fn, None, model=type(self).__name__)
+        stream = _Stream(self._cut_up(batches, loss_of), self.chunks)
 
         def work_of(stage: int, settings: CallerSettings, draws: Randomness) -> StashedWork:
             module = partitions[stage].module
@@ -113,12 +120,18 @@ class StashedPipeline(GPipe):
         pipeline.run(list(schedule), grad_enabled=True, order=progress)
         pipeline.settings.join_streams()
         self.peak_versions = [work.peak_versions for work in pipeline.works]
+        self._num_steps += len(stream.losses)
+        for loss in stream.losses:
+            loss.check_split()
+        # A later batch may have nothing to learn from.
+        for loss in stream.losses[:1]:
+            loss.check_gradient()
         return [float(loss.mean()) for loss in stream.losses]
 
     def _cut_up(
-        self, batches: Iterable[tuple[Any, Any]], loss_fn: LossFunction
+        self, batches: Iterable[tuple[Any, Any]], loss: Loss
     ) -> Iterator[tuple[list[Payload], StepLoss]]:
-        for input, target in batches:
+        for place, (input, target) in enumerate(batches):
             payload = as_payload(input, what="the input")
             sizes = self._sizes(payload)
             if len(sizes) < self.chunks:
@@ -126,7 +139,8 @@ class StashedPipeline(GPipe):
                     f"a batch of {sum(sizes)} samples cannot be cut into {self.chunks} "
                     "micro-batches; leave it out, or lower chunks"
                 )
-            yield scatter(payload, sizes), StepLoss(loss_fn, target, sizes)
+            number = self._num_steps + place if place < _MOST_COMPARED else None
+            yield scatter(payload, sizes), StepLoss(loss, target, sizes, number=number)
 
 
 def _refuse(pipeline: GPipe) -> None:

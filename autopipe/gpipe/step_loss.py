@@ -10,18 +10,26 @@ from torch import Tensor
 
 from autopipe.engine import Payload
 from autopipe.gpipe.micro_batch import as_batch, as_payload, scatter
-from autopipe.gpipe.partition_work import LossFunction
+from autopipe.loss import Loss, SplitProbe, head_of
 
 
 class StepLoss:
     """Give each micro-batch the value to back-propagate, and add up the mean.
 
-    A mean is weighted by its micro-batch's share of the samples. Of a (sum, count) the sum is
-    back-propagated; as the counts of later micro-batches are not known then, the gradients are
-    divided by the total at the end.
+    A mean is weighted by its micro-batch's share of the samples. The sum of a (sum, count) is
+    divided by the samples, too; as the counts of later micro-batches are not known then, the
+    gradients are corrected at the end.
+
+    Args:
+        number: of the step; a loss that is not known to join from parts is compared with the
+            whole's in some steps, see `SplitProbe`. None compares it in none.
+    Raises:
+        ValueError: the target's tensors are not of so many samples.
     """
 
-    def __init__(self, loss_fn: LossFunction, target: Any, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, loss: Loss, target: Any, sizes: Sequence[int], *, number: int | None
+    ) -> None:
         payload = as_payload(target, what="the target")
         shapes = [tuple(tensor.shape) for tensor in payload.tensors if tensor is not None]
         if any(shape[:1] != (sum(sizes),) for shape in shapes):
@@ -30,45 +38,90 @@ class StepLoss:
                 f"must be the input's {sum(sizes)} samples"
             )
         self._targets = [as_batch(piece) for piece in scatter(payload, sizes)]
-        self._loss_fn, self._sizes = loss_fn, sizes
+        self._loss, self._sizes = loss, sizes
+        # Another one for each step: the user's function must not become part of the module.
+        self._probe = None if number is None else SplitProbe(loss, num_steps_before=number)
+        if self._probe is not None:
+            self._probe.begin_step()
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
-        self._counts_given = False
-        self._totals: dict[torch.device, Any] = {}
+        self._counts_given = self._has_gradient = False
+        self._corrections: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def __call__(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return what to back-propagate for a micro-batch; asked again, the same."""
-        loss = self._loss_fn(as_batch(outputs), self._targets[micro_batch])
-        size = self._sizes[micro_batch]
-        if isinstance(loss, tuple):
-            total, count = loss
+        output, target = as_batch(outputs), self._targets[micro_batch]
+        if self._probe is not None:
+            # Before the loss, which may write into them.
+            self._probe.watch(output, target)
+        value = self._loss(output, target)
+        self._has_gradient |= head_of(value).requires_grad
+        size, num_samples = self._sizes[micro_batch], max(1, sum(self._sizes))
+        if isinstance(value, tuple):
+            total, count = value
+            if isinstance(count, Tensor) and count.requires_grad:
+                raise ValueError(
+                    "the count of the loss's (sum, count) has a gradient, which would be lost: "
+                    "detach it where it is a weight, or return a mean"
+                )
             self._counts_given = True
-            self._sums[micro_batch] = (total.detach(), count)
-            return total
-        if loss.ndim != 0:
+            self._sums[micro_batch] = (_wide(total), count)
+            return total / num_samples
+        if value.ndim != 0:
             raise ValueError(
-                f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean, or (sum, count)"
+                f"the loss has shape {tuple(value.shape)}; return a 0-dim mean, or (sum, count)"
             )
-        self._sums[micro_batch] = (loss.detach() * size, float(size))
-        return loss * (size / max(1, sum(self._sizes)))
+        self._sums[micro_batch] = (_wide(value) * size, float(size))
+        return value * (size / num_samples)
 
     def forget_targets(self) -> None:
         """Let go of the targets, once all micro-batches have had their loss."""
         self._targets = []
 
+    def check_split(self) -> None:
+        """Raise ValueError if the loss depends on the split; once all have had their loss."""
+        if self._probe is not None and self._probe.finds_difference():
+            self._probe.refuse()
+
+    def check_gradient(self) -> None:
+        """Raise ValueError if no micro-batch's loss has a gradient; once all have had theirs."""
+        if not self._has_gradient:
+            raise ValueError(
+                f"the loss {self._loss.name!r} has no gradient by the model's output, and nothing "
+                "would train; do not detach it"
+            )
+
     def mean(self) -> Tensor:
-        totals = torch.stack([total for total, _ in self._sums.values()])
-        total = totals.sum()
-        return total / self._count(total.device)
+        """Return the mean loss: 0 where there is nothing, NaN where something has no weight."""
+        total = torch.stack([total for total, _ in self._sums.values()]).sum()
+        count = self._count(total)
+        # By kernels: to ask a GPU for the count would make the host wait.
+        mean = total / count.where(count != 0, 1)
+        return mean.where((count != 0) | (total == 0), torch.nan)
 
     def scaled(self, gradient: Tensor) -> Tensor:
         """Turn the gradient of what was back-propagated into the mean's."""
-        return gradient / self._count(gradient.device) if self._counts_given else gradient
-
-    def _count(self, device: torch.device) -> Any:
+        if not self._counts_given:
+            return gradient
         # Once a device, not once a parameter; a count may be a tensor of the last device.
-        if device not in self._totals:
-            total = sum(count for _, count in self._sums.values())
-            if isinstance(total, Tensor):
-                total = total.to(device, non_blocking=True)
-            self._totals[device] = total
-        return self._totals[device]
+        key = gradient.device, gradient.dtype
+        if key not in self._corrections:
+            count = self._count(gradient)
+            correction = sum(self._sizes) / count.where(count != 0, 1)
+            self._corrections[key] = correction.where(count != 0, 1)
+        return gradient * self._corrections[key]
+
+    def _count(self, like: Tensor) -> Tensor:
+        counts: Any = sum(count for _, count in self._sums.values())
+        dtype = _wide_dtype(like)
+        if isinstance(counts, Tensor):
+            return counts.to(like.device, dtype, non_blocking=True)
+        return torch.full((), counts, dtype=dtype, device=like.device)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(_wide_dtype(value))
+
+
+def _wide_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype to add up in: in a small one sums stall or overflow."""
+    return torch.promote_types(value.dtype, torch.float32)

@@ -4,16 +4,16 @@ samples ─► collation: one batch       sample_lengths, random_numbers
    └─► workers: ahead of the steps
 """
 
+from autopipe.random_state import plain_random_state, random_state
 from pipetransformer.data.collation import Batch, CollateFunction, Collation
 from pipetransformer.data.random_numbers import (
     own_random_numbers,
-    plain_random_state,
-    random_state,
     seed_plainly,
     seed_torch,
 )
 from pipetransformer.data.sample_lengths import read_lengths
 from pipetransformer.data.samples import (
+    SampleError,
     Samples,
     SizedDataset,
     check_dataset,
@@ -23,7 +23,7 @@ from pipetransformer.data.samples import (
 from pipetransformer.data.workers import ForeseenSamples, Request
 
 __all__ = [
-    "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "Samples",
-    "SizedDataset", "check_dataset", "find_changed", "own_random_numbers", "part_of",
+    "Batch", "CollateFunction", "Collation", "ForeseenSamples", "Request", "SampleError",
+    "Samples", "SizedDataset", "check_dataset", "find_changed", "own_random_numbers", "part_of",
     "plain_random_state", "random_state", "read_lengths", "seed_plainly", "seed_torch",
 ]  # fmt: skip

@@ -1,11 +1,10 @@
-"""Seed the generators that layers, losses and data draw from, tell their states, put them back."""
+"""Seed the generators that layers, losses and data draw from, and put them back."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +33,3 @@ def own_random_numbers(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(plain)
         np.random.set_state(numpys)
-
-
-def random_state(device: torch.device) -> bytes:
-    """Tell states of the generators apart that layers and losses on a device draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return b"".join([*(state.numpy().tobytes() for state in states), plain_random_state()])
-
-
-def plain_random_state() -> bytes:
-    """Tell states of Python's and numpy's generators apart, within this process."""
-    numpys: dict[str, Any] = np.random.get_state(legacy=False)
-    state = numpys["state"]
-    return f"{hash(random.getstate())} {state['pos']} ".encode() + bytes(state["key"])

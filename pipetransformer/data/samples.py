@@ -20,6 +20,10 @@ _MOST_PROBED = 16
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 
 
+class SampleError(ValueError):
+    """Name a sample that cannot be read, or that the model or its loss cannot take."""
+
+
 class SizedDataset(Protocol):
     """A dataset with a length and items by index: a tuple, or a mapping of named entries."""
 
@@ -71,6 +75,8 @@ class Samples:
             view: with the seed and the index, it seeds torch, numpy and random before each read.
         Returns:
             tensors by entry name, (B, ...) on the CPU.
+        Raises:
+            SampleError: the data set failed; the message names the sample.
         """
         collation, dataset = self.collation, self.dataset
         names = (*collation.inputs, *collation.targets)
@@ -139,7 +145,12 @@ class Samples:
 
     def _item(self, index: int, view: int) -> Any:
         _seed(mix_seed(self.seed, view, index))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise SampleError(
+                f"the data set cannot give sample {index}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:

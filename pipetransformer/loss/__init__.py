@@ -1,23 +1,23 @@
-"""Join a batch's loss from the losses of its parts, and find out which losses do not join.
+"""Scale float16 losses, and show how the loss of a batch is joined from its parts.
 
-joined        a user's loss as a `Loss`: torch's own are known, others are believed
-loss_scale    what float16 gradients need to be neither too small nor too large
-split_probe   compares, now and then, what is believed with the loss of the whole
+autopipe.loss   joins a batch's loss from its parts, and finds out which losses do not join
+loss_scale      what float16 gradients need to be neither too small nor too large
 """
 
-from pipetransformer.loss.joined import (
+from autopipe.loss import (
     Loss,
     LossFunction,
     LossValue,
+    SplitProbe,
     as_sum_and_count,
     choose_loss,
     head_of,
     mean_of,
+    refuse_split,
     smooth_labels,
     sum_over_targets,
 )
 from pipetransformer.loss.loss_scale import LossScale
-from pipetransformer.loss.split_probe import SplitProbe, refuse_split
 
 __all__ = [
     "Loss", "LossFunction", "LossScale", "LossValue", "SplitProbe", "as_sum_and_count",

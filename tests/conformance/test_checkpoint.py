@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autopipe.engine.current_micro_batch import is_checkpointing, is_recomputing
 from autopipe.gpipe.module import GPipe
+from autopipe.loss import Loss
 from tests.pipes import (
     CLOSE,
     Call,
@@ -307,7 +308,7 @@ def test_a_step_gives_the_loss_and_gradients_of_the_plain_model(
         assert_same_gradients(model, plain)
 
 
-def test_a_step_computes_the_loss_of_a_micro_batch_once() -> None:
+def test_a_step_computes_an_exact_loss_of_a_micro_batch_once() -> None:
     calls: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -315,5 +316,5 @@ def test_a_step_computes_the_loss_of_a_micro_batch_once() -> None:
         return output.mean()
 
     model = on_cpu(linears(1, 1), [1, 1], chunks=3, checkpoint="always")
-    model.step(ramp(3, 1), torch.arange(3), loss)
+    model.step(ramp(3, 1), torch.arange(3), Loss(loss, is_exact=True))
     assert sorted(calls) == [0, 1, 2]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -18,6 +20,8 @@ from transformers import (
 )
 
 from freeze import apply, find_layers
+from freeze.advisor import Observer
+from tests.pool import Pool
 
 
 class Block(nn.Module):
@@ -334,3 +338,65 @@ def test_a_wrapped_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped.module = Net()
     with pytest.raises(ValueError, match="freeze model.module, and wrap that anew"):
         apply(wrapped, 1)
+
+
+def freeze_sharded(kind: str) -> list[str]:
+    """Freeze a sharded model for two steps; return what differs from a plain one, or why not."""
+    torch.manual_seed(7)
+    model = plain_stack()
+    expected = copy.deepcopy(model)
+    if kind == "FSDP2":
+        wrapped: nn.Module = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=kind == "FSDP1", device_id=torch.device("cpu")
+        )
+    try:
+        names = apply(wrapped, 1, layers=list(model[1]))
+    except ValueError as refusal:
+        return [str(refusal)]
+    assert len(names) == 4
+    apply(expected, 1)
+    for one in (wrapped, expected):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.1)
+        for _ in range(2):
+            step(one, optimizer)
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            found = {n: p.detach().clone() for n, p in model.named_parameters()}
+    else:
+        found = {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+    pairs = zip(found.items(), expected.parameters(), strict=True)
+    return [name for (name, p), q in pairs if not torch.allclose(p, q, atol=1e-6)]
+
+
+def plain_stack() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(*blocks), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP2"])
+def test_sharded_layers_freeze_as_plain_ones(two_ranks: Pool, kind: str) -> None:
+    assert two_ranks.run(freeze_sharded, kind) == [[], []]
+
+
+def test_flattened_layers_are_refused(two_ranks: Pool) -> None:
+    """The head froze with the block: one parameter held both."""
+    for (refusal,) in two_ranks.run(freeze_sharded, "flattened"):
+        assert "has flattened: all would freeze, or none" in refusal
+        assert "use_orig_params=True" in refusal and "fully_shard (FSDP2)" in refusal
+
+
+def observe_flattened() -> str:
+    """Begin to watch a model whose layers are one parameter."""
+    wrapped = FullyShardedDataParallel(plain_stack(), device_id=torch.device("cpu"))
+    try:
+        Observer(layers=list(wrapped.module[1])).begin(wrapped, max_steps=9, steps_per_epoch=3)
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_flattened_layers_are_not_watched_as_if_they_were_apart(two_ranks: Pool) -> None:
+    for refusal in two_ranks.run(observe_flattened):
+        assert "has flattened" in refusal

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipetransformer.loss import Loss, SplitProbe
+from autopipe.loss import Loss, SplitProbe
 
 NUM_SAMPLES, NUM_CLASSES = 12, 5
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1], dtype=torch.float64)

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from pipetransformer.data import random_state
-from pipetransformer.loss.joined import Loss, as_sum_and_count, head_of, mean_of
+from autopipe.loss.joined import Loss, as_sum_and_count, head_of, mean_of
+from autopipe.random_state import random_state
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ of the whole, and of the parts."""
 _COARSEST = 1.6e-2
 
 
-_Part = tuple[Tensor, Any]
+_Part = tuple[Any, Any]
 """Outputs and targets of some samples, the targets as the loss takes them."""
 
 
@@ -58,11 +58,14 @@ class SplitProbe:
     The parts are a step's own micro-batches, as far as `_MOST_ELEMENTS` goes, or two parts of the
     only one. The loss is called on copies and torch's random numbers are put back; but one
     that counts its calls counts these too. An exact `Loss` is let alone.
+
+    Args:
+        num_steps_before: steps that others have counted already.
     """
 
-    def __init__(self, loss_fn: Loss) -> None:
+    def __init__(self, loss_fn: Loss, *, num_steps_before: int = 0) -> None:
         self._loss_fn = loss_fn
-        self._step = -1
+        self._step = num_steps_before - 1
         self._parts: list[_Part] = []
         self._is_random = False
         self._difference = ""
@@ -72,16 +75,21 @@ class SplitProbe:
         self._step += 1
         self._parts = []
 
-    def watch(self, output: Tensor, target: Any) -> None:
-        """Keep what a micro-batch's loss is about to be computed from, if this step is probed."""
+    def watch(self, output: Any, target: Any) -> None:
+        """Keep what a micro-batch's loss is about to be computed from, if this step is probed.
+
+        Outputs are a tensor or several; with one that has no samples nothing could be split.
+        """
         is_due = self._step < _FIRST_STEPS or self._step % _PERIOD_STEPS == 0
         if self._loss_fn.is_exact or self._is_random or not is_due:
             return
-        part = (output.detach(), target)
+        part = (tree_map(Tensor.detach, output), target)
+        if any(not tensor.ndim or len(tensor) != _size(part) for tensor in tree_leaves(output)):
+            return
         if self._parts and _sample_shapes(part) != _sample_shapes(self._parts[0]):
             return
-        of_a_sample = max(1, output.numel() // len(output))
-        num_kept = sum(len(kept) for kept, _ in self._parts)
+        of_a_sample = max(1, sum(one.numel() for one in tree_leaves(output)) // _size(part))
+        num_kept = sum(map(_size, self._parts))
         num_rows = max(_MOST_ELEMENTS // of_a_sample, 2) - num_kept
         if num_rows > 0:
             self._parts.append(_rows(part, 0, num_rows))
@@ -95,9 +103,9 @@ class SplitProbe:
         try:
             # A loss in half precision could hide a difference of a percent.
             wide = tree_map(_widened, parts)
-            answers, dtype = self._answers(wide), wide[0][0].dtype
+            answers, dtype = self._answers(wide), _first(wide[0]).dtype
         except RuntimeError:  # Such as a weight in half precision.
-            answers, dtype = self._answers(parts), parts[0][0].dtype
+            answers, dtype = self._answers(parts), _first(parts[0]).dtype
         if self._is_random:
             _LOGGER.warning(
                 "the loss %r draws random numbers: whether it depends on how a batch is split "
@@ -123,24 +131,27 @@ class SplitProbe:
 
     def _answers(self, parts: list[_Part]) -> list[_Answer]:
         """Call the loss on each part, and note whether that draws random numbers."""
-        device = parts[0][0].device
+        device = _first(parts[0]).device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             before = random_state(device)
             answers = [self._answer(*part) for part in parts]
             self._is_random = random_state(device) != before
         return answers
 
-    def _answer(self, output: Tensor, target: Any) -> _Answer:
-        leaf, size = output.clone().requires_grad_(output.is_floating_point()), len(output)
-        # Not the leaf itself, which a loss could not work on in place.
-        value = self._loss_fn(leaf.clone(), target)
+    def _answer(self, output: Any, target: Any) -> _Answer:
+        size = _size((output, target))
+        output = tree_map(lambda one: one.clone().requires_grad_(one.is_floating_point()), output)
+        # Not the leaves themselves, which a loss could not work on in place.
+        value = self._loss_fn(tree_map(torch.clone, output), target)
         total, gradient = head_of(value), None
-        if total.requires_grad:
-            (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-        if gradient is None and leaf.requires_grad:  # As where it ignores all of its targets.
-            gradient = torch.zeros_like(leaf)
-        if gradient is not None and not isinstance(value, tuple):
-            gradient = gradient * size
+        if leaves := [leaf for leaf in tree_leaves(output) if leaf.requires_grad]:
+            # None of them where it ignores all of its targets.
+            found = [torch.zeros_like(leaf) for leaf in leaves]
+            if total.requires_grad:
+                found = list(torch.autograd.grad(total, leaves, materialize_grads=True))
+            gradient = torch.cat([one.reshape(size, -1) for one in found], dim=1)
+            if not isinstance(value, tuple):
+                gradient = gradient * size
         return _Answer(size, total.dtype, *as_sum_and_count(value, size), gradient)
 
 
@@ -157,7 +168,7 @@ def _at_least_two(parts: list[_Part]) -> list[_Part]:
     """Cut the only part in two, if it has two samples."""
     if len(parts) != 1:
         return parts
-    size = len(parts[0][0])
+    size = _size(parts[0])
     # Unequal parts tell more; but a single sample is a part only where it has to be.
     cut = max(size // 3, min(2, size // 2))
     return [_rows(parts[0], 0, cut), _rows(parts[0], cut, size)] if cut else parts
@@ -185,6 +196,15 @@ def _gradients_differ(answers: list[_Answer], dtype: torch.dtype) -> bool:
         return False
     tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (gradients[0].dtype, dtype))
     return not float((whole - joined).abs().max()) <= tolerance * float(whole.abs().max())
+
+
+def _first(part: _Part) -> Tensor:
+    first: Tensor = tree_leaves(part[0])[0]
+    return first
+
+
+def _size(part: _Part) -> int:
+    return len(_first(part))
 
 
 def _rows(part: _Part, first: int, last: int) -> _Part:

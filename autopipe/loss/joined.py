@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LossValue = Tensor | tuple[Tensor, Tensor | int]
-LossFunction = Callable[[Tensor, Any], LossValue]
-"""(output, target) -> a 0-dim mean over the samples, or (sum, count). The target is a Tensor where
-the model has one target name, else a dict[str, Tensor]; Any, as a loss takes one of the two."""
+LossFunction = Callable[[Any, Any], LossValue]
+"""(output, target) -> a 0-dim mean over the samples, or (sum, count). The Trainer's output is a
+Tensor, its target one where the model has one target name, else a dict[str, Tensor]; a GPipe's are
+Tensors or tuples of Tensors. Any, as a loss takes one of them."""
 
 # As of torch 2.15: the function that a module calls, and the attributes it hands over.
 _MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {

@@ -1,0 +1,24 @@
+"""Tell states of the random generators apart."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state(device: torch.device) -> bytes:
+    """Tell states of the generators apart that layers and losses on a device draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return b"".join([*(state.numpy().tobytes() for state in states), plain_random_state()])
+
+
+def plain_random_state() -> bytes:
+    """Tell states of Python's and numpy's generators apart, within this process."""
+    numpys: dict[str, Any] = np.random.get_state(legacy=False)
+    state = numpys["state"]
+    return f"{hash(random.getstate())} {state['pos']} ".encode() + bytes(state["key"])
