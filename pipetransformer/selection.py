@@ -6,11 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import final
 
-from autodp import broadcast_json
 from pipetransformer.config import TrainConfig
 from pipetransformer.model_files import BestModel
 from pipetransformer.position import Timeline
-from pipetransformer.processes import World, on_rank_0
+from pipetransformer.processes import World, on_rank_0, told_by_rank_0
 from pipetransformer.report import FitReport
 from pipetransformer.transition import Deployment
 
@@ -40,15 +39,14 @@ class Selection:
         self._timeline, self._report = timeline, report
 
     def take_up(self) -> None:
-        """Go on from a checkpoint's best evaluation, if its weights are still there."""
-        group = self._world.group
-        if self._keeps_weights and broadcast_json(self.best.has_lost_weights, group=group):
+        """Go on from a checkpoint's best evaluation, if its weights are still as written."""
+        why_lost = ""
+        if self._keeps_weights:
+            why_lost = told_by_rank_0(self.best.why_lost, group=self._world.group)
+        if why_lost:
             if self._world.is_main:
-                _LOGGER.warning(
-                    "the best weights, of step %s, are no longer in the folder: the best is "
-                    "looked for among the evaluations to come",
-                    self.best.step,
-                )
+                text = "%s. The best is looked for among the evaluations to come"
+                _LOGGER.warning(text, why_lost)
             self.best.forget()
         self._note()  # Of another metric than the checkpoint's there is no best yet.
         self._stop_without_patience()

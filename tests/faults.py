@@ -7,13 +7,14 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -264,7 +265,7 @@ def start(
 ) -> None:
     """Launch a run; check that it suffers every fault, recovers or ends in time after each, and
     leaves no process and no file behind."""
-    temporary, shared = run.folder / "temporary", shared_files()
+    temporary = run.folder / "temporary"
     for folder in (run.folder, temporary):
         folder.mkdir(exist_ok=True)
     here = partial(tempfile.TemporaryDirectory, dir=temporary)
@@ -281,8 +282,7 @@ def start(
                 start_method="forkserver",
             )
     finally:
-        # Tests that run beside have files there for a while.
-        assert any(shared_files() <= shared or time.sleep(0.1) for _ in range(100))
+        assert shared_files(read_pids(run, os.getpid())) == []
         assert not os.listdir(temporary)
         assert all(has_ended(pid) for pid in read_pids(run, os.getpid()))
         assert_recovered_in_time(run, time.time())
@@ -301,9 +301,11 @@ def assert_recovered_in_time(run: Run, end_s: float) -> None:
         assert next_s - fault_s <= RECOVERY_LIMIT_S, fault
 
 
-def shared_files() -> set[str]:
-    """Name what lies in shared memory, where the caches are."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+def shared_files(pids: Collection[int]) -> list[str]:
+    """Name what processes have left in shared memory: others have files there, too."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    own = set(map(str, pids))
+    return [name for name in names if own.intersection(re.split(r"[-_.]", name))]
 
 
 def pids_file(run: Run, launcher: int) -> Path:

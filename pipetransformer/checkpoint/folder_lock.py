@@ -12,6 +12,8 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from pipetransformer.durable_files import open_unlinked
+
 LOCK_FILE = "lock"
 _POLL_S = 0.2
 _LOG = logging.getLogger(__name__)
@@ -24,11 +26,12 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
     has no locks, this warns and holds nothing.
 
     Raises:
-        ValueError: another run still holds the folder after `patience_s`, or it cannot be written.
+        ValueError: another run still holds the folder after `patience_s`, it cannot be written, or
+            its lock is a symbolic link.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = FileIO(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        file = FileIO(open_unlinked(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT), "r+")
     except OSError as error:
         raise ValueError(
             f"folder {str(folder)!r} cannot be written to: {error}; give another folder"

@@ -7,18 +7,18 @@
         blocks.3.attention_weights-<id>.safetensors
         blocks.3.attention_optimizer-<id>.safetensors
 
-A folder is written once, never changed, and holds no pickle. A kill before `latest` is replaced
-leaves the previous checkpoint in force. Both JSON files carry their own SHA-256. A shard belongs
-to one sublayer, so that on any topology a rank reads just what it owns.
+A folder is written once, never changed, and holds no pickle. A kill before its manifest is there
+leaves the previous checkpoint in force; one before `latest` is replaced costs nothing, as the
+manifest says after which checkpoint this one comes. Both JSON files carry their own SHA-256. A
+shard belongs to one sublayer, so that on any topology a rank reads just what it owns. Of what
+others put here nothing is deleted, whatever its name.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -29,7 +29,13 @@ import safetensors.torch
 from torch import Tensor
 
 from pipetransformer.checkpoint.snapshot import Shards
-from pipetransformer.durable_files import fsync, hash_json, replace_file, write_tensors
+from pipetransformer.durable_files import (
+    fsync,
+    read_sealed_json,
+    replace_file,
+    sealed_json,
+    write_tensors,
+)
 from pipetransformer.errors import CorruptCheckpointError
 
 FORMAT_VERSION = 6
@@ -37,6 +43,8 @@ FORMAT_VERSION = 6
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_OWN_MANIFEST = re.compile(rb'\{"sha256": "[0-9a-f]{64}", "content": \{"format": \d')
+_OWN_FILE = re.compile(r"manifest\.json(\.tmp)?|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors")
 _LOG = logging.getLogger(__name__)
 
 
@@ -131,12 +139,15 @@ def publish(
     earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
     kept = [folder, *earlier[: keep - 1]]
     shards = {name: asdict(record) for name, record in records.items()}
-    _write_sealed(folder / _MANIFEST, {"step": step, "scalars": dict(scalars), "shards": shards})
+    content = {"step": step, "scalars": dict(scalars), "shards": shards}
+    after = earlier[0].name if earlier else None
+    _write_sealed(folder / _MANIFEST, {**content, "after": after})
     # After a power cut, the pointer must not name a folder whose own name was lost.
     fsync(directory)
     _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in kept]})
     for other in _folders(directory):
-        if other not in kept and (_order(other)[0] <= step or not (other / _MANIFEST).exists()):
+        is_old = _order(other)[0] <= step or not (other / _MANIFEST).exists()
+        if is_old and other not in kept and _is_own(other):
             _delete(other)
 
 
@@ -166,6 +177,8 @@ def holds_checkpoint(directory: Path) -> bool:
 def published(directory: Path) -> list[Path]:
     """List the folders to resume from, best first: as the pointer says or, without it, by step.
 
+    Before those of the pointer come the saves that a kill has kept from it.
+
     Raises:
         CorruptCheckpointError: the pointer is damaged, and there is no complete save.
         ValueError: the pointer names a folder elsewhere.
@@ -182,7 +195,31 @@ def published(directory: Path) -> list[Path]:
         return complete
     if foreign := [name for name in names if not _FOLDER.fullmatch(name)]:
         raise _foreign(pointer, foreign[0], "checkpoint")
-    return [directory / name for name in names]
+    kept = [directory / name for name in names]
+    return [*_unpublished(kept[0]), *kept] if kept else []
+
+
+def _unpublished(newest: Path) -> list[Path]:
+    """Find the complete saves that came after the newest which the pointer names, best first.
+
+    Others of later steps are of a run that went back before them.
+    """
+    found: list[Path] = []
+    for folder in reversed(_folders(newest.parent)):
+        if _order(folder) > _order(newest):
+            with suppress(CorruptCheckpointError, ValueError):
+                after = _read_sealed(folder / _MANIFEST).get("after")
+                if after in {one.name for one in (newest, *found)}:
+                    found.insert(0, folder)
+    return found
+
+
+def clear(directory: Path) -> None:
+    """Delete all checkpoints of a directory, and of what others put there nothing."""
+    for folder in _folders(directory):
+        if _is_own(folder):
+            _delete(folder)
+    (directory / _POINTER).unlink(missing_ok=True)
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -205,12 +242,38 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _delete(folder: Path) -> None:
+def _is_own(folder: Path) -> bool:
+    """Tell whether a folder is of a save: complete, unfinished, or killed before its first file.
+
+    Another program's may have a name like it. In doubt it is not ours.
+    """
+    manifest = folder / _MANIFEST
+    if folder.is_symlink():
+        return False
     try:
-        shutil.rmtree(folder)
+        if not manifest.exists():
+            return all(map(_is_own_file, folder.iterdir()))
+        return _OWN_MANIFEST.match(manifest.read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def _is_own_file(path: Path) -> bool:
+    is_file = path.is_file() and not path.is_symlink()
+    return is_file and _OWN_FILE.fullmatch(path.name) is not None
+
+
+def _delete(folder: Path) -> None:
+    """Delete a save's files, its manifest first: without it, what a kill leaves is unfinished."""
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name != _MANIFEST):
+            if _is_own_file(path):
+                path.unlink()
+        folder.rmdir()
     except OSError as error:
         # The new checkpoint is safe already; a file in use must not end the training.
-        _LOG.warning("%s is of no more use, but stays on disk; delete it: %s", folder, error)
+        text = "%s is of no more use, but it, or what others put in it, stays on disk: %s"
+        _LOG.warning(text, folder, error)
 
 
 def _file_name(shard: str) -> str:
@@ -229,19 +292,15 @@ def _hash_file(path: Path) -> str:
 
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file with its own SHA-256."""
-    content = {"format": FORMAT_VERSION, **content}
-    replace_file(path, json.dumps({"sha256": hash_json(content), "content": content}).encode())
+    replace_file(path, sealed_json({"format": FORMAT_VERSION, **content}))
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
-    with _reading(path):
-        data = path.read_bytes()
     try:
-        sealed = json.loads(data)
-        content, seal = sealed["content"], sealed["sha256"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path} is not what was written: {error!r}") from error
-    _expect(path, "SHA-256", hash_json(content), seal)
+        with _reading(path):
+            content: dict[str, Any] = read_sealed_json(path)
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error)) from error
     if content["format"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {content['format']}, and only {FORMAT_VERSION} can be read here; "

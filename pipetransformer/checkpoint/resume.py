@@ -4,6 +4,7 @@
     False     nothing              starts
     False     a run                is refused; but a restarted process continues what its own
                                    launcher began
+    "replace" a run                starts, and that run is removed; restarted as above
     True      no checkpoint        is refused
     "auto"    no checkpoint        starts from the beginning, with the decisions of the journal
     either    checkpoints          continues from the newest that is usable
@@ -27,6 +28,7 @@ from freeze import JOURNAL_FILE
 from pipetransformer.adapters import LayeredModel
 from pipetransformer.checkpoint.format import (
     Checkpoint,
+    clear,
     holds_checkpoint,
     open_checkpoint,
     published,
@@ -71,10 +73,12 @@ def resumes(config: TrainConfig) -> bool:
             "give the folder of the run, or resume='auto', which starts anew where there is none"
         )
     present = [name for name in (CHECKPOINTS, JOURNAL_FILE) if (folder / name).exists()]
-    if config.resume or not present:
-        return bool(config.resume)
+    if config.resume in (True, "auto") or not present:
+        return config.resume in (True, "auto")
     if is_restarted() and launcher_name() in _noted_launchers(folder):
         return True
+    if config.resume == "replace":
+        return False
     if not holds_checkpoint(folder / CHECKPOINTS):
         anew = "; resume='auto' starts it anew, with the decisions of its journal"
         raise ValueError(
@@ -88,11 +92,31 @@ def resumes(config: TrainConfig) -> bool:
     )
 
 
+def remove_run(folder: Path) -> None:
+    """Remove what a run would continue from; its records stay, as those of a run gone back."""
+    clear(folder / CHECKPOINTS)
+    (folder / _LAUNCHERS).unlink(missing_ok=True)
+    (folder / JOURNAL_FILE).unlink(missing_ok=True)
+
+
 def note_launchers(folder: Path, world: World) -> None:
-    """Write down who started this run's processes, so that theirs may continue it. Collective."""
+    """Write down who started this run's processes, so that theirs may continue it. Collective.
+
+    Raises:
+        OSError: there is no room for so little, so there would be none for checkpoints.
+    """
     launchers = sorted(set(gather_json(launcher_name(), group=world.group)))
-    noted = json.dumps(launchers).encode()
-    on_rank_0(lambda: replace_file(folder / _LAUNCHERS, noted), group=world.group)
+
+    def note() -> None:
+        if _noted_launchers(folder) == launchers:  # Started again, maybe on a full disk.
+            return
+        try:
+            replace_file(folder / _LAUNCHERS, json.dumps(launchers).encode())
+        except OSError as error:
+            text = f"{error.strerror}; free some space there, or give another folder"
+            raise OSError(error.errno, text, str(folder / _LAUNCHERS)) from error
+
+    on_rank_0(note, group=world.group)
 
 
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:

@@ -25,6 +25,7 @@ from pipetransformer.checkpoint.resume import (
     note_launchers,
     open_latest,
     read_shards,
+    remove_run,
     resumes,
 )
 from pipetransformer.checkpoint.saver import Saved, Saver
@@ -104,8 +105,10 @@ class RunState:
         self._lock = lock_folder(folder, patience_s=waits)
         # Asked before, but another run may have come and gone since.
         continues = resumes(config)
-        if continues and not config.resume:
+        if continues and config.resume in (False, "replace"):
             _LOGGER.warning("the processes were started again: the run in %s continues", folder)
+        if config.resume == "replace" and not continues:
+            remove_run(folder)
         return continues
 
     def begin(self, checkpoint: Checkpoint | None) -> None:

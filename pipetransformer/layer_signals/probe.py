@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import final
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from autodp import gather_json
 from freeze.signals import linear_cka, similarity_change
-from pipetransformer.durable_files import replace_tensors
+from pipetransformer.durable_files import read_tensors, replace_tensors
 from pipetransformer.feed import SampleFeed, samples_of
 from pipetransformer.job import Task
 from pipetransformer.processes import World
@@ -118,8 +117,16 @@ class Probe:
 
 
 def read_looks(folder: Path) -> dict[int, Grams]:
-    """Return the looks that a run's folder of them holds, by step, in order."""
-    return {
-        int(path.stem.partition("-")[2]): {int(k): gram for k, gram in load_file(path).items()}
-        for path in sorted(folder.glob("step-*.safetensors"))
-    }
+    """Return the looks that a run's folder of them holds, by step, in order.
+
+    One that is not as it was written is left out, with a warning.
+    """
+    looks = {}
+    for path in sorted(folder.glob("step-*.safetensors")):
+        try:
+            grams = read_tensors(path)
+        except ValueError as error:
+            _LOGGER.warning("a look at the layers is left out: %s", error)
+            continue
+        looks[int(path.stem.partition("-")[2])] = {int(k): gram for k, gram in grams.items()}
+    return looks

@@ -10,20 +10,20 @@ step  400     0.7    0.7            2             early_stopping_patience=2 ends
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from freeze.policies import metric_sign
 from pipetransformer.config import TrainConfig
-from pipetransformer.durable_files import replace_tensors
+from pipetransformer.durable_files import read_tensors, replace_tensors
 from pipetransformer.errors import CorruptCheckpointError
 
 BEST_FOLDER = "best"
+_OWN_FILE = re.compile(r"step-\d{8,}\.safetensors(\.tmp)?")
 
 
 @final
@@ -76,25 +76,33 @@ class BestModel:
         path = self._path()
         replace_tensors(path, state)
         kept = {path, self._path(self._step_of_checkpoint)}
-        for other in path.parent.glob("step-*"):
-            if other not in kept:
+        for other in path.parent.iterdir():
+            if other not in kept and _OWN_FILE.fullmatch(other.name) and other.is_file():
                 other.unlink()
 
     def read(self) -> dict[str, Tensor]:
         """Return the weights of the best evaluation, in host memory.
 
         Raises:
-            OSError, CorruptCheckpointError: the file is gone, or not what was written.
+            CorruptCheckpointError: the file is gone, or not what was written.
         """
         try:
-            return safetensors.torch.load_file(self._path())
-        except SafetensorError as error:
-            raise CorruptCheckpointError(f"{self._path()} is damaged: {error}") from error
+            return read_tensors(self._path())
+        except (OSError, ValueError) as error:
+            raise CorruptCheckpointError(
+                f"the weights of step {self.step}, the best, cannot be read: {error}; put back a "
+                "copy of that file and resume, or train with load_best_model_at_end=False, which "
+                "ends with the weights of the last step"
+            ) from error
 
-    @property
-    def has_lost_weights(self) -> bool:
-        """Tell whether there was a best evaluation whose weights are not here."""
-        return self.step is not None and not self._path().exists()
+    def why_lost(self) -> str:
+        """Say why the weights of the best evaluation so far are of no use; "" where they are."""
+        try:
+            if self.step is not None:
+                self.read()
+        except CorruptCheckpointError as error:
+            return str(error)
+        return ""
 
     def forget(self) -> None:
         """Begin anew with the next evaluation."""

@@ -185,6 +185,39 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         lock_folder(tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("name", ["lock", "journal.jsonl", "records.jsonl"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_that_others_put_in_a_file_s_place_is_refused_and_not_followed(
+    tmp_path: Path, name: str, is_there: bool
+) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    if is_there:
+        victim.write_text("theirs, without a newline")
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    with pytest.raises(ValueError, match=f"{name} is a symbolic link to .*victim.*remove the"):
+        with make_trainer(folder) as trainer:
+            trainer.fit()
+    assert victim.exists() is is_there
+    assert not is_there or victim.read_text() == "theirs, without a newline"
+
+
+def test_a_link_in_the_place_of_a_file_that_is_replaced_is_replaced_itself(
+    tmp_path: Path,
+) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("theirs")
+    places = ["launchers.json", "launchers.json.tmp", "checkpoints/latest.tmp"]
+    (folder / "checkpoints").mkdir(parents=True)
+    for place in places:
+        (folder / place).symlink_to(victim)
+    with make_trainer(folder) as trainer:
+        trainer.fit()
+    assert victim.read_text() == "theirs"
+    assert not any((folder / place).is_symlink() for place in places)
+    assert (folder / "checkpoints" / "latest").is_file()
+
+
 def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -324,6 +324,41 @@ def test_only_the_newest_complete_checkpoints_and_foreign_files_are_kept(tmp_pat
     assert names == ["latest", *steps, "step-notes.txt"]
 
 
+def test_other_programs_folders_named_like_ours_stay(tmp_path: Path) -> None:
+    foreign = {
+        "step-00000001": "weights.pt",
+        "step-00000002": "manifest.json",
+        "step-00000003-2": "model.safetensors",
+        "step-00000099": "logs/events",
+    }
+    for name, file in foreign.items():
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).write_text('{"sha256": "theirs"}')
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step-00000005").write_text("a file")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=1)
+    after = sorted(path.name for path in tmp_path.iterdir())
+    assert after == sorted([*before, "latest", "step-00000030"])
+    assert all((tmp_path / name / file).exists() for name, file in foreign.items())
+    assert_holds_step(latest(tmp_path), 30)
+
+
+def test_a_file_that_others_put_into_an_old_checkpoint_stays_and_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = save(tmp_path, 10)
+    (old / "notes.txt").write_text("mine")
+    save(tmp_path, 20, keep=1)
+    assert os.listdir(old) == ["notes.txt"]
+    assert f"{old} is of no more use, but it, or what others put in it, stays" in caplog.text
+    caplog.clear()
+    save(tmp_path, 30, keep=1)
+    assert os.listdir(old) == ["notes.txt"] and not caplog.text
+
+
 def test_truncated_checkpoint_does_not_count_as_one_to_keep(tmp_path: Path) -> None:
     save(tmp_path, 10)
     broken = save(tmp_path, 20)

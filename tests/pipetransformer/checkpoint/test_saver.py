@@ -185,9 +185,9 @@ class Full:
 
     def write(self, folder: Path, shards: Shards) -> dict[str, ShardRecord]:
         ((_, tensors),) = shards.items()
-        half = tensors["w"].numpy().tobytes()[:600]
-        (folder / "half.safetensors").write_bytes(half)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "half.safetensors"))
+        path = folder / "half-0123456789abcdef.safetensors"
+        path.write_bytes(tensors["w"].numpy().tobytes()[:600])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @contextmanager

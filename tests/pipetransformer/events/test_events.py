@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -283,6 +285,34 @@ def test_tensorboard_is_written_also_where_steps_are_taken_one_by_one(tmp_path: 
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert len(events.Scalars("train/loss")) == 1
+
+
+@pytest.mark.parametrize("at", ["start", "step", "end"])
+def test_a_disk_that_is_full_costs_tensorboard_s_events_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    class Full:
+        """Stand for a writer to a full disk."""
+
+        def __init__(self, folder: str) -> None:
+            self.write(at == "start")
+
+        def add_scalar(self, *given: Any) -> None:
+            self.write(at == "step")
+
+        def close(self) -> None:
+            self.write(at == "end")
+
+        def write(self, is_full: bool) -> None:
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch("torch.utils.tensorboard.SummaryWriter", Full):
+        with trainer_of(TensorBoard(tmp_path)) as trainer:
+            trainer.fit()
+    assert trainer.global_step == 6
+    texts = [text for text in caplog.messages if "TensorBoard" in text]
+    assert len(texts) == 1 and "[Errno 28] No space left on device" in texts[0]
 
 
 def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

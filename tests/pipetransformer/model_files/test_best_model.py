@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,8 @@ def test_best_weights_that_are_gone_are_looked_for_among_those_to_come(
         assert (trainer.report.best_step, trainer.report.best_metric) == (None, None)
     with caplog.at_level(logging.WARNING):
         found = fit_with_marks(tmp_path, 2, settings)
-    assert "the best weights, of step 6, are no longer in the folder" in caplog.text
+    assert "the weights of step 6, the best, cannot be read: [Errno 2]" in caplog.text
+    assert "The best is looked for among the evaluations to come" in caplog.text
     assert found["best"] == (0.3, 9)
 
 
@@ -319,14 +321,86 @@ def test_evaluations_come_every_so_many_steps_and_never_twice(
     assert evaluated_steps(settings) == steps
 
 
-def test_a_damaged_file_of_best_weights_is_named(tmp_path: Path) -> None:
+DAMAGED = (
+    r"the weights of step \d, the best, cannot be read: .*step-0000000\d.safetensors"
+    ".*; put back a copy of that file and resume, or train with load_best_model_at_end=False"
+)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << offset % 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_best_weights_gives_the_same_weights_or_an_error_that_names_the_file(
+    tmp_path: Path,
+) -> None:
+    written = {
+        "weight": torch.arange(3.0, dtype=torch.bfloat16),
+        "bias": torch.ones(2, 2, dtype=torch.float64),
+        "step": torch.tensor(7),
+        "none": torch.zeros(0, 3),
+    }
     best = BestModel(TrainConfig(folder=tmp_path))
     best.note({"loss": 1.0}, 3)
-    best.write({"weight": torch.ones(3)})
+    best.write(written)
     path = tmp_path / "best" / "step-00000003.safetensors"
-    path.write_bytes(path.read_bytes()[:9])
-    with pytest.raises(CorruptCheckpointError, match="step-00000003.safetensors is damaged"):
+    whole = path.read_bytes()
+    for offset in range(len(whole)):
+        flip(path, offset)
+        try:
+            found = best.read()
+        except CorruptCheckpointError as error:
+            assert re.search(DAMAGED, str(error)), error
+        else:
+            # In the padding, or in what the header says for transformers.
+            assert found.keys() == written.keys()
+            assert all(torch.equal(found[name], one) for name, one in written.items())
+            assert all(found[name].dtype == one.dtype for name, one in written.items())
+        path.write_bytes(whole)
+    path.write_bytes(whole[:9])
+    with pytest.raises(CorruptCheckpointError, match=DAMAGED):
         best.read()
+
+
+def test_a_run_does_not_end_with_best_weights_that_the_disk_has_changed(tmp_path: Path) -> None:
+    data = tiny_data(num_samples=10)
+    with pytest.raises(CorruptCheckpointError, match=rf"{DAMAGED}.*last step"):
+        with trainer_of(tmp_path, eval_dataset=data) as trainer:
+            for _ in range(9):
+                trainer.step()
+            flip(tmp_path / "best" / "step-00000006.safetensors", -1)
+            trainer.fit()
+
+
+def test_a_resumed_run_looks_for_the_best_anew_where_the_disk_has_changed_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"checkpoint_every_epochs": 1, "resume": "auto"}
+    stop_after(tmp_path, 6, settings)
+    flip(tmp_path / "best" / "step-00000006.safetensors", -1)
+    found = fit_with_marks(tmp_path, 2, settings)
+    assert found["best"] == (0.3, 9)
+    assert_equal(found["weights"], after(9, tmp_path / "again"))
+    assert re.search(DAMAGED, caplog.text)
+
+
+def test_what_others_keep_beside_the_best_weights_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "best"
+    for name in ("step-notes.txt", "step-7", "model.safetensors"):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    (folder / "step-00000001.safetensors").mkdir()
+    (folder / "step-00000001.safetensors.tmp").write_text("of a killed write")
+    best = BestModel(TrainConfig(folder=tmp_path))
+    for step in (2, 3):
+        best.note({"loss": 1.0 / step}, step)
+        best.write({"weight": torch.ones(1)})
+    others = ["model.safetensors", "step-00000001.safetensors", "step-7", "step-notes.txt"]
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted([*others, "step-00000003.safetensors"])
 
 
 def test_the_last_checkpoint_s_best_weights_stay_until_the_next(tmp_path: Path) -> None:
