@@ -1,8 +1,12 @@
 """Move in from transformers: its Trainer's interface over ours.
 
-hf_trainer: train, evaluate, predict ─┬─► training_arguments: settings, or what is refused
-                                      ├─► unhonoured: what else is refused
-                                      └─► callback_bridge: transformers' callbacks
+hf_trainer: train, save ─┬─► evaluations: evaluate and predict      unlabelled: without labels
+                         ├─► script_loss: a subclass's compute_loss
+                         ├─► training_arguments: settings, or what is refused
+                         ├─► unhonoured: what else is refused
+                         └─► callback_bridge: transformers' callbacks
+                               ├─► kept_history: what was logged, for a run that goes on
+                               └─► pretrained_checkpoints: for from_pretrained
 
     from pipetransformer.hf import Trainer    # instead of: from transformers import Trainer
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers.trainer_callback import (
 )
 
 from pipetransformer.events import Callback
+from pipetransformer.hf.kept_history import forget_history, keep_history, kept_history
+from pipetransformer.hf.pretrained_checkpoints import clear_pretrained, write_pretrained
+from pipetransformer.processes import told_by_rank_0
 from pipetransformer.stage import StepResult
 
 _UNHEARD = (
@@ -40,7 +44,10 @@ class CallbackBridge(Callback):
     Args:
         callbacks: instances or classes.
     Attributes:
-        prefix: of the metrics of the evaluation that goes on.
+        is_unheard: whether an evaluation goes on of which the script itself will tell.
+        evaluate: is called where an evaluation is due; None where our Trainer evaluates.
+        handler: calls transformers' callbacks.
+        writes_pretrained: whether checkpoints are also written for `from_pretrained`.
         results: of this process's steps so far; a loss is read where it is logged, as a GPU may
             still compute it.
     Raises:
@@ -61,18 +68,22 @@ class CallbackBridge(Callback):
             is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",
         )
         self.control = TrainerControl()
-        self.prefix = "eval"
+        self.is_unheard = False
+        self.evaluate: Callable[[], object] | None = None
         self.num_samples = 1
+        self.samples_before = 0  # By the run that is resumed.
         self.results: list[StepResult] = []
+        self.writes_pretrained = False
         self._args, self._num_logged = args, 0
-        self._handler = CallbackHandler(
+        self._output_dir = Path(str(args.output_dir))
+        self.handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
         )
         # Without one transformers warns, but our Trainer has its own flow.
-        self._handler.remove_callback(DefaultFlowCallback)
+        self.handler.remove_callback(DefaultFlowCallback)
         for callback in (*callbacks, LogLines):
             self.add(callback)
-        self._handler.on_init_end(args, self.state, self.control)
+        self.handler.on_init_end(args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
         one = callback() if isinstance(callback, type) else callback
@@ -88,11 +99,11 @@ class CallbackBridge(Callback):
                 f"{kind.__name__} overrides {', '.join(unheard)}, of which nobody hears here; "
                 "leave the callback out"
             )
-        self._handler.add_callback(one)
+        self.handler.add_callback(one)
 
     def refuse_stateful(self) -> None:
         """Raise a ValueError for callbacks that a resumed run would not find as they were."""
-        callbacks = self._handler.callbacks
+        callbacks = self.handler.callbacks
         kept = [type(one).__name__ for one in callbacks if isinstance(one, ExportableState)]
         if kept:
             raise ValueError(
@@ -102,26 +113,27 @@ class CallbackBridge(Callback):
 
     def remove(self, callback: Any) -> None:
         writes_lines = PrinterCallback if self._args.disable_tqdm else ProgressCallback
-        self._handler.remove_callback(LogLines if callback is writes_lines else callback)
+        self.handler.remove_callback(LogLines if callback is writes_lines else callback)
 
     def on_train_begin(self, trainer: Any) -> None:
         state, steps = self.state, trainer.max_steps
+        self.samples_before = trainer.report.samples
         per_epoch = -(-self.num_samples // trainer.config.global_batch_size)
         state.max_steps, state.num_train_epochs = steps, -(-steps // per_epoch)
         state.train_batch_size = self._args.per_device_train_batch_size
         state.compute_steps(self._args, state.max_steps)
-        self._note(trainer)
+        self.note(trainer)
         self._note_best(trainer)
         self._take_up(trainer)
         self.tell(trainer, "on_train_begin")
         self.tell(trainer, "on_epoch_begin")
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        self._note(trainer)
+        self.note(trainer)
         self.results.append(result)
         self.tell(trainer, "on_step_end")
         ends_epoch = trainer.epoch.is_integer() or trainer.is_over
-        if self._logs_now(ends_epoch=ends_epoch):
+        if self._logs_at(self.state.global_step, ends_epoch):
             new = [one.loss for one in self.results[self._num_logged :]]
             self._num_logged = len(self.results)
             logs = {"loss": sum(new) / len(new), "grad_norm": result.gradient_norm}
@@ -130,27 +142,44 @@ class CallbackBridge(Callback):
             self.tell(trainer, "on_epoch_end")
             if not trainer.is_over:
                 self.tell(trainer, "on_epoch_begin")
+        flow = self._flow_at(self.state.global_step, ends_epoch)
+        if self.evaluate is not None and flow.should_evaluate:
+            self.evaluate()
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        self._note(trainer)
-        named = prefixed(metrics, self.prefix)
+        if self.is_unheard:
+            return
+        self.note(trainer)
+        named = prefixed(metrics, "eval")
         self.log(trainer, named)
         self.tell(trainer, "on_evaluate", metrics=named)
         self._note_best(trainer)  # After it, as an early stop compares with the best so far.
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         if trainer.is_main_process:
-            self.state.save_to_json(str(self._state_file))
+            keep_history(self._output_dir, self.state)
+            if self.writes_pretrained:
+                model, processing_class = self.handler.model, self.handler.processing_class
+                keep = trainer.config.keep_checkpoints
+                write_pretrained(folder, self._output_dir, model, processing_class, keep=keep)
         self.tell(trainer, "on_save")
 
+    def finish(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        """Log what the run took, and tell of its end; from now on another may replace it."""
+        if trainer.is_main_process and trainer.config.saves:
+            # Without what follows, which a run that goes on has not logged.
+            keep_history(self._output_dir, self.state, is_over=True)
+        self.log(trainer, metrics)
+        self.tell(trainer, "on_train_end")
+
     @contextmanager
-    def asked_for(self, prefix: str) -> Iterator[None]:
-        """Give the metrics that a script asks for a prefix."""
-        self.prefix = prefix
+    def unheard(self) -> Iterator[None]:
+        """Tell nobody of the evaluation that our Trainer does meanwhile."""
+        self.is_unheard = True
         try:
             yield
         finally:
-            self.prefix = "eval"
+            self.is_unheard = False
 
     def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
         """Take down numbers of this step, and tell of them."""
@@ -159,21 +188,27 @@ class CallbackBridge(Callback):
         state.log_history.append({**entry, "step": state.global_step})
         self.tell(trainer, "on_log", logs=entry)
 
-    @property
-    def _state_file(self) -> Path:
-        return Path(str(self._args.output_dir), "trainer_state.json")
-
     def _take_up(self, trainer: Any) -> None:
         """Continue what was logged before the step at which a resumed run goes on."""
         step = trainer.global_step
-        if not step or not self._state_file.exists():
+        if not step:
+            if trainer.is_main_process:  # Of a run that this one replaces.
+                forget_history(self._output_dir)
+                clear_pretrained(self._output_dir)
             return
-        history = TrainerState.load_from_json(str(self._state_file)).log_history
-        for entry in history:
-            if entry["step"] <= step and entry not in self.state.log_history:
-                self.state.log_history.append(entry)
+        read = partial(
+            kept_history,
+            self._output_dir,
+            step,
+            logs_at=self._logs_at,
+            num_samples=self.num_samples,
+            batch=trainer.config.global_batch_size,
+        )
+        kept, history = told_by_rank_0(read, group=trainer.world.group), self.state.log_history
+        history += [entry for entry in kept if entry not in history]
 
-    def _note(self, trainer: Any) -> None:
+    def note(self, trainer: Any) -> None:
+        """Take down how far the run is."""
         self.state.global_step = trainer.global_step
         self.state.epoch = trainer.epoch
 
@@ -183,27 +218,38 @@ class CallbackBridge(Callback):
             best = trainer.report
             self.state.best_metric, self.state.best_global_step = best.best_metric, best.best_step
 
-    def _logs_now(self, *, ends_epoch: bool) -> bool:
+    def _logs_at(self, step: int, ends_epoch: bool) -> bool:
+        return bool(self._flow_at(step, ends_epoch).should_log)
+
+    def _flow_at(self, step: int, ends_epoch: bool) -> TrainerControl:
+        """Return what transformers does after so many steps."""
         flow, control = DefaultFlowCallback(), TrainerControl()
-        flow.on_step_end(self._args, self.state, control)
+        state = replace(self.state, global_step=step)
+        flow.on_step_end(self._args, state, control)
         if ends_epoch:
-            flow.on_epoch_end(self._args, self.state, control)
-        return bool(control.should_log)
+            flow.on_epoch_end(self._args, state, control)
+        return control
 
     def tell(self, trainer: Any, event: str, **facts: Any) -> None:
         """Call transformers' event of all callbacks, and do what they ask for."""
         before = replace(self.control)
-        self.control = self._handler.call_event(
-            event, self._args, self.state, self.control, **facts
-        )
-        asked = [name for name in _UNANSWERED if getattr(self.control, name)]
-        if asked:
-            self.control = before
+        asked = self.handler.call_event(event, self._args, self.state, self.control, **facts)
+        self.control = before
+        self.follow(asked, trainer, f"a callback has set {{}} in {event}")
+
+    def follow(self, control: TrainerControl, trainer: Any, told: str) -> None:
+        """Do what is asked for.
+
+        Raises:
+            ValueError: that is not honoured; `told` says who asks for {}.
+        """
+        if asked := [name for name in _UNANSWERED if getattr(control, name)]:
             raise ValueError(
-                f"a callback has set control.{asked[0]} in {event}, which is not honoured here; "
-                "let logging_steps, eval_strategy and save_strategy say when"
+                f"{told.format(f'control.{asked[0]}')}, which is not honoured here; let "
+                "logging_steps, eval_strategy and save_strategy say when"
             )
-        if self.control.should_training_stop and not trainer.is_over:
+        self.control = control
+        if control.should_training_stop and not trainer.is_over:
             trainer.stop()
 
 

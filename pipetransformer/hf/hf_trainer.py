@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import transformers
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,33 +20,41 @@ from transformers.feature_extraction_sequence_utils import SequenceFeatureExtrac
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metrics
 
 from freeze import FreezePolicy, PolicyFunction
-from pipetransformer.checkpoint import CHECKPOINTS, published
+from pipetransformer.adapters import LayeredModel, adapt
+from pipetransformer.checkpoint import CHECKPOINTS, holds_checkpoint, published
 from pipetransformer.data import SizedDataset, check_dataset
-from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
+from pipetransformer.hf.callback_bridge import CallbackBridge
+from pipetransformer.hf.evaluations import Evaluations
+from pipetransformer.hf.kept_history import was_over
+from pipetransformer.hf.pretrained_checkpoints import pretrained
+from pipetransformer.hf.script_loss import ScriptLoss
 from pipetransformer.hf.training_arguments import optimizer_of, refuse_unknown, settings_of
 from pipetransformer.hf.unhonoured import (
     refuse_given,
     refuse_more_outputs,
     refuse_overrides,
+    refuse_own_loss,
     refuse_shares,
-    refuse_unlabelled,
+    refuse_unselected,
 )
+from pipetransformer.hf.unlabelled import Measured, MeasuredCollate, loss_without_targets
+from pipetransformer.loss import Loss, choose_loss
 from pipetransformer.model_files import BEST_FOLDER
-from pipetransformer.predictions import EvalPrediction as OwnPrediction
-from pipetransformer.processes import world_size
 from pipetransformer.trainer import Trainer
 
 _MADE_OF = (
-    "model", "train_dataset", "eval_dataset", "data_collator", "compute_metrics",
-    "preprocess_logits_for_metrics",
+    "model", "train_dataset", "eval_dataset", "data_collator", "preprocess_logits_for_metrics",
 )  # fmt: skip
 """Attributes of which our Trainer is made."""
 
+_OVERRIDABLE = ("evaluate", "evaluation_loop")
+"""What a subclass may evaluate by in its own way."""
 
-class HFTrainer:
+
+class HFTrainer(Evaluations):
     """Fine-tune a transformers model elastically, from a script written for transformers.Trainer.
 
     Every process runs the script; nothing is started before `train`, `evaluate` or `predict`.
@@ -65,7 +73,10 @@ class HFTrainer:
         preprocess_logits_for_metrics: makes of a batch's logits and labels what is kept of them.
         optimizer_cls_and_kwargs: the optimizer's class and keywords; None is args.optim.
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
-        settings: further fields of `TrainConfig`; they win over what args stand for.
+        save_pretrained_checkpoints: beside each checkpoint, write output_dir/checkpoint-STEP for
+            `from_pretrained`; meanwhile training waits.
+        settings: further fields of `TrainConfig`, and `loss_fn`; they win over what args stand
+            for.
     Raises:
         TypeError, ValueError: something is asked for that is not honoured; see our Trainer.
     """
@@ -90,7 +101,8 @@ class HFTrainer:
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Tensor] | None = None,
         *,
-        freeze: FreezePolicy | PolicyFunction | None = None,
+        freeze: FreezePolicy | PolicyFunction | str | None = None,
+        save_pretrained_checkpoints: bool = False,
         **settings: Any,
     ) -> None:
         unhonoured = {
@@ -105,6 +117,11 @@ class HFTrainer:
         refuse_unknown(args)
         refuse_more_outputs(model)
         refuse_shares(args, settings)
+        if save_pretrained_checkpoints and args.save_strategy == "no":
+            raise ValueError(
+                "save_pretrained_checkpoints=True, but save_strategy is 'no'; give another one, "
+                "or leave it out"
+            )
         transformers.logging.set_verbosity(args.get_process_log_level())
         self.model, self.args, self.folder = model, args, str(args.output_dir)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -123,15 +140,13 @@ class HFTrainer:
             model=model,
             processing_class=processing_class,
         )
+        self._bridge.writes_pretrained = save_pretrained_checkpoints
         self._freeze, self._settings = freeze, settings
         self._optimizer = optimizer_of(args, model, optimizer_cls_and_kwargs)
+        if self.is_world_process_zero():  # A script may write there though nothing is trained.
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._trainer: Trainer | None = None
         self._made_of: dict[str, Any] = {}
-
-    @property
-    def state(self) -> transformers.TrainerState:
-        """Return what has been logged, and how far the run is."""
-        return self._bridge.state
 
     def train(
         self, resume_from_checkpoint: str | PathLike[str] | bool | None = None
@@ -140,7 +155,8 @@ class HFTrainer:
 
         Args:
             resume_from_checkpoint: True, or output_dir or its newest checkpoint, goes on from
-                there.
+                there; that of step 12 is checkpoint-12, too. None begins anew, in place of a run
+                in output_dir that is over.
         Raises:
             ValueError: there is no training set, another folder or an older checkpoint is named,
                 or something was changed since `evaluate` or `predict` were called.
@@ -157,71 +173,36 @@ class HFTrainer:
         trainer, bridge, start = self._begun(resumes, trains=True), self._bridge, time.time()
         if trainer.is_over:
             raise ValueError("train() has been called before; make another Trainer to go on")
-        samples_before = trainer.report.samples
-        trainer.fit()
+        with self._training():
+            trainer.fit()
         self._write_best(trainer)
         steps = len(bridge.results)
         mean_loss = sum(one.loss for one in bridge.results) / max(1, steps)
-        num_samples = trainer.report.samples - samples_before
+        num_samples = trainer.report.samples - bridge.samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}
-        bridge.log(trainer, metrics)
-        bridge.tell(trainer, "on_train_end")
+        bridge.finish(trainer, metrics)
         return TrainOutput(trainer.global_step, mean_loss, {**metrics, "epoch": self.state.epoch})
 
-    def evaluate(
-        self,
-        eval_dataset: SizedDataset | Mapping[str, SizedDataset] | str | None = None,
-        ignore_keys: None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Return loss and metrics of a data set, or of each of several, under a prefix.
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of the model itself; a subclass may compute another of its outputs.
 
-        A name stands for one of several that the Trainer was given.
+        Args:
+            model: hands over the logits of the stages, and with labels the model's own loss.
+            inputs: the targets.
         """
-        refuse_given({"ignore_keys": ignore_keys})
-        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = _one_of(self.eval_dataset, dataset)
-        if dataset is None:
-            raise ValueError("there is no eval_dataset; give one")
-        if isinstance(dataset, Mapping):
-            of_all: dict[str, float] = {}
-            for name, member in dataset.items():
-                of_all |= self.evaluate(member, metric_key_prefix=f"{metric_key_prefix}_{name}")
-            return of_all
-        trainer, start = self._begun(stand_in=dataset), time.time()
-        with self._bridge.asked_for(metric_key_prefix):
-            metrics = trainer.evaluate(dataset)
-        self.model.eval()  # As transformers leaves it.
-        named = self._named(metrics, metric_key_prefix, start, len(dataset))
-        return {**named, "epoch": self.state.epoch}
-
-    def predict(
-        self,
-        test_dataset: SizedDataset,
-        ignore_keys: None = None,
-        metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
-        """Return the model's outputs as transformers shapes them, targets and metrics.
-
-        On every process, in the order of the data set.
-        """
-        refuse_given({"ignore_keys": ignore_keys})
-        trainer, start = self._begun(stand_in=test_dataset), time.time()
-        with self._bridge.asked_for(metric_key_prefix):
-            output: Any = trainer.predict(test_dataset)
-        self.model.eval()
-        metrics = self._named(output.metrics, metric_key_prefix, start, len(test_dataset))
-        self._bridge.tell(trainer, "on_predict", metrics=metrics)
-        return PredictionOutput(self._kept(output.predictions), output.label_ids, metrics)
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write model and tokenizer, for `from_pretrained`."""
         self._begun().save_pretrained(output_dir or self.folder, self.processing_class)
 
     def log(self, logs: dict[str, float]) -> None:
-        """Take down numbers at this step, and tell the callbacks of them."""
+        """Take down numbers at this step, with its epoch, and tell the callbacks of them."""
+        logs["epoch"] = self.state.epoch
         self._bridge.log(self._begun(), logs)
 
     def add_callback(self, callback: Any) -> None:
@@ -267,12 +248,21 @@ class HFTrainer:
             dataset = next(usable, None)
             if dataset is None:
                 raise ValueError("there is no data set to begin with; give a train_dataset")
-            if dataset is stand_in:
-                refuse_unlabelled(dataset, self.args)
-            self._trainer, self._made_of = self._make(dataset, resumes=resumes), self._given()
+            made = self._make(dataset, resumes=resumes, trains=trains)
+            self._trainer, self._made_of = made, self._given()
             atexit.register(self._close_at_exit)
         self._refuse_changed(trains=trains)
         return self._trainer
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Have `evaluate` called where one is due, if our Trainer cannot evaluate."""
+        self._trains = True
+        self._bridge.evaluate = self.evaluate if self._evaluates_itself() else None
+        try:
+            yield
+        finally:
+            self._bridge.evaluate, self._trains = None, False
 
     def _given(self) -> dict[str, Any]:
         """Return what a Trainer of ours is made of."""
@@ -291,21 +281,22 @@ class HFTrainer:
                 "with, and would have no effect; make another Trainer with it"
             )
 
-    def _make(self, dataset: SizedDataset, *, resumes: bool) -> Trainer:
-        args = self.args
+    def _make(self, dataset: SizedDataset, *, resumes: bool, trains: bool) -> Trainer:
+        args, layered = self.args, adapt(self.model)
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
         self._bridge.num_samples = len(dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
-        evaluated = None if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
-        if self.train_dataset is not None and evaluated is None and args.eval_strategy != "no":
-            lacks = "eval_dataset is a dict" if self.eval_dataset else "there is no eval_dataset"
-            raise ValueError(
-                f"eval_strategy is {getattr(args.eval_strategy, 'value', args.eval_strategy)!r}, "
-                f"but {lacks}; give one data set, or leave eval_strategy out and evaluate after "
-                "training"
-            )
+        evaluated = self._evaluated_in_a_run()
+        if self._evaluates_itself():
+            refuse_unselected(args, {**settings, **self._settings})
+            settings |= {"evaluate_every_epochs": 0, "evaluate_every_steps": 0}
+        loss = self._loss(layered)
+        collate = self.data_collator
         if self.train_dataset is None:  # Nothing is trained, and nothing written.
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
+            dataset = Measured(dataset, layered.targets)
+            collate = MeasuredCollate(collate, layered.targets)
+            loss = loss_without_targets(loss)
         return Trainer(
             self.model,
             dataset,
@@ -315,15 +306,55 @@ class HFTrainer:
             **{
                 **settings,
                 "callbacks": [self._bridge],
-                "collate_fn": self.data_collator,
-                "compute_metrics": self._judge if self.compute_metrics else None,
+                "collate_fn": collate,
+                # One may be set until training begins.
+                "compute_metrics": self._judge if self.compute_metrics or not trains else None,
                 "preprocess_logits_for_metrics": (
                     self._preprocess if self.preprocess_logits_for_metrics else None
                 ),
-                "resume": resumes,
+                "resume": self._replaces(settings) if trains and not resumes else resumes,
                 **self._settings,
+                "loss_fn": loss,
             },
         )
+
+    def _evaluated_in_a_run(self) -> Any:
+        """Return the data set that our Trainer evaluates by itself, if it can."""
+        dataset: Any = self.eval_dataset
+        if self._evaluates_itself() or isinstance(dataset, Mapping | None):
+            return None
+        return dataset if self._is_labelled(dataset) else None
+
+    def _evaluates_itself(self) -> bool:
+        """Tell whether evaluations in a run are calls of `evaluate`, not our Trainer's own.
+
+        Raises:
+            ValueError: there is nothing to evaluate.
+        """
+        if self.train_dataset is None or self.args.eval_strategy == "no":
+            return False
+        if self.eval_dataset is None:
+            strategy = self.args.eval_strategy
+            raise ValueError(
+                f"eval_strategy is {getattr(strategy, 'value', strategy)!r}, but there is no "
+                "eval_dataset; give one, or leave eval_strategy out"
+            )
+        methods = ((getattr(kind, n) for n in _OVERRIDABLE) for kind in (type(self), Evaluations))
+        is_overridden = any(own is not usual for own, usual in zip(*methods, strict=True))
+        is_one = not isinstance(self.eval_dataset, Mapping)
+        return is_overridden or not is_one or not self._is_labelled(self.eval_dataset)
+
+    def _loss(self, layered: LayeredModel) -> Loss:
+        """Return the loss of the script or the model."""
+        given, name = self._settings.get("loss_fn"), type(self.model).__name__
+        if type(self).compute_loss is HFTrainer.compute_loss:
+            return choose_loss(given, layered.loss_fn, model=name)
+        refuse_own_loss(self.args, given)
+        own = choose_loss(None, layered.loss_fn, model=name)
+        computed = ScriptLoss(
+            self.compute_loss, model=self.model, own=own, targets=layered.targets
+        )
+        return Loss(computed)
 
     def _write_best(self, trainer: Trainer) -> None:
         """Write the best model, which `fit` has ended with, for `from_pretrained`. Collective."""
@@ -334,47 +365,31 @@ class HFTrainer:
             trainer.save_pretrained(folder, self.processing_class)
             self.state.best_model_checkpoint = str(folder)
 
-    def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
-        assert self.compute_metrics is not None
-        labels: Any = prediction.label_ids
-        given = EvalPrediction(self._kept(prediction.predictions), labels)
-        prefix = f"{self._bridge.prefix}_"  # Which `prefixed` gives to those that lack it.
-        metrics = self.compute_metrics(given)
-        if not isinstance(metrics, Mapping):
-            return metrics  # And be told what it is.
-        return {name.removeprefix(prefix): value for name, value in metrics.items()}
+    def _replaces(self, settings: Mapping[str, Any]) -> Literal["replace", False]:
+        """Replace a run that is over, or has saved nothing, as transformers' Trainer does.
 
-    def _preprocess(self, output: Tensor, labels: Any) -> Tensor:
-        assert self.preprocess_logits_for_metrics is not None
-        return self.preprocess_logits_for_metrics(self._shaped(output), labels)
-
-    def _kept(self, predictions: np.ndarray[Any, Any]) -> Any:
-        """Return predictions in transformers' shape, or as they were preprocessed."""
-        return predictions if self.preprocess_logits_for_metrics else self._shaped(predictions)
-
-    def _shaped(self, output: Any) -> Any:
-        """Give outputs the shape that transformers' model returns them in."""
-        if type(self.model).__name__.endswith("ForQuestionAnswering"):
-            return output[..., 0], output[..., 1]
-        return output
-
-    def _named(
-        self, metrics: Mapping[str, float], prefix: str, start: float, num_samples: int
-    ) -> dict[str, float]:
-        batch = self.args.per_device_eval_batch_size * world_size()
-        steps = -(-num_samples // batch)
-        named = prefixed(metrics, prefix)
-        speed = speed_metrics(prefix, start, num_samples=num_samples, num_steps=steps)
-        return {**named, **speed}
+        One that could go on is refused.
+        """
+        folder = {**settings, **self._settings}["folder"]
+        if folder is None:
+            return False
+        can_go_on = holds_checkpoint(Path(folder, CHECKPOINTS)) and not was_over(Path(self.folder))
+        return False if can_go_on else "replace"
 
     def _resumes(self, given: str | PathLike[str] | bool | None) -> bool:
         """Tell whether a run goes on; a folder must be the run's own."""
+        as_words = {"true": True, "false": False}  # As a command line has them.
+        if isinstance(given, str) and given.lower() in as_words and not Path(given).exists():
+            return as_words[given.lower()]
         if given is None or isinstance(given, bool):
             return bool(given)
         output = Path(self.folder).resolve()
         saved = output / CHECKPOINTS
         newest = [folder.resolve() for folder in published(saved)[:1]] if saved.exists() else []
-        if Path(given).resolve() not in (output, saved, *newest):
+        # As transformers names them, whether they were also written so or not.
+        named = [output / f"checkpoint-{int(one.name.split('-')[1])}" for one in newest]
+        usable = (output, saved, *newest, *named, *pretrained(output)[-1:] * len(newest))
+        if Path(given).resolve() not in usable:
             raise ValueError(
                 f"resume_from_checkpoint is {str(given)!r}, but a run goes on from the newest "
                 f"checkpoint in output_dir={self.folder!r}; give True, or output_dir the folder "
@@ -386,11 +401,3 @@ class HFTrainer:
         if self._trainer is not None:
             failed = getattr(sys, "last_type", None) is not None
             self._trainer.__exit__(sys.last_type if failed else None)
-
-
-def _one_of(datasets: Any, name: str) -> SizedDataset:
-    if not isinstance(datasets, Mapping) or name not in datasets:
-        known = sorted(datasets) if isinstance(datasets, Mapping) else "one without a name"
-        raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")
-    found: SizedDataset = datasets[name]
-    return found

@@ -99,6 +99,7 @@ def settings_of(
         "progress": not args.disable_tqdm,
         "setup_timeout_s": float(args.ddp_timeout),
         "folder": args.output_dir,
+        "tensorboard": "tensorboard" in (args.report_to or ()),
         "label": args.run_name or "train",
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor or 2,

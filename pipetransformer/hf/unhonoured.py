@@ -8,9 +8,6 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from pipetransformer.data import SizedDataset, check_dataset
-from pipetransformer.hf.training_arguments import LABELS
-
 
 def refuse_more_outputs(model: Any) -> None:
     """Refuse a model that would return more than the logits, of which predictions would lack."""
@@ -33,21 +30,35 @@ def refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unlabelled(dataset: SizedDataset, args: TrainingArguments) -> None:
-    """Refuse to begin with samples that steps cannot be measured on."""
-    check_dataset(dataset, "dataset")
-    first = dataset[0]
-    if args.remove_unused_columns and isinstance(first, Mapping) and not LABELS & first.keys():
+def refuse_unselected(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
+    """Refuse to choose the best of evaluations that are the script's own."""
+    chosen = [n for n in ("metric_for_best_model", "load_best_model_at_end") if getattr(args, n)]
+    chosen += [n for n in ("early_stopping_patience",) if settings.get(n)]
+    if chosen:
         raise ValueError(
-            "a run begins by measuring steps, even where it only predicts, and the data set has "
-            "no labels to measure with; give some labelled samples as eval_dataset"
+            f"{', '.join(chosen)} cannot be honoured, as evaluations in the run are calls of "
+            "evaluate: of a subclass, of several eval_datasets, or of one without labels; leave "
+            "it out, or give one labelled eval_dataset and compute_metrics"
+        )
+
+
+def refuse_own_loss(args: TrainingArguments, loss_fn: Any) -> None:
+    """Refuse a second loss beside a subclass's `compute_loss`."""
+    beside = [("loss_fn", loss_fn), ("label_smoothing_factor", args.label_smoothing_factor)]
+    if given := [name for name, value in beside if value]:
+        raise ValueError(
+            f"{given[0]} would have no effect beside a compute_loss of the subclass; leave one of "
+            "them out"
         )
 
 
 def refuse_overrides(kind: type, parent: type) -> None:
     """Refuse methods of transformers' Trainer in a subclass that training would not call."""
     defined = {name for base in kind.__mro__ if base not in parent.__mro__ for name in vars(base)}
-    called = {"train", "predict", "create_model_card", "is_world_process_zero"}
+    called = {
+        "train", "evaluate", "predict", "evaluation_loop", "compute_loss", "create_model_card",
+        "is_world_process_zero",
+    }  # fmt: skip
     unheard = sorted(
         name for name in defined & set(vars(transformers.Trainer)) - called if name[:2] != "__"
     )

@@ -1,0 +1,269 @@
+"""Evaluate and predict in the methods of transformers' Trainer, which subclasses override.
+
+evaluate, predict ─► get_..._dataloader ─► evaluation_loop ─► our Trainer, over the data set
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    RemoveColumnsCollator,
+    speed_metrics,
+)
+
+from pipetransformer.adapters import adapt
+from pipetransformer.data import SizedDataset, check_dataset, own_random_numbers
+from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
+from pipetransformer.hf.unhonoured import refuse_given
+from pipetransformer.hf.unlabelled import missing_targets
+from pipetransformer.predictions import EvalPrediction as OwnPrediction
+from pipetransformer.predictions import judge
+from pipetransformer.processes import world_size
+from pipetransformer.trainer import Trainer
+
+_LABELS = ("label", "labels", "label_ids", "start_positions", "end_positions")
+
+
+@final
+class EvaluationLoader(DataLoader[Any]):
+    """Load a data set's batches for a script; an evaluation takes the data set alone from it."""
+
+
+class Evaluations(ABC):
+    """Evaluate and predict, with what a script has set by then."""
+
+    model: Any
+    args: TrainingArguments
+    eval_dataset: Any
+    data_collator: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+    _bridge: CallbackBridge
+    _trains = False
+
+    @abstractmethod
+    def _begun(
+        self, resumes: bool = False, *, trains: bool = False, stand_in: SizedDataset | None = None
+    ) -> Trainer:
+        """Return our Trainer."""
+
+    @property
+    def state(self) -> transformers.TrainerState:
+        """Return what has been logged, and how far the run is."""
+        return self._bridge.state
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Return what calls transformers' callbacks."""
+        return self._bridge.handler
+
+    @property
+    def control(self) -> transformers.TrainerControl:
+        """Return what callbacks ask for."""
+        return self._bridge.control
+
+    @control.setter
+    def control(self, control: transformers.TrainerControl) -> None:
+        self._bridge.follow(control, self._begun(), "a subclass has set {}")
+
+    def get_eval_dataloader(
+        self, eval_dataset: SizedDataset | str | None = None
+    ) -> EvaluationLoader:
+        """Return what loads the evaluation set, one of several by its name, or another.
+
+        Raises:
+            ValueError: there is none.
+        """
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = _one_of(self.eval_dataset, dataset)
+        if dataset is None:
+            raise ValueError("there is no eval_dataset; give one")
+        return self.get_test_dataloader(dataset)
+
+    def get_test_dataloader(self, test_dataset: SizedDataset) -> EvaluationLoader:
+        """Return what loads a data set in its order; `evaluation_loop` takes it."""
+        check_dataset(test_dataset, "dataset")
+        dataset: Dataset[Any] = test_dataset  # type: ignore[assignment]
+        collate = self.data_collator
+        if self.args.remove_unused_columns:
+            known = inspect.signature(self.model.forward).parameters
+            collate = RemoveColumnsCollator(collate, (*known, *_LABELS))
+        size = self.args.per_device_eval_batch_size
+        return EvaluationLoader(dataset, batch_size=size, collate_fn=collate)
+
+    def evaluate(
+        self,
+        eval_dataset: SizedDataset | Mapping[str, SizedDataset] | str | None = None,
+        ignore_keys: None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return loss and metrics of a data set, or of each of several, under a prefix.
+
+        A name stands for one of several that the Trainer was given. Of samples without labels
+        there are times alone.
+        """
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Mapping):
+            of_all: dict[str, float] = {}
+            for name, member in dataset.items():
+                of_all |= self.evaluate(member, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return of_all
+        loader, start = self.get_eval_dataloader(dataset), time.time()
+        output = self.evaluation_loop(
+            loader,
+            description="Evaluation",
+            prediction_loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        metrics = self._with_speed(output, metric_key_prefix, start)
+        self.log(metrics)
+        self._bridge.tell(self._begun(), "on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(
+        self,
+        test_dataset: SizedDataset,
+        ignore_keys: None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """Return the model's outputs as transformers shapes them, targets and metrics.
+
+        On every process, in the order of the data set.
+        """
+        loader, start = self.get_test_dataloader(test_dataset), time.time()
+        output = self.evaluation_loop(
+            loader,
+            description="Prediction",
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        metrics = self._with_speed(output, metric_key_prefix, start)
+        self._bridge.tell(self._begun(), "on_predict", metrics=metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: EvaluationLoader,
+        description: str = "Evaluation",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return outputs, labels and metrics of a loader's data set, and tell nobody of it.
+
+        Args:
+            dataloader: of `get_eval_dataloader` or `get_test_dataloader`.
+            description: of no effect.
+            prediction_loss_only: whether outputs are not kept, and not judged.
+            metric_key_prefix: begins the metrics' names.
+        """
+        refuse_given({"ignore_keys": ignore_keys})
+        if not isinstance(dataloader, EvaluationLoader):
+            raise ValueError(
+                f"evaluation_loop is given a {type(dataloader).__name__}, whose sampler and "
+                "collate_fn would have no effect; give what get_eval_dataloader or "
+                "get_test_dataloader returns for the data set"
+            )
+        dataset: Any = dataloader.dataset
+        trainer = self._begun(stand_in=dataset)
+        self._bridge.note(trainer)
+        with self._bridge.unheard():
+            predictions: Any = None
+            if prediction_loss_only:
+                found = trainer.evaluate(dataset) if self._is_labelled(dataset) else {}
+                labels = None
+                metrics = {name: value for name, value in found.items() if name == "loss"}
+            else:
+                predictions, labels, metrics = self._predicted(trainer, dataset, metric_key_prefix)
+        if not self._trains:
+            self.model.eval()  # As transformers leaves it.
+        named = prefixed(metrics, metric_key_prefix)
+        return EvalLoopOutput(predictions, labels, named, len(dataset))
+
+    @abstractmethod
+    def log(self, logs: dict[str, float]) -> None:
+        """Take down numbers at this step."""
+
+    def _predicted(
+        self, trainer: Trainer, dataset: SizedDataset, prefix: str
+    ) -> tuple[Any, Any, dict[str, float]]:
+        """Return outputs, labels and metrics, those of the script among them. Collective."""
+        output = trainer.predict(dataset)
+        metrics, labels = dict(output.metrics), output.label_ids
+        if self.compute_metrics is not None and labels is not None:
+            judged = OwnPrediction(output.predictions, labels)
+            metrics |= judge(
+                lambda one: self._judged(one, prefix), judged, group=trainer.world.group
+            )
+        return self._kept(output.predictions), labels, metrics
+
+    def _judged(self, prediction: OwnPrediction, prefix: str) -> Mapping[str, float]:
+        labels: Any = prediction.label_ids
+        given = EvalPrediction(self._kept(prediction.predictions), labels)
+        metrics = self.compute_metrics(given)
+        if not isinstance(metrics, Mapping):
+            return metrics  # And be told what it is.
+        # `prefixed` gives it to those that lack it.
+        return {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items()}
+
+    def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
+        """Judge an evaluation that is due while training."""
+        if self.compute_metrics is None or self._bridge.is_unheard:
+            return {}
+        return self._judged(prediction, "eval")
+
+    def _is_labelled(self, dataset: SizedDataset) -> bool:
+        """Tell whether a data set's samples have all that the loss takes."""
+        with own_random_numbers(torch.device("cpu")):
+            first = dataset[0]
+            if not isinstance(first, Mapping):
+                return True
+            if not self.args.remove_unused_columns:
+                first = self.data_collator([first])
+        return not missing_targets(first, adapt(self.model).targets)
+
+    def _preprocess(self, output: Tensor, labels: Any) -> Tensor:
+        made: Tensor = self.preprocess_logits_for_metrics(self._shaped(output), labels)
+        return made
+
+    def _kept(self, predictions: np.ndarray[Any, Any]) -> Any:
+        """Return predictions in transformers' shape, or as they were preprocessed."""
+        return predictions if self.preprocess_logits_for_metrics else self._shaped(predictions)
+
+    def _shaped(self, output: Any) -> Any:
+        """Give outputs the shape that transformers' model returns them in."""
+        if type(self.model).__name__.endswith("ForQuestionAnswering"):
+            return output[..., 0], output[..., 1]
+        return output
+
+    def _with_speed(self, output: EvalLoopOutput, prefix: str, start: float) -> dict[str, float]:
+        num = output.num_samples or 0
+        steps = math.ceil(num / (self.args.per_device_eval_batch_size * world_size()))
+        speed = speed_metrics(prefix, start, num_samples=num, num_steps=steps)
+        return {**(output.metrics or {}), **speed}
+
+
+def _one_of(datasets: Any, name: str) -> SizedDataset:
+    if not isinstance(datasets, Mapping) or name not in datasets:
+        known = sorted(datasets) if isinstance(datasets, Mapping) else "one without a name"
+        raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")
+    found: SizedDataset = datasets[name]
+    return found

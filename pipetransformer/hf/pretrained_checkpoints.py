@@ -1,0 +1,74 @@
+"""Write checkpoints as folders that `from_pretrained` reads, named as transformers names them.
+
+output_dir/
+  checkpoints/step-00000012    a run goes on from it
+  checkpoint-12                weights, configuration and tokenizer of the same step
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipetransformer.checkpoint import open_checkpoint
+from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.model_files import read_weights, write_model_folder
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_MARK = "pipetransformer_checkpoint"
+"""A file of a folder that was written here: others are not removed."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step after which a folder is named, or None for another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def write_pretrained(
+    checkpoint: Path, output_dir: Path, model: Any, processing_class: Any, *, keep: int
+) -> None:
+    """Write the weights of a checkpoint; where that cannot be, warn, as training goes on.
+
+    Args:
+        output_dir: gets the folder.
+        model: says what its configuration is.
+        processing_class: a tokenizer or a processor to be saved beside it, or None.
+        keep: how many stay, of those that were written so.
+    """
+    made = output_dir / f"tmp-{checkpoint.name}"
+    try:
+        saved = open_checkpoint(checkpoint)
+        shutil.rmtree(made, ignore_errors=True)
+        write_model_folder(model, read_weights(saved), made, processing_class)
+        (made / _MARK).write_text(f"{checkpoint.name}\n")
+        folder = output_dir / f"checkpoint-{saved.step}"
+        if _is_own(folder):
+            shutil.rmtree(folder)
+        made.rename(folder)
+    except (OSError, CorruptCheckpointError) as error:
+        _LOGGER.warning("no checkpoint-* of %s: %s; training goes on", checkpoint.name, error)
+        shutil.rmtree(made, ignore_errors=True)
+        return
+    for old in pretrained(output_dir)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def pretrained(output_dir: Path) -> list[Path]:
+    """List what was written so, the oldest step first."""
+    own = [one for one in output_dir.glob("checkpoint-*") if _is_own(one)]
+    return sorted(own, key=lambda one: step_of(one) or 0)
+
+
+def clear_pretrained(output_dir: Path) -> None:
+    """Remove what was written so, by a run that is replaced."""
+    for old in pretrained(output_dir):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_own(folder: Path) -> bool:
+    return step_of(folder) is not None and not folder.is_symlink() and (folder / _MARK).exists()

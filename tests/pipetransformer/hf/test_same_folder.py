@@ -1,0 +1,188 @@
+"""Hold what happens where an output_dir holds a run already, as with transformers' Trainer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import BertForSequenceClassification
+from transformers.trainer_utils import get_last_checkpoint
+
+from pipetransformer.checkpoint import CHECKPOINTS, open_checkpoint
+from pipetransformer.hf import Trainer
+from tests.pipetransformer.hf.test_hf_trainer import made, rows
+from tests.pipetransformer.hf.test_same_run import SAVES, StopAt
+from tests.pool import Pool
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def losses(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_run_that_is_over_is_replaced_as_in_transformers(tmp_path: Path, strategy: str) -> None:
+    options = {**SAVES, "save_strategy": strategy, "eval_strategy": "no"}
+    logged = []
+    for kind in (transformers.Trainer, Trainer):
+        for rate in (1e-3, 1e-2):
+            given = {**options, "learning_rate": rate}
+            with made(tmp_path / kind.__module__, kind=kind, options=given) as trainer:
+                assert trainer.train().global_step == 8
+                logged.append(losses(trainer))
+    assert logged[2] == pytest.approx(logged[0], abs=1e-4)
+    assert logged[3] == pytest.approx(logged[1], abs=1e-4)
+
+
+def train_again(folder: Path) -> tuple[int, int]:
+    steps = []
+    for _ in range(2):
+        options = {**SAVES, "per_device_train_batch_size": 4}
+        with made(folder, options=options) as trainer:
+            steps.append(trainer.train().global_step)
+    return steps[0], steps[1]
+
+
+def test_two_processes_replace_it_together(two_ranks: Pool, tmp_path: Path) -> None:
+    assert two_ranks.run(train_again, tmp_path) == [(8, 8), (8, 8)]
+
+
+def test_what_is_resumed_after_a_replacement_is_the_new_run(tmp_path: Path) -> None:
+    with made(tmp_path, options={**SAVES, "learning_rate": 1e-3}) as trainer:
+        trainer.train()
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train()
+        expected, logged = weights(trainer), losses(trainer)
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+        assert losses(trainer) == logged
+        for name, parameter in weights(trainer).items():
+            assert torch.equal(parameter, expected[name]), name
+
+
+def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
+    with made(tmp_path, options=SAVES, save_pretrained_checkpoints=True) as trainer:
+        trainer.train()
+    notes = tmp_path / CHECKPOINTS / "step-00000002" / "notes.txt"
+    notes.parent.mkdir(exist_ok=True)
+    notes.write_text("mine")
+    theirs = tmp_path / "checkpoint-3" / "model.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    with made(tmp_path, options={**SAVES, "save_steps": 8}) as trainer:
+        trainer.train()
+    assert notes.read_text() == theirs.read_text() == "mine"
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
+    with made(tmp_path, options=SAVES, callbacks=[StopAt(5)]) as trainer:
+        trainer._bridge.finish = lambda *given: None  # As if killed before.
+        trainer.train()
+    with made(tmp_path, options=SAVES) as trainer:
+        with pytest.raises(ValueError, match=r"already holds a run .*resume_from_checkpoint=True"):
+            trainer.train()
+    with made(tmp_path, options=SAVES) as trainer:
+        assert trainer.train(resume_from_checkpoint=True).global_step == 8
+
+
+@pytest.mark.parametrize("given", ["True", "true", "checkpoint-5", "checkpoint-5/", ""])
+def test_a_run_goes_on_from_what_a_command_line_says(tmp_path: Path, given: str) -> None:
+    with made(tmp_path, options=SAVES, callbacks=[StopAt(5)]) as trainer:
+        trainer.train()
+    asked = given if given.lower() == "true" else f"{tmp_path}/{given}"
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train(resume_from_checkpoint=asked)
+        assert trainer.state.global_step == 8 and len(trainer._bridge.results) == 3
+
+
+def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> None:
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train()
+    with made(tmp_path, options=SAVES) as trainer:
+        with pytest.raises(ValueError, match="from the newest checkpoint in output_dir"):
+            trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+
+
+def test_false_as_a_word_begins_anew(tmp_path: Path) -> None:
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train(resume_from_checkpoint="False")
+        assert len(trainer._bridge.results) == 8
+
+
+def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Path) -> None:
+    with made(tmp_path, options=SAVES, callbacks=[StopAt(4)]) as trainer:
+        trainer.train()
+    directory = tmp_path / CHECKPOINTS
+    before = (directory / "latest").read_bytes()
+    with made(tmp_path, options=SAVES, callbacks=[StopAt(6)]) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+    (directory / "latest").write_bytes(before)
+    with made(tmp_path, options=SAVES) as trainer:
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-6")
+        assert len(trainer._bridge.results) == 2
+
+
+def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_path: Path) -> None:
+    options = {**SAVES, "save_total_limit": 2, "eval_strategy": "no"}
+    given = {"save_pretrained_checkpoints": True}
+    with made(tmp_path, options=options, callbacks=[StopAt(6)], **given) as trainer:
+        trainer.train()
+        expected = weights(trainer)
+    found = get_last_checkpoint(str(tmp_path))
+    assert found == str(tmp_path / "checkpoint-6")
+    assert sorted(one.name for one in tmp_path.glob("*checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    loaded = BertForSequenceClassification.from_pretrained(found)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    # Killed before the last was written: the newest that a script finds stands for the run.
+    shutil.rmtree(found)
+    with made(tmp_path, options=options, **given) as trainer:
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
+        assert len(trainer._bridge.results) == 2
+
+
+def test_a_checkpoint_of_an_earlier_step_holds_the_weights_of_that_step(tmp_path: Path) -> None:
+    given = {"options": {**SAVES, "save_steps": 4}, "save_pretrained_checkpoints": True}
+    with made(tmp_path / "short", callbacks=[StopAt(4)], **given) as trainer:
+        trainer.train()
+        expected = weights(trainer)
+    with made(tmp_path / "long", **given) as trainer:
+        trainer.train()
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "long" / "checkpoint-4")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_a_damaged_checkpoint_costs_its_copy_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def damaged(folder: Path) -> Any:
+        found = open_checkpoint(folder)
+        path = folder / next(iter(found.records.values())).file
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        return found
+
+    name = "pipetransformer.hf.pretrained_checkpoints.open_checkpoint"
+    monkeypatch.setattr(name, damaged)
+    options = {**SAVES, "save_steps": 8, "eval_strategy": "no"}
+    with made(tmp_path, options=options, save_pretrained_checkpoints=True) as trainer:
+        assert trainer.train().global_step == 8
+    assert "no checkpoint-* of step-00000008" in caplog.text
+    assert not list(tmp_path.glob("*checkpoint-*"))
+
+
+def test_copies_of_checkpoints_that_nobody_saves_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_pretrained_checkpoints=True, but save_strategy"):
+        with made(tmp_path, save_pretrained_checkpoints=True, train_dataset=rows(8)):
+            pass
