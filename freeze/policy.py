@@ -116,7 +116,7 @@ class FreezeDecision:
             run as in training, and nothing is moved or cached. The lowest layer that is not
             frozen cannot rest: freeze it instead.
     Raises:
-        TypeError: `num_frozen` is not an int, or `resting` no tuple of ints.
+        TypeError: `num_frozen` is not an int, `reason` no text, or `resting` no tuple of ints.
     """
 
     num_frozen: int
@@ -130,6 +130,8 @@ class FreezeDecision:
                 f"({type(self.num_frozen).__name__}); return the number of frozen layers, "
                 "rounded, e.g. int(math.ceil(x)), or None to keep it"
             )
+        if not isinstance(self.reason, str):
+            raise TypeError(f"a freeze decision's reason must be a text, got {self.reason!r}")
         if not isinstance(self.resting, (tuple, list)) or not all(
             isinstance(layer, int) for layer in self.resting
         ):
@@ -170,6 +172,12 @@ class FreezePolicy(ABC):
     @abstractmethod
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         """Return the decision at this step; None keeps what is frozen."""
+
+    def check(self, num_layers: int) -> None:  # noqa: B027  (most fit any model)
+        """Raise a ValueError where it is not for a model of which so many layers can freeze.
+
+        Asked on every rank, before anything is loaded or measured for the run.
+        """
 
     def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
         """Return a layer's learning rate at a share of the run, over the peak rate.

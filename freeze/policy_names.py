@@ -68,6 +68,13 @@ def _never(value: str) -> FreezePolicy:
     return NeverFreeze()
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number of layers") from None
+
+
 def _linear(value: str) -> FreezePolicy:
     if not value:
         return Linear()
@@ -94,7 +101,7 @@ _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "none": _never,
     "paper": lambda value: PaperRule(float(Fraction(value))),
     "alpha": lambda value: AlphaSchedule(float(Fraction(value))),
-    "schedule": lambda value: FreezeSchedule([int(one) for one in value.split(",")]),
+    "schedule": lambda value: FreezeSchedule([_whole(one) for one in value.split(",")]),
     "linear": _linear,
     "auto": _optional(AutoFreeze),
     "plasticity": _optional(Plasticity),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,14 @@ def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> No
                 changed |= tensor.requires_grad is not wanted
                 tensor.requires_grad_(wanted)
                 tensor.grad = None
-    # torch 2.11 runs what it compiled for the old flags: no gradient comes back when a layer thaws
-    # (pytorch issue 139476). What was never imported has compiled nothing.
-    if changed and (compiler := sys.modules.get("torch._dynamo")) is not None:
+    compiler = sys.modules.get("torch._dynamo")
+    if changed and compiler is not None and _has_compiled(compiler, task.model.model):
+        # torch 2.11 runs what it compiled for the old flags: no gradient comes back when a layer
+        # thaws (pytorch issue 139476).
         compiler.reset()
+
+
+def _has_compiled(compiler: ModuleType, model: nn.Module) -> bool:
+    """Tell whether torch has compiled anything: a reset without need imports for three seconds."""
+    asked = any(module._compiled_call_impl is not None for module in model.modules())
+    return asked or bool(compiler.utils.counters["frames"])

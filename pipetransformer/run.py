@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autocache import CacheStats
 from autodp import gather_json
 from autopipe.trace import Span, Trace
 from freeze import (
@@ -28,6 +27,7 @@ from freeze import (
     PolicyFunction,
     as_policy,
     checked_scale,
+    named_policy,
     sets_rates,
 )
 from pipetransformer.adapters import LayeredModel, adapt
@@ -37,6 +37,7 @@ from pipetransformer.data import Batch, SizedDataset, check_dataset
 from pipetransformer.evaluator import Evaluator
 from pipetransformer.feed import FrozenPrefix, SampleFeed, samples_of
 from pipetransformer.job import Task, set_frozen
+from pipetransformer.lent_model import LentModel
 from pipetransformer.loss import LossFunction, choose_loss, smooth_labels
 from pipetransformer.measure import largest_micro_batch
 from pipetransformer.model_files import DescribedModel
@@ -69,6 +70,7 @@ from pipetransformer.refusals import (
     refuse_differing_ranks,
     refuse_model,
     warn_of_full_float32,
+    warn_of_large_batch,
     warn_of_low_weights,
 )
 from pipetransformer.report import RunLog
@@ -94,15 +96,17 @@ class Run:
         eval_dataset: SizedDataset | None,
         loss_fn: LossFunction | None,
         optimizer: OptimizerFactory | None,
-        freeze: FreezePolicy | PolicyFunction | None,
+        freeze: FreezePolicy | PolicyFunction | str | None,
         **settings: Any,
     ) -> None:
-        config, layered, policy = make_config(settings), adapt(model), as_policy(freeze)
+        policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
+        config, layered = make_config(settings), adapt(model)
         self.task, traits = _describe(layered, loss_fn, optimizer, config, policy)
         task, self._optimizer_settings = self.task, traits.settings
         # The loss that the model itself returns is not smoothed.
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
+        self._lent = LentModel(task)
         self._stream: deque[StepResult] = deque()
         self._untold: deque[Callable[[], None]] = deque()
         self._last_rate: float | None = None
@@ -113,7 +117,7 @@ class Run:
         self._coming = ComingBatches(task, train_dataset, self.timeline)
 
         self.world = world = _join_world(config)
-        prefix = FrozenPrefix(task, world.device)
+        prefix = FrozenPrefix(task)
         self.feed = SampleFeed(
             prefix,
             world,
@@ -133,7 +137,7 @@ class Run:
         self.transitions = Transitions(
             task, world, policy=policy, deployment=self.deployment, timeline=self.timeline
         )
-        self.log = RunLog(world, config)
+        self.log = RunLog(world, config, freezes=not isinstance(policy, NeverFreeze))
         self.selection = Selection(
             config,
             world,
@@ -154,12 +158,26 @@ class Run:
         """
         if self.transitions.have_begun:
             return None
-        checkpoint = self.state.open()
-        self._refuse_what_runs_wrongly(trains)
-        self.state.begin(checkpoint)
-        self.selection.take_up()
-        self._start_log()
-        return self.decide_if_due()
+        self._lent.borrow()
+        try:
+            checkpoint = self.state.open()
+            self._refuse_what_runs_wrongly(trains)
+            self.state.begin(checkpoint)
+            self.selection.take_up()
+            self._start_log()
+            return self.decide_if_due()
+        except BaseException:
+            self._lent.give_back()
+            raise
+
+    def borrow_model(self) -> None:
+        """Have the model as the last decision wants it, where it was given back since."""
+        if self._lent.borrow() and (decision := self.transitions.decision) is not None:
+            set_frozen(self.task, decision.num_frozen, decision.resting)
+
+    def give_model_back(self) -> None:
+        """Leave the user's model as it came, but for its weights; see `LentModel`."""
+        self._lent.give_back()
 
     def decide_if_due(self) -> Change | None:
         """Decide where a decision precedes the coming step, and carry it out. Collective there."""
@@ -193,9 +211,9 @@ class Run:
         decision, timeline = self.transitions.decider.current, self.timeline
         assert decision is not None
         self._last_rate = clock.learning_rate
-        stats, report = self.feed.take_stats(), self.log.report
+        report = self.log.report
         report.cache_bytes = max(report.cache_bytes, self.feed.cache_bytes)
-        told = partial(self._record_step, result, stats, decision, clock, num_samples)
+        told = partial(self._record_step, result, decision, clock, num_samples)
         self._untold.append(told)
         self._record_steps(but_last=not result.is_known)
         timeline.advance(num_samples)
@@ -221,15 +239,10 @@ class Run:
             self._untold.popleft()()
 
     def _record_step(
-        self,
-        result: StepResult,
-        stats: CacheStats,
-        decision: Decision,
-        clock: Clock,
-        num_samples: int,
+        self, result: StepResult, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
-        self.log.step(result, stats, decision=decision, clock=clock, num_samples=num_samples)
-        usual_s = self.transitions.note_step(result, stats, clock.learning_rate)
+        self.log.step(result, decision=decision, clock=clock, num_samples=num_samples)
+        usual_s = self.transitions.note_step(result, clock.learning_rate)
         if usual_s is not None:
             self.log.outcome(clock.step, decision, usual_s)
 
@@ -324,7 +337,7 @@ class Run:
         finally:
             if not failed:
                 self.deployment.close()
-            set_frozen(self.task, 0)  # Who trains the model next decides anew.
+            self._lent.give_back()
             self.feed.close()
             self.evaluator.close()
             self.transitions.close()
@@ -344,6 +357,7 @@ class Run:
             self.feed.look_for_randomness()
         self.feed.warn_of_padding()
         if self.world.is_main:
+            warn_of_large_batch(self.task.config, self.timeline.num_samples)
             warn_of_low_weights(self.task.model.model)
             warn_of_full_float32(self.task.model.model, self.task.computes_in, self.world.device)
         self._coming.refuse_other_orders(self.world.group)
@@ -401,6 +415,7 @@ def _describe(
 ) -> tuple[Task, OptimizerTraits]:
     """Return what is trained, and what its optimizer is like; refuse what cannot be."""
     refuse_model(layered, DTYPES[config.precision])
+    policy.check(layered.num_layers)
     optimizer = optimizer or adamw()
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:

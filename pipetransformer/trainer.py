@@ -47,7 +47,8 @@ class Trainer:
         loss_fn: (output, targets) -> a 0-dim mean over the samples, or (sum, count).
         optimizer: builds an optimizer over a list of (name, parameter); None is AdamW at a
             rate of 1e-3, `adamw()`.
-        freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
+        freeze: a FreezePolicy, a function of a FreezeContext, or a policy's name such as
+            "schedule:0,2,4", as commands take it; None freezes nothing.
         settings: the fields of `TrainConfig`.
     Raises:
         TypeError, ValueError: before anything is started: an unknown setting, a model no adapter
@@ -63,7 +64,7 @@ class Trainer:
         eval_dataset: SizedDataset | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
-        freeze: FreezePolicy | PolicyFunction | None = None,
+        freeze: FreezePolicy | PolicyFunction | str | None = None,
         **settings: Any,
     ) -> None:
         check_callbacks(settings.get("callbacks"))
@@ -76,6 +77,7 @@ class Trainer:
             freeze=freeze,
             **settings,
         )
+        self._is_closed = False
         self.config, self.world, self.report = run.task.config, run.world, run.log.report
         self._events = Events(
             self, run.task.config.callbacks, world=run.world, timeline=run.timeline
@@ -87,16 +89,19 @@ class Trainer:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self._is_closed = True
         self._run.close(failed=error_type is not None)
 
     def close(self) -> None:
         """Wait for a checkpoint, and let go of all but rank 0's model, which stays usable."""
-        self._run.close(failed=False)
+        self.__exit__(None)
 
     def fit(self) -> FitReport:
         """Train to the end, and gather the weights into rank 0's model.
 
-        Those that do not fit on its device go into host memory, with a warning.
+        Those that do not fit on its device go into host memory, with a warning. The model is then
+        as it came, but for its weights: the same parameters need gradients, and modules are in the
+        modes they were in.
 
         Returns:
             what the run took and reached.
@@ -107,13 +112,16 @@ class Trainer:
             first_change = run.begin(trains=True)
         events.tell(Callback.on_train_begin)
         events.tell_of_change(first_change)
-        while not self.is_over:
-            self.step()
-        self._note_save(run.state.finish())
-        run.transitions.look_back()
-        run.log.finish()
-        run.deployment.gather_weights(run.deployment.roomy_device())
-        run.selection.put_best_weights()
+        try:
+            while not self.is_over:
+                self.step()
+            self._note_save(run.state.finish())
+            run.transitions.look_back()
+            run.log.finish()
+            run.deployment.gather_weights(run.deployment.roomy_device())
+            run.selection.put_best_weights()
+        finally:
+            run.give_model_back()
         events.tell(Callback.on_train_end, self.report)
         return self.report
 
@@ -292,12 +300,16 @@ class Trainer:
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """Begin the run if need be, and leave the caller's random numbers alone meanwhile."""
+        if self._is_closed:
+            raise RuntimeError("the Trainer is closed; evaluate, predict and train before")
         refuse_surroundings(trains=trains)
         with own_random_numbers(self.world.device):
             self._events.tell_of_change(self._run.begin(trains=trains))
             if not trains:
                 self._run.settle()
             yield
+            if self.is_over:  # Its user may go on with the model.
+                self._run.give_model_back()
 
     def _step(self, trace: Trace | None = None) -> StepResult:
         run, recorder = self._run, None
@@ -312,6 +324,7 @@ class Trainer:
                     f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
                     "is_over calls begin() before it"
                 )
+            run.borrow_model()
             self._events.tell_of_change(run.decide_if_due())
             coming, next_ids = run.next_two()
             stage, clock = run.deployment.active_stage, run.transitions.clock()

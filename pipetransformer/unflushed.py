@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from autocache import CacheStats
 from autopipe.engine import Payload, StageReport, StageWork, run_program
 from autopipe.schedule import unflushed
 from autopipe.stashing import StagePlace, StashedWork, check_versions
@@ -91,6 +92,7 @@ class UnflushedStage(Stage):
         sizes = self._cut.sizes(len(self.share.slice_of(steps[0].ids)[0]))
         told: list[StepSums] = []
         data_s: list[float] = []
+        stats: list[CacheStats] = []
 
         def work_of(number: int) -> TrainWork:
             following = steps[number + 1].ids if number + 1 < len(steps) else None
@@ -102,6 +104,7 @@ class UnflushedStage(Stage):
             work = stream.take(number)
             data_s.append(work.data_s)
             told.append(self._update_once(steps[number], work))
+            stats.append(work.stats)
 
         report = StageReport(0.0, 0.0, 0)
         stream = _StreamWork(work_of, max(1, len(sizes)))
@@ -110,6 +113,7 @@ class UnflushedStage(Stage):
         else:
             # A replica without samples has its part in the sums over the replicas alone.
             told = [self._update_once(coming, None) for coming in steps]
+            stats = [CacheStats()] * len(steps)
         wrong = intrusion or self._watch.find_written(trained=False)
         told[-1] = replace(told[-1], wrong=bool(wrong))
         values = torch.tensor([one.as_list() for one in told], dtype=torch.float64)
@@ -119,8 +123,8 @@ class UnflushedStage(Stage):
         sums = [StepSums.of(row) for row in by_step.tolist()]
         total_s = time.perf_counter() - start
         self._refuse(sums, wrong, first_step=steps[0].step)
-        _check_stream(steps, sums)
-        return _results(sums, report, total_s=total_s, data_s=sum(data_s))
+        self._check_stream(steps, sums, rows)
+        return _results(sums, stats, report, total_s=total_s, data_s=sum(data_s))
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, batches that have too few micro-batches somewhere."""
@@ -130,6 +134,25 @@ class UnflushedStage(Stage):
             check_versions(
                 self._versions, num_stages=self.topology.length, num_micro_batches=fewest
             )
+
+    def _check_stream(
+        self, steps: Sequence[ComingStep], told: Sequence[StepSums], rows: Rows
+    ) -> None:
+        """Refuse, on all ranks alike, what a step should not have been trained on."""
+        for coming, one in zip(steps, told, strict=True):
+            if not (math.isfinite(one.loss) and math.isfinite(one.squares)):
+                cause = self._cause_in_samples(coming, rows)
+                raise NonFiniteError(
+                    f"step {coming.step}: the loss is {one.loss}, the gradient's squared norm "
+                    f"{one.squares}, and later steps have trained on it; "
+                    f"{cause or 'lower the learning rate'}"
+                )
+            if one.count != len(coming.ids):
+                raise ValueError(
+                    f"in step {coming.step} the loss counts {one.count:g} of "
+                    f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
+                    "could hear of that: use a mean over all samples"
+                )
 
     @property
     def _versions(self) -> str:
@@ -183,7 +206,12 @@ class UnflushedStage(Stage):
 
 
 def _results(
-    told: Sequence[StepSums], report: StageReport, *, total_s: float, data_s: float
+    told: Sequence[StepSums],
+    stats: Sequence[CacheStats],
+    report: StageReport,
+    *,
+    total_s: float,
+    data_s: float,
 ) -> deque[StepResult]:
     """Return what each step came to, with its equal part of the stream's seconds."""
     num = len(told)
@@ -201,22 +229,10 @@ def _results(
             ),
             seconds=total_s / num,
             breakdown=breakdown,
+            stats=own,
+            cache_hits=int(one.hits),
+            cache_misses=int(one.misses),
+            cache_upgrades=int(one.upgrades),
         )
-        for one in told
+        for one, own in zip(told, stats, strict=True)
     )
-
-
-def _check_stream(steps: Sequence[ComingStep], told: Sequence[StepSums]) -> None:
-    """Refuse, on all ranks alike, what a step should not have been trained on."""
-    for coming, one in zip(steps, told, strict=True):
-        if not (math.isfinite(one.loss) and math.isfinite(one.squares)):
-            raise NonFiniteError(
-                f"step {coming.step}: the loss is {one.loss}, the gradient's squared norm "
-                f"{one.squares}, and later steps have trained on it; lower the learning rate"
-            )
-        if one.count != len(coming.ids):
-            raise ValueError(
-                f"in step {coming.step} the loss counts {one.count:g} of "
-                f"{len(coming.ids)} samples; with weight_versions= a stage updates before it "
-                "could hear of that: use a mean over all samples"
-            )

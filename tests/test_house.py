@@ -56,6 +56,13 @@ def test_a_face_shows_each_name_once(room: Path) -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def definitions(path: Path) -> Iterator[ast.stmt]:
+    """Yield a module's public functions and classes."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Yield the modules that a file imports from."""
     for node in ast.walk(ast.parse(path.read_text())):

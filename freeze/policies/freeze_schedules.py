@@ -48,14 +48,17 @@ class FreezeSchedule(FreezePolicy):
             )
         self._num_frozen_at = {0: 0} | changes
 
-    def decide(self, context: FreezeContext) -> FreezeDecision:
-        # Said at the first call, not in the middle of the training.
+    def check(self, num_layers: int) -> None:
         largest = max(self._num_frozen_at.values())
-        if largest > context.num_layers:
+        if largest > num_layers:
             raise ValueError(
-                f"the freeze schedule freezes up to {largest} layers, but {context.num_layers} "
-                f"layers can freeze; give numbers in 0..{context.num_layers}"
+                f"the freeze schedule freezes up to {largest} layers, but {num_layers} "
+                f"layers can freeze; give numbers in 0..{num_layers}"
             )
+
+    def decide(self, context: FreezeContext) -> FreezeDecision:
+        # Said at the first call, not in the middle of the training, where nobody asked before.
+        self.check(context.num_layers)
         return FreezeDecision(self.at(context.epoch), f"schedule of epoch {context.epoch}")
 
     def at(self, epoch: int) -> int:

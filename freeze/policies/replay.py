@@ -46,6 +46,14 @@ class Replay(FreezePolicy):
     def at(self, step: int) -> int:
         return self._held_at(step)[0]
 
+    def check(self, num_layers: int) -> None:
+        largest = max(num for num, _ in self._held.values())
+        if largest > num_layers:
+            raise ValueError(
+                f"the run that is repeated froze up to {largest} layers, but {num_layers} layers "
+                "can freeze here; give the run of such a model"
+            )
+
     def decide(self, context: FreezeContext) -> FreezeDecision:
         asked = -1 if self._asked is None else self._asked
         present = (context.num_frozen, context.resting)

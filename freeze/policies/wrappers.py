@@ -27,6 +27,9 @@ class _Around(FreezePolicy):
     def name(self) -> str:
         return f"{type(self).__name__}({self._policy.name})"
 
+    def check(self, num_layers: int) -> None:
+        self._policy.check(num_layers)
+
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self._policy.state_dict(), **super().state_dict()}
 

@@ -123,6 +123,7 @@ _RULES: Mapping[str, _Rule] = {
     "probe_samples": _whole_from(4, "4 or more"),
     "scale_batch": _FLAG,
     "cache": _FLAG,
+    "cache_device": _one_of("auto", "cpu", "cuda"),
     "cache_folder": _PATH,
     "cache_limit_bytes": _optional(_COUNT),
     "cache_dtype": _one_of(None, "bfloat16", "float16"),
@@ -141,7 +142,8 @@ _RULES: Mapping[str, _Rule] = {
     "checkpoint_every_steps": _COUNT_FROM_0,
     "keep_checkpoints": _COUNT,
     "resume": _Rule(
-        lambda value: isinstance(value, bool) or value == "auto", "True, False or 'auto'"
+        lambda value: isinstance(value, bool) or value in ("auto", "replace"),
+        "True, False, 'auto' or 'replace'",
     ),
     "eval_batch_size": _optional(_COUNT),
     "evaluate_every_epochs": _COUNT_FROM_0,
@@ -154,6 +156,7 @@ _RULES: Mapping[str, _Rule] = {
     "metric_for_best_model": _Rule(lambda value: isinstance(value, str), "a name"),
     "greater_is_better": _one_of(None, False, True),
     "load_best_model_at_end": _FLAG,
+    "tensorboard": _FLAG,
     "early_stopping_patience": _optional(_COUNT),
     "early_stopping_threshold": _Rule(
         lambda value: value == 0 or _is_positive(value), "a number, 0 or more"
@@ -249,6 +252,7 @@ def _check_versions(config: TrainConfig) -> None:
         "precision='fp16'": config.precision == "fp16",
         "on_nonfinite='skip'": config.on_nonfinite == "skip",
         "schedule='gpipe'": config.schedule == "gpipe",
+        "plan='published'": config.plan == "published",
         "stage_workers": config.stage_workers is not None,
     }
     _leave_out(
@@ -295,7 +299,7 @@ def _check_saving(config: TrainConfig) -> None:
             "checkpoint_every_epochs, checkpoint_every_steps and resume need a folder to save to; "
             "give folder=..."
         )
-    if config.resume and not config.saves:
+    if config.resume in (True, "auto") and not config.saves:
         raise ValueError(
             f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
             "would never save again; give checkpoint_every_epochs=1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from pipetransformer.config.other_names import advice_on
 from pipetransformer.config.setting_checks import (
     ComputeMetrics,
     Metric,
@@ -20,13 +20,6 @@ from pipetransformer.config.setting_checks import (
 from pipetransformer.data import CollateFunction
 from pipetransformer.optimizer import LearningRateSchedule, constant
 from pipetransformer.planning import Planner, usual_prefix_chunk
-
-_GIVEN_ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "lr"), "optimizer=adamw(3e-5)"),
-    "weight_decay": "optimizer=adamw(3e-5, weight_decay=0.01)",
-    "batch_size": "global_batch_size",
-}
-"""What is meant by names that other trainers have."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 
@@ -80,9 +73,10 @@ class TrainConfig:
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
             "published" follows the published rules, a function takes a `PlanSituation`.
         memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
-            most what is free on the GPUs before the first step; None is that, and on CPUs no
-            limit. What waits in host memory on any device is not counted: optimizer state of
-            frozen layers, the cache, a checkpoint that is being written.
+            most what is free on the GPUs before the first step; None is that without a margin for
+            what no model counts (workspaces, communicators, fragments), and on CPUs no limit. What
+            waits in host memory on any device is not counted: optimizer state of frozen layers,
+            the cache, a checkpoint that is being written.
         freeze_interval_steps: steps between two decisions; None decides by epochs. At most one of
             the three intervals is set.
         freeze_interval_epochs: decides at the start of every so many epochs.
@@ -94,8 +88,14 @@ class TrainConfig:
         scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
             published system did; the learning rate is scaled with it. Not with `max_steps`.
         cache: keep the frozen prefix's activations, where reading them is faster than computing.
+        cache_device: where cached activations lie. "cuda" is in the GPU's memory, of several
+            processes each by itself: after a shuffle it lacks what others have computed. "cpu" is
+            in a file. "auto" is the GPU where one process trains, and all rows fit in half of what
+            is free beside what it has used at most.
         cache_folder: where the cache's file lives; RAM by default. One on a disk is used where the
-            disk alone, without memory's help, reads rows faster than they are computed.
+            disk alone, without memory's help, reads rows faster than they are computed. The
+            default is replaced by the folder for temporary files where it has too little room;
+            where that has not enough either, or another folder, fewer rows are kept.
         cache_limit_bytes: most bytes of rows of the training set on a node, and of the evaluation
             set's; None holds all samples. Those that do not fit are computed at every step.
         cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then
@@ -104,7 +104,7 @@ class TrainConfig:
             augmented at random: epoch e reads view e modulo so many; None takes a new one each
             epoch, which is not cached.
         prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
-            share of the batch, rounded up to a multiple of 8 and at most 32.
+            share of the batch, on CPUs rounded up to a multiple of 8 and at most 32.
         num_workers: processes of each rank that reads data, ahead of the steps; 0 reads within the
             step. Samples, their order and random numbers are the same for any number. They read
             the dataset as it is at the first step: changes to it later do not reach them.
@@ -122,14 +122,16 @@ class TrainConfig:
         group_by_length: put samples of about equal lengths into a batch; the order of samples then
             depends on their lengths: the column "length", or that of the model's first input.
         folder: where records and checkpoints go; None writes nothing.
+        tensorboard: write the records' numbers to folder/tensorboard, too, where TensorBoard is
+            installed.
         checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
             folder; what is due while the save before is still written may be left out, with a
             warning. 0 is never, and both may be set; with either, the run's end is saved, too.
         keep_checkpoints: how many of the newest checkpoints stay.
         resume: beside one of them: "auto" continues from the newest usable checkpoint in the
             folder, or starts where there is none; True insists on one; False starts, in a folder
-            without a run. A process that its launcher (torchrun --max-restarts) started again
-            continues in any case.
+            without a run; "replace" starts, and removes a run that is there. A process that its
+            launcher (torchrun --max-restarts) started again continues in any case.
         eval_batch_size: samples that are evaluated at a time, over all replicas; None is the
             global batch's.
         evaluate_every_epochs: 0 evaluates only when asked.
@@ -190,6 +192,7 @@ class TrainConfig:
     probe_samples: int = 64
     scale_batch: bool = False
     cache: bool = True
+    cache_device: Literal["auto", "cpu", "cuda"] = "auto"
     cache_folder: str | Path = "/dev/shm"
     cache_limit_bytes: int | None = None
     cache_dtype: Literal["bfloat16", "float16"] | None = None
@@ -204,10 +207,11 @@ class TrainConfig:
     sample_order: Callable[[int], Tensor] | None = None
     group_by_length: bool = False
     folder: str | Path | None = None
+    tensorboard: bool = True
     checkpoint_every_epochs: int = 0
     checkpoint_every_steps: int = 0
     keep_checkpoints: int = 2
-    resume: bool | Literal["auto"] = False
+    resume: bool | Literal["auto", "replace"] = False
     eval_batch_size: int | None = None
     evaluate_every_epochs: int = 1
     evaluate_every_steps: int = 0
@@ -240,8 +244,13 @@ class TrainConfig:
         kinds = (int, float, str, type(None))
         return {name: value for name, value in plain.items() if isinstance(value, kinds)}
 
-    def prefix_chunk_of(self, num_ranks: int) -> int:
-        """Return the samples that the frozen prefix runs at a time on so many ranks."""
+    def prefix_chunk_of(self, num_ranks: int, *, on_gpu: bool = False) -> int:
+        """Return the samples that the frozen prefix runs at a time on so many ranks.
+
+        A GPU gains by more of them at once, so there it is a rank's share of the batch.
+        """
+        if on_gpu and self.prefix_chunk is None:
+            return math.ceil(self.global_batch_size / num_ranks)
         return self.prefix_chunk or usual_prefix_chunk(self.global_batch_size, num_ranks)
 
     def global_batch(self, replicas: int) -> int:
@@ -275,18 +284,9 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     Raises:
         ValueError: a key is unknown or a value is not allowed.
     """
-    known = {field.name for field in fields(TrainConfig)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        meant = {name: _meant(name, sorted(known)) for name in unknown}
-        advice = [f"for {name!r} give {given}" for name, given in meant.items() if given]
+    known = [field.name for field in fields(TrainConfig)]
+    if unknown := sorted(set(settings) - set(known)):
         raise ValueError(
-            f"unknown setting(s) {', '.join(map(repr, unknown))}; {'; '.join([*advice, ''])}"
-            f"known are {', '.join(sorted(known))}"
+            f"unknown setting(s) {', '.join(map(repr, unknown))}; {advice_on(unknown, known)}"
         )
     return TrainConfig(**settings)
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """Return what to give in place of an unknown setting; "" where nothing is like it."""
-    return _GIVEN_ELSEWHERE.get(name) or " or ".join(difflib.get_close_matches(name, known))

@@ -8,6 +8,7 @@ parameter's gradients, state and settings. What needs more is refused.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ def try_optimizer(
     names = list(shapes)
     middle = (len(names) + 1) // 2
     with own_random_numbers(device), torch.enable_grad():
+        _Trial(factory, shapes, device, is_part=False)
         for name in names:
             _Trial(factory, {name: shapes[name]}, device)
         for part in (names[:middle], names[middle:]):
@@ -121,6 +123,8 @@ class _Trial:
         shapes: Mapping[str, nn.Parameter],
         device: torch.device,
         loud: Collection[str] = (),
+        *,
+        is_part: bool = True,
     ) -> None:
         self._loud = loud
         self.parameters = {name: _stand_in(name, p, device) for name, p in shapes.items()}
@@ -128,12 +132,18 @@ class _Trial:
             self.optimizer: Optimizer = factory(list(self.parameters.items()))
             self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         except Exception as error:
+            if not is_part:
+                raise ValueError(
+                    f"the optimizer= function fails for all parameters: {error!r}; it gets a list "
+                    "of (name, parameter), and every group needs a learning rate"
+                ) from error
             raise ValueError(
                 f"the optimizer= function fails for the parameters {', '.join(list(shapes)[:3])}, "
                 f"as a process may train them alone: {error!r}; build no empty groups, give every "
                 "group a learning rate, and set requires_grad_(False) on what is not to be trained"
             ) from error
         self.name = qualified_name(type(self.optimizer))
+        self._refuse_nonfinite()
         own = set(self.parameters.values())
         if not {p for group in self.optimizer.param_groups for p in group["params"]} <= own:
             raise ValueError(
@@ -141,6 +151,18 @@ class _Trial:
                 "given; build it over its argument, a list of (name, parameter), as each process "
                 "trains only some of them"
             )
+
+    def _refuse_nonfinite(self) -> None:
+        """Refuse settings with which nothing could be compared, and no weight stay finite."""
+        for group in self.optimizer.param_groups:
+            for key, value in group.items():
+                is_number = isinstance(value, float)
+                is_number = is_number or (isinstance(value, Tensor) and value.numel() == 1)
+                if is_number and not math.isfinite(float(value)):
+                    raise ValueError(
+                        f"{self.name} has {key}={float(value)} in its parameter groups; give a "
+                        "finite number"
+                    )
 
     def take_over(self, other: _Trial) -> None:
         """Continue from another trial's weights and its optimizer's state of them."""

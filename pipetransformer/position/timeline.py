@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -168,13 +169,10 @@ class Timeline:
 
     def max_steps(self, replicas: int) -> int:
         """Return the steps of the whole run, if the batch size stays what it is."""
-        position, size = self.position, self.global_batch(replicas)
         if self.is_over:
-            return position.step
-        this_epoch = -(-(self.num_samples - position.sample) // size)
-        epochs_after = self._config.epochs - position.epoch - 1
-        whole = position.step + this_epoch + epochs_after * self._steps_per_epoch(size)
-        return min(whole, self._config.max_steps or whole)
+            return self.position.step
+        by_epochs = self._end_of_epochs(self.global_batch(replicas))
+        return min(by_epochs, self._config.max_steps or by_epochs)
 
     def learning_rate_factor(self, replicas: int, layer: int | None = None) -> float:
         """Evaluate the schedule where an unscaled batch would stand, and scale with the batch.
@@ -185,12 +183,17 @@ class Timeline:
         """
         size = self._config.global_batch_size
         step: float = self.position.step
-        # With max_steps it is steps that end the run, whatever they hold.
-        if self._config.max_steps is None:
+        # Where the epochs end the run, steps done in batches of another size say nothing of it.
+        if not self._ends_by_steps:
             step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
         factor = self._scale_of(layer, step / self._unscaled_steps)
         if factor is None:
             factor = self._schedule(step, self._unscaled_steps)
+            if not math.isfinite(factor):
+                raise ValueError(
+                    f"the learning_rate_schedule gives {factor} for step {step:g} of "
+                    f"{self._unscaled_steps}; let it return finite numbers"
+                )
         return factor * self.global_batch(replicas) / size
 
     @property
@@ -201,11 +204,24 @@ class Timeline:
         """Return the steps of an epoch in batches of so many samples, the last one's fewer."""
         return -(-self.num_samples // size)
 
+    def _end_of_epochs(self, size: int) -> int:
+        """Return the step after which all epochs are done, in batches of so many samples."""
+        position = self.position
+        this_epoch = -(-(self.num_samples - position.sample) // size)
+        epochs_after = self._config.epochs - position.epoch - 1
+        return position.step + this_epoch + epochs_after * self._steps_per_epoch(size)
+
+    @property
+    def _ends_by_steps(self) -> bool:
+        """Tell whether max_steps ends the run before its epochs do."""
+        most = self._config.max_steps
+        return most is not None and most < self._end_of_epochs(self._config.global_batch_size)
+
     @property
     def _unscaled_steps(self) -> int:
-        """Return the steps of the whole run, if the batch did not grow with the replicas."""
-        whole = self._unscaled_per_epoch * self._config.epochs
-        return min(whole, self._config.max_steps or whole)
+        """Return the steps of the whole run, if its batch had always been global_batch_size."""
+        whole, most = self._unscaled_per_epoch * self._config.epochs, self._config.max_steps
+        return most if most is not None and self._ends_by_steps else whole
 
     @property
     def _decision_interval(self) -> int | None:

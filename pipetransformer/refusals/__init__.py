@@ -13,11 +13,16 @@ from pipetransformer.refusals.model_checks import (
     warn_of_low_weights,
 )
 from pipetransformer.refusals.rank_checks import refuse_differing_ranks
-from pipetransformer.refusals.run_checks import check_selection, check_world, refuse_surroundings
+from pipetransformer.refusals.run_checks import (
+    check_selection,
+    check_world,
+    refuse_surroundings,
+    warn_of_large_batch,
+)
 from pipetransformer.refusals.sublayer_probe import probe_evaluation, probe_sublayers
 
 __all__ = [
     "check_selection", "check_world", "probe_evaluation", "probe_sublayers", "refuse_captured",
     "refuse_differing_ranks", "refuse_model", "refuse_surroundings",
-    "warn_of_full_float32", "warn_of_low_weights",
+    "warn_of_full_float32", "warn_of_large_batch", "warn_of_low_weights",
 ]  # fmt: skip

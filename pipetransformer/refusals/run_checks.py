@@ -103,6 +103,17 @@ def _continues(config: TrainConfig) -> bool:
     return folder is not None and holds_checkpoint(Path(folder) / CHECKPOINTS) and resumes(config)
 
 
+def warn_of_large_batch(config: TrainConfig, num_samples: int) -> None:
+    """Say where an epoch is one step that is smaller than was asked for."""
+    if config.global_batch_size > num_samples:
+        _LOGGER.warning(
+            "global_batch_size is %d, but the training set has %d samples: an epoch is one step "
+            "of them all",
+            config.global_batch_size,
+            num_samples,
+        )
+
+
 def refuse_surroundings(*, trains: bool) -> None:
     """Refuse to run within modes of torch that would change the numbers and say nothing.
 

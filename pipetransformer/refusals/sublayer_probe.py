@@ -72,7 +72,7 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
     if probe.is_random and chosen and cut_varies and config.micro_batch_size is None:
         if world.is_main:
             _LOGGER.warning(
-                "%r draws random numbers for each micro-batch while it trains, and where a batch "
+                "%s draws random numbers for each micro-batch while it trains, and where a batch "
                 "is cut follows from the pipelines that are chosen: another run may draw others. "
                 "micro_batch_size=... fixes the cut",
                 probe.is_random,
@@ -105,7 +105,7 @@ class _Probe:
     device: torch.device
     samples: Batch
     is_random: str = ""
-    """The first sublayer that draws random numbers in training."""
+    """What first draws random numbers in training."""
 
     def run(self) -> None:
         """Run the passes; refuse what the first that fails has found."""
@@ -151,7 +151,7 @@ class _Probe:
                 had = remembered(sublayer.module)
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
-                    self.is_random = sublayer.name
+                    self.is_random = _random_part(sublayer.name, sublayer.module)
                 if plain_random_state() != plain:
                     model.plainly_random.add(index)
                 has = remembered(sublayer.module)
@@ -308,6 +308,14 @@ def _numbers_of(function: Any) -> Any:
     if isinstance(function, nn.Module):
         return remembered(function).numbers
     return numbers_in(held(function))
+
+
+def _random_part(name: str, sublayer: nn.Module) -> str:
+    """Name the dropout within a sublayer that draws random numbers, or else the sublayer."""
+    for inner, module in sublayer.named_modules(prefix=name):
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            return f"dropout ({inner!r}, p={module.p:g})"
+    return f"sublayer {name!r} ({type(sublayer).__name__})"
 
 
 def _described(value: Tensor | Batch) -> str:

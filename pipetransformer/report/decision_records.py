@@ -57,9 +57,7 @@ def decision_fields(
     """
     spare_s = max(_SPARE_S, _SPARE_SHARE * interval_s) if context.step else math.inf
     values = {
-        name: [getattr(layer, name) for layer in context.layers]
-        for name in _SIGNALS
-        if any(getattr(layer, name) is not None for layer in context.layers)
+        name: [getattr(layer, name) for layer in context.layers] for name in signals_of(context)
     }
     plain = {name: getattr(context, name) for name in _PLAIN if name != "metrics"}
     return {
@@ -74,6 +72,15 @@ def decision_fields(
         "signals": values,
         "predicted_step_s": _predictions(context, spare_s),
     }
+
+
+def signals_of(context: FreezeContext) -> dict[str, list[float]]:
+    """Return what is known of the layers, by signal; a signal is left out where nothing is."""
+    known = {
+        name: [v for layer in context.layers if (v := getattr(layer, name)) is not None]
+        for name in _SIGNALS
+    }
+    return {name: values for name, values in known.items() if values}
 
 
 def read_decisions(folder: Path) -> list[RecordedDecision]:

@@ -4,7 +4,8 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
 
     kind         fields
     step         epoch, loss, seconds, samples, frozen, length, replicas, micro_batches,
-                 cache_hits, cache_misses, learning_rate, gradient_norm
+                 cache_hits, cache_misses, cache_upgrades (misses that were read, and computed on
+                 from there), learning_rate, gradient_norm
     epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category); of an epoch
                  in which the run ended as well, and then partial
     evaluation   epoch, loss, accuracy, seconds
@@ -19,10 +20,11 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
-Losses are means over samples, `seconds` are wall time, `accuracy` is a fraction, `length` is the
-number of stages of a pipeline. What steps took before a transition, and its outcome, are without
-what filling a cache adds once, and without waiting for workers. A number that is not finite is
-null, because JSON has none.
+Losses are means over samples; samples, hits and misses are those of all replicas, a step's seconds
+rank 0's, an epoch's breakdown the mean over ranks. `seconds` are wall time, `accuracy` is a
+fraction, `length` is the number of stages of a pipeline. What steps took before a transition, and
+its outcome, are without what filling a cache adds once, and without waiting for workers. A number
+that is not finite is null, because JSON has none.
 """
 
 from __future__ import annotations
@@ -61,23 +63,38 @@ class Records:
     the disk is full, records are lost, which is warned of once, and training goes on.
 
     Args:
-        folder: gets records.jsonl and tensorboard; created if missing. None writes nothing.
+        folder: gets records.jsonl; created if missing. None writes nothing.
         listener: is handed each record as well.
+        tensorboard: whether the folder also gets tensorboard/.
     Raises:
-        ValueError: no line of the file is a record; single damaged ones are left out.
+        ValueError: no line of the file is a record (single damaged ones are left out), or it is a
+            symbolic link.
     """
 
-    def __init__(self, folder: Path | None, *, listener: RecordListener | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        listener: RecordListener | None = None,
+        tensorboard: bool = True,
+    ) -> None:
         self._started_s, self._loses = time.monotonic(), False
+        self._folder = folder
         self._listener = listener
         self._lines: LineFile | None = None
         self._board: SummaryWriter | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / RECORDS_FILE
-            self._started_s -= _recover(path)
-            self._lines = LineFile(path)
-            self._board = _open_board(folder / "tensorboard")
+            try:
+                self._open(folder)
+                self._board = _open_board(folder / "tensorboard") if tensorboard else None
+            except OSError as error:
+                self._warn_once(error)
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / RECORDS_FILE
+        self._started_s -= _recover(path)
+        self._lines = LineFile(path)
 
     def log(self, kind: str, step: int, **fields: Any) -> None:
         """Write one record: what happened (see the table above) after so many steps."""
@@ -114,7 +131,7 @@ class Records:
 
     def _warn_once(self, error: OSError) -> None:
         if not self._loses:
-            _LOGGER.warning("records are lost: %s; training goes on", error)
+            _LOGGER.warning("records are lost in %s: %s; training goes on", self._folder, error)
         self._loses = True
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from autocache import CacheStats
 from autodp import Topology, gather_json
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
+from freeze import FreezeContext
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.position import Clock
 from pipetransformer.processes import World
+from pipetransformer.report.closing_lines import cache_line, nothing_frozen_line
 from pipetransformer.report.decision_records import decision_fields
 from pipetransformer.report.fit_report import FitReport
 from pipetransformer.report.records import RecordListener, Records
@@ -30,10 +31,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Collect a rank's times, and write and show the run's on rank 0."""
+    """Collect a rank's times, and write and show the run's on rank 0.
 
-    def __init__(self, world: World, config: TrainConfig) -> None:
-        self._world, self._config = world, config
+    Args:
+        freezes: whether there is a policy that may freeze something.
+    """
+
+    def __init__(self, world: World, config: TrainConfig, *, freezes: bool) -> None:
+        self._world, self._config, self._freezes = world, config, freezes
         self._records: Records | None = None
         self._listener: RecordListener | None = None
         self._bar: Any = None
@@ -43,6 +48,9 @@ class RunLog:
         self._epoch_loss = 0.0
         self._accuracy = "-"
         self._changed_step = 0
+        self._depth_before = 0
+        self._has_frozen, self._num_asked = False, 0
+        self._last_asked: tuple[int, str, FreezeContext] | None = None
         self.report = FitReport()
 
     def listen(self, listener: RecordListener) -> None:
@@ -53,7 +61,9 @@ class RunLog:
         """Open the records; seconds count from now on."""
         folder = None if self._config.folder is None else Path(self._config.folder)
         if self._world.is_main and (folder or self._listener):
-            self._records = Records(folder, listener=self._listener)
+            self._records = Records(
+                folder, listener=self._listener, tensorboard=self._config.tensorboard
+            )
 
     def start(
         self, clock: Clock, profile: Profile, *, cache_bytes: int, unused: Sequence[str]
@@ -89,6 +99,7 @@ class RunLog:
         if self._bar is not None:
             self._bar.total = self._bar.n
             self._bar.refresh()
+        self._say_what_came_of_it()
 
     def close(self) -> None:
         """Close the records, and leave the finished bar on the terminal."""
@@ -99,23 +110,20 @@ class RunLog:
         self._records = None
 
     def step(
-        self,
-        result: StepResult,
-        stats: CacheStats,
-        *,
-        decision: Decision,
-        clock: Clock,
-        num_samples: int,
+        self, result: StepResult, *, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
         """Note a training step over so many samples; the clock is of that step."""
-        misses = stats.misses + stats.upgrades
+        hits, misses, upgrades = result.cache_hits, result.cache_misses, result.cache_upgrades
         self.report.seconds += result.seconds
         self.report.samples += num_samples
-        self.report.cache_hits += stats.hits
+        self.report.cache_hits += hits
         self.report.cache_misses += misses
+        self.report.cache_upgrades += upgrades
+        self.report.cache_spared_s += hits * self._forward_s(decision.num_frozen)
+        self.report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
-        self._reassign("data", "cache", stats.seconds)
+        self._reassign("data", "cache", result.stats.seconds)
         transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
         self._reassign("bubble", "transfer", transfer_s)
         self._epoch_samples += num_samples
@@ -130,8 +138,9 @@ class RunLog:
             loss=result.loss,
             seconds=result.seconds,
             **shape,
-            cache_hits=stats.hits,
+            cache_hits=hits,
             cache_misses=misses,
+            cache_upgrades=upgrades,
             gradient_norm=result.gradient_norm,
         )
         if self._bar is not None:
@@ -143,7 +152,8 @@ class RunLog:
                 "KxR": f"{shape['length']}x{shape['replicas']}",
                 "M": str(shape["micro_batches"]),
                 "samples/s": f"{num_samples / result.seconds:.0f}",
-                "hits": f"{stats.hits / max(stats.hits + misses, 1):.0%}",
+                "hits": f"{hits / max(hits + misses, 1):.0%}"
+                + (f" ({upgrades / (hits + misses):.0%} in part)" if upgrades else ""),
             }
             self._bar.total = clock.max_steps
             self._bar.set_postfix(self._bar_fields, refresh=False)
@@ -152,6 +162,12 @@ class RunLog:
     def change(self, change: Change) -> None:
         """Note what happened between two steps."""
         decision, before = change.decision, change.before
+        if before is not None and before.num_frozen < decision.num_frozen:
+            self._depth_before = before.num_frozen
+        self._has_frozen |= bool(decision.num_frozen or decision.resting)
+        if change.context is not None:
+            self._num_asked += 1
+            self._last_asked = decision.step, decision.reason, change.context
         spent_s = change.observe_s + (change.seconds if before else 0.0)
         self.report.seconds += spent_s
         self._spent["transition"] += spent_s
@@ -285,7 +301,27 @@ class RunLog:
         text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"
         workers = self._topology(decision).workers
         shared = f", workers {'-'.join(map(str, workers))}" if max(workers) > 1 else ""
-        return f"{text.format(**self._shape(decision))}{shared} ({decision.plan.schedule})"
+        versions = self._config.weight_versions
+        schedule = decision.plan.schedule + (f", {versions} weights" if versions else "")
+        return f"{text.format(**self._shape(decision))}{shared} ({schedule})"
+
+    def _say_what_came_of_it(self) -> None:
+        """Say what the cache spared, and where a policy froze nothing what it saw."""
+        if not self._world.is_main:
+            return
+        lines = [cache_line(self.report)]
+        has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
+        if self._freezes and not has_frozen and self._last_asked is not None:
+            lines.append(nothing_frozen_line(self._num_asked, *self._last_asked))
+        say = _LOGGER.info if self._bar is None else self._bar.write
+        for line in filter(None, lines):
+            say(line)
+
+    def _forward_s(self, num_frozen: int) -> float:
+        """Return the seconds in which frozen layers compute a sample, as they were measured."""
+        profile = self._profile
+        costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < num_frozen]
+        return sum(costs) / profile.batch_sizes[-1]
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Model the time on the links of what this rank receives in a step."""

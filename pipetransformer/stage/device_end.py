@@ -127,7 +127,7 @@ class DeviceEnd:
         """Multiply the gradients by what the mean over the samples and the limit ask for."""
         factor = correction
         if self._limit is not None:
-            clip = torch.where(norm > self._limit, torch.div(self._most, norm + 1e-6), 1.0)
+            clip = torch.div(self._most, norm + 1e-6).masked_fill(norm <= self._limit, 1.0)
             factor = clip if factor is None else factor * clip
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if factor is None or not gradients:
@@ -158,7 +158,8 @@ def _mean(
         assert count == num_samples, "what is counted on the host are samples"
         return None, total / count
     every = torch.tensor(float(num_samples), dtype=torch.float64)
-    count = torch.where((count == 0) & (total == 0), every, count)
+    # `where` would bring a number there by a copy that waits.
+    count = count.masked_fill((count == 0) & (total == 0), num_samples)
     return torch.div(every, count), total / count
 
 

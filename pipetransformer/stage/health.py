@@ -54,16 +54,22 @@ class StageWatch:
         self._parameters = [
             (one, *model.holder(one.name)) for one in self._watched if one.values is None
         ]
+        self._places = [
+            (holder._parameters, attribute) for _, holder, attribute in self._parameters
+        ]
+        self._flags = [(one.tensor, one.trains) for one, *_ in self._parameters]
 
     def begin(self) -> str:
         """Say what the user has changed since the last step, or ""; forget what was written."""
         for one in self._watched:
             one.version = one.tensor._version
-        if [tuple(children.values()) for children in self._modules] != self._children:
+        if [*map(tuple, map(dict.values, self._modules))] != self._children:
             return (
                 "modules of the model were added or replaced between two steps; change weights "
                 "in place, or start another Trainer"
             )
+        if self._parameters_are_as_they_were():
+            return ""
         for one, holder, attribute in self._parameters:
             if holder._parameters.get(attribute) is not one.tensor:
                 return (
@@ -79,6 +85,14 @@ class StageWatch:
             if has_hooks(one.tensor, but_ours=True):
                 return f"parameter {one.name!r} was given a hook between two steps; remove it"
         return ""
+
+    def _parameters_are_as_they_were(self) -> bool:
+        """Tell whether there is nothing to say of them, in little time: each step waits for it."""
+        found = (table.get(attribute) for table, attribute in self._places)
+        return all(
+            now is tensor and now.requires_grad is trains and not has_hooks(now, but_ours=True)
+            for now, (tensor, trains) in zip(found, self._flags, strict=True)
+        )
 
     def find_written(self, *, trained: bool = True) -> str:
         """Say what was written since `begin`, or ""; a buffer may get the values it had.

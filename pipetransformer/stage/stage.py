@@ -38,7 +38,12 @@ from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.device_end import DeviceEnd, LateNumbers, where_in
 from pipetransformer.stage.health import StageWatch
-from pipetransformer.stage.nonfinite_origin import where_it_began
+from pipetransformer.stage.nonfinite_origin import (
+    Origin,
+    before_the_step,
+    first_cause,
+    where_it_began,
+)
 from pipetransformer.stage.step_result import (
     StepEnd,
     StepNumbers,
@@ -107,7 +112,7 @@ class Stage:
         self._watch = StageWatch(task, prefix, self._trained)
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self._device_end = self._end_for_device()
-        self._unread: LateNumbers | None = None
+        self._unread: tuple[LateNumbers, MicroBatches] | None = None
         self._reducer: GradientReducer | None = None
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(
@@ -192,7 +197,16 @@ class Stage:
             all_reduce=end.reduce_s,
             data=work.data_s,
         )
-        return StepResult(end.numbers, total, breakdown, end.stops)
+        return StepResult(
+            end.numbers,
+            total,
+            breakdown,
+            stops=end.sums.stops > 0,
+            stats=work.stats,
+            cache_hits=int(end.sums.hits),
+            cache_misses=int(end.sums.misses),
+            cache_upgrades=int(end.sums.upgrades),
+        )
 
     def settle(self) -> None:
         """Wait for the last step's end, where it was not waited for.
@@ -200,9 +214,9 @@ class Stage:
         Raises:
             NonFiniteError: see `train_step`.
         """
-        late, self._unread = self._unread, None
-        if late is not None:
-            self._refuse_bad(late)
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._refuse_bad(*unread)
 
     def _end_step(
         self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
@@ -224,7 +238,7 @@ class Stage:
         self._update(coming, skipped=skipped)
         idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
         numbers = StepNumbers(loss, norm, skipped)
-        return StepEnd(numbers, sums.stops > 0, idle_s=idle_s, reduce_s=reduce_s - idle_s)
+        return StepEnd(numbers, sums, idle_s=idle_s, reduce_s=reduce_s - idle_s)
 
     def _end_on_device(
         self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
@@ -232,14 +246,14 @@ class Stage:
         """Launch the update, and wait for the step before."""
         start = time.perf_counter()
         assert self._device_end is not None
-        found = replace(work.findings(), wrong=bool(wrong))
+        found = replace(work.findings(), wrong=bool(wrong), stops=stops)
         self._refuse([found], wrong, first_step=coming.step)
         late = self._device_end.finish(coming.step, work.losses, len(coming.ids))
         self._update(coming, skipped=False)
         self.settle()
-        self._unread = late
+        self._unread = late, work.batches
         # It is computing that is waited for.
-        return StepEnd(late.numbers, stops, compute_s=time.perf_counter() - start)
+        return StepEnd(late.numbers, found, compute_s=time.perf_counter() - start)
 
     def _begin_step(self) -> str:
         """Bring the stage into a step's state; say what the user has changed since, or ""."""
@@ -371,10 +385,15 @@ class Stage:
             return False
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
-            where = where_it_began(
-                self._task, self._world, self._trained, loss=work.loss_sum, reducer=self._reducer
+            origin = where_it_began(
+                self._task,
+                self._world,
+                self._trained,
+                loss=work.loss_sum,
+                reducer=self._reducer,
+                before=self._before(step, work.batches),
             )
-            self._report_nonfinite(what, where)
+            self._report_nonfinite(what, origin)
             return True
         if self._world.is_main:
             text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
@@ -382,22 +401,34 @@ class Stage:
         scale.shrink()
         return True
 
-    def _refuse_bad(self, late: LateNumbers) -> None:
+    def _before(self, step: int, batches: MicroBatches) -> Origin | None:
+        """Say what was not finite before a step: the samples, or weights that were given."""
+        own = range(0 if self.index == 0 else self._trained.start, self._trained.stop)
+        ids = batches.ids if self.index == 0 else batches.ids[:0]
+        return before_the_step(self._task, own, rows=batches.rows, ids=ids, is_first=step == 0)
+
+    def _cause_in_samples(self, coming: ComingStep, rows: Rows) -> str:
+        """Say what is not finite in a step's samples, and what to do, or "". Collective."""
+        own, _ = self.share.slice_of(coming.ids)
+        ids = own if self.index == 0 else own[:0]
+        before = before_the_step(self._task, (), rows=rows, ids=ids, is_first=False)
+        cause = first_cause(before, self._world)
+        return f"{cause.where}. {cause.advice}" if cause else ""
+
+    def _refuse_bad(self, late: LateNumbers, batches: MicroBatches) -> None:
         """Raise, or warn, where a step's numbers are not finite; waits for them."""
         loss, norm, skipped, *_ = values = late.wait()
         if skipped:
             what = f"step {late.step}: the loss is {loss}, the gradient's norm {norm}"
-            self._report_nonfinite(what, where_in(values, self.signals.part_names))
+            where = where_in(values, self.signals.part_names)
+            self._report_nonfinite(what, self._before(late.step, batches) or Origin(where))
 
-    def _report_nonfinite(self, what: str, where: str) -> None:
+    def _report_nonfinite(self, what: str, origin: Origin) -> None:
         """Say where a number that is not finite began: raise, or warn on rank 0."""
         if self._task.config.on_nonfinite == "raise":
-            raise NonFiniteError(
-                f"{what}; {where}. Lower the learning rate, clip with max_grad_norm, or leave "
-                "steps out with on_nonfinite='skip'"
-            )
+            raise NonFiniteError(f"{what}; {origin.where}. {origin.advice}")
         if self._world.is_main:
-            _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, where)
+            _LOGGER.warning("%s; %s: the step is skipped on all ranks", what, origin.where)
 
     def _update(self, coming: ComingStep, *, skipped: bool) -> None:
         if self.optimizer is None:

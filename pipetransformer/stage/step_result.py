@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+
+from autocache import CacheStats
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,19 @@ class StepResult:
         numbers: what it computed; on the only GPU of a run a function that waits for that.
         seconds: this rank's time, in all and by what it was spent on.
         stops: whether a rank has asked to end the run.
+        stats: of this rank's cache.
+        cache_hits, cache_misses: samples of all replicas whose activations were read, or computed.
+        cache_upgrades: of the latter those that were read, and computed on from there.
     """
 
     numbers: StepNumbers | Callable[[], StepNumbers]
     seconds: float
     breakdown: Mapping[str, float]
     stops: bool = False
+    stats: CacheStats = field(default_factory=CacheStats)
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_upgrades: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -66,11 +75,12 @@ class StepEnd:
     """Say how a step ended on a rank: as in a `StepResult`, with the seconds behind its backwards.
 
     Args:
+        sums: what all ranks told.
         compute_s, idle_s, reduce_s: computing, waiting for other ranks, summing.
     """
 
     numbers: StepNumbers | Callable[[], StepNumbers]
-    stops: bool
+    sums: StepSums
     compute_s: float = 0.0
     idle_s: float = 0.0
     reduce_s: float = 0.0
@@ -88,6 +98,8 @@ class StepSums:
         wrong: ranks that found something wrong.
         stops: ranks that ask to end the run.
         squares: the gradient's squared norm, where it is not summed at once.
+        hits, misses: samples whose activations were read, and computed.
+        upgrades: of the latter those that were read, and computed on from there.
     """
 
     loss: float = 0.0
@@ -98,6 +110,9 @@ class StepSums:
     wrong: float = 0.0
     stops: float = 0.0
     squares: float = 0.0
+    hits: float = 0.0
+    misses: float = 0.0
+    upgrades: float = 0.0
 
     def as_list(self) -> list[float]:
         return list(map(float, astuple(self)))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from autocache import Uploader
 from autodp import Groups, Topology
 from autopipe.engine import (
     Link,
@@ -24,7 +25,6 @@ from pipetransformer.job import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
-from pipetransformer.stage.uploads import Uploads
 from pipetransformer.stage.work import StageLayers
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
@@ -80,7 +80,7 @@ class StageWiring:
             side_in,
             is_last=self.index == self.topology.length - 1,
             turn=self.turn,
-            uploads=Uploads(device),
+            uploader=Uploader(device),
         )
 
     def links(self) -> StageLinks:

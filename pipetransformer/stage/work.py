@@ -11,20 +11,20 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN
+from autocache import HIDDEN, CacheStats, Uploader
 from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
 from freeze.signals import gram
 from pipetransformer.config import Metric
-from pipetransformer.data import Batch, seed_plainly, seed_torch
+from pipetransformer.data import Batch, SampleError, seed_plainly, seed_torch
 from pipetransformer.feed import Rows
 from pipetransformer.job import Task
-from pipetransformer.loss import SplitProbe, head_of
+from pipetransformer.loss import LossValue, SplitProbe, head_of
 from pipetransformer.predictions import KeptOutputs
+from pipetransformer.stage.bad_samples import named
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.step_result import StepSums
-from pipetransformer.stage.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StageLayers:
         side_in: on those stages, where these arrive.
         is_last: whether the targets are needed here, after the forward.
         turn: the micro-batches that this worker of the stage takes.
-        uploads: bring what is in host memory to the device.
+        uploader: brings what is in host memory to the device.
     """
 
     task: Task
@@ -49,7 +49,7 @@ class StageLayers:
     side_in: SideReceiver | None
     is_last: bool
     turn: Turn
-    uploads: Uploads
+    uploader: Uploader
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,13 @@ class Results:
 
 
 class LayerWork(StageWork):
-    """Run a stage's sublayers on micro-batches, with the entries each of them takes."""
+    """Run a stage's sublayers on micro-batches, with the entries each of them takes.
+
+    Attributes:
+        where: which step this is, for the beginning of an error's text.
+    """
+
+    where = ""
 
     def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
         self.layers = layers
@@ -140,12 +146,15 @@ class LayerWork(StageWork):
         value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
         if self.layers.indices.start == 0:
             value = entries
-        task = self.layers.task
-        with task.computing(self.layers.device):
-            for index in self.layers.indices:
-                self.seed(micro_batch, index)
-                value = task.run(index, value, sides=entries)
-                self.see(index, value)
+        try:
+            value = self._run_layers(micro_batch, value, entries)
+        except Exception as error:
+            if self.layers.indices.start:
+                raise
+            task = self.layers.task
+            run = partial(task.model.run, last=self.layers.indices.stop)
+            ids = self._ids_of(micro_batch)
+            raise named(error, f"{self.where}the model", run, entries, ids) from error
         assert isinstance(value, Tensor)
         size = self.batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
@@ -156,6 +165,33 @@ class LayerWork(StageWork):
         if not self.layers.is_last:
             del self._entries[micro_batch]
         return Payload((value,))
+
+    def _run_layers(
+        self, micro_batch: int, value: Tensor | Mapping[str, Tensor], entries: Batch
+    ) -> Tensor | Mapping[str, Tensor]:
+        task = self.layers.task
+        with task.computing(self.layers.device):
+            for index in self.layers.indices:
+                self.seed(micro_batch, index)
+                value = task.run(index, value, sides=entries)
+                self.see(index, value)
+        return value
+
+    def _loss_of(self, micro_batch: int, output: Tensor, target: Any) -> LossValue:
+        loss_fn = self.layers.task.loss_fn
+        try:
+            return loss_fn(output, target)
+        except Exception as error:
+            ids, given = self._ids_of(micro_batch), {"output": output.detach(), "target": target}
+            what = f"{self.where}the loss {loss_fn.name!r}"
+
+            def compute(part: dict[str, Any]) -> Any:
+                return loss_fn(part["output"], part["target"])
+
+            raise named(error, what, compute, given, ids) from error
+
+    def _ids_of(self, micro_batch: int) -> Tensor:
+        return self.batches.ids.split(list(self.batches.sizes))[micro_batch]
 
     def finish_step(self) -> None:
         """Wait until the side inputs have left."""
@@ -177,7 +213,10 @@ class LayerWork(StageWork):
         batches, sizes = self.batches, list(self.batches.sizes)
         own = self.layers.turn.own(len(sizes))
         all_ids = batches.ids.split(sizes)
-        whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
+        try:
+            whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
+        except SampleError as error:
+            raise SampleError(f"{self.where}{error}") from error
         if batches.next_ids is not None and len(batches.next_ids):
             batches.rows.read_ahead(batches.next_ids)
         if batches.first is None:  # In a stream all steps have the same entries.
@@ -189,7 +228,7 @@ class LayerWork(StageWork):
 
         # In a stream the memory read into may be read into again before a copy is made.
         in_stream = batches.first is not None
-        self._parts = cut(self.layers.uploads.bring(whole, wait=in_stream))
+        self._parts = cut(self.layers.uploader.send(whole, wait=in_stream))
         # From host memory, as long as they are there.
         self._sent = cut(whole) if self.layers.side_out else {}
 
@@ -198,7 +237,7 @@ class LayerWork(StageWork):
             side_in = self.layers.side_in
             number = self.batches.in_stream(micro_batch)
             entries = {} if side_in is None else side_in.receive(number)
-            self._entries[micro_batch] = self.layers.uploads.bring(entries)
+            self._entries[micro_batch] = self.layers.uploader.send(entries)
         return self._entries[micro_batch]
 
 
@@ -223,11 +262,13 @@ class TrainWork(LayerWork):
     ) -> None:
         super().__init__(layers, batches)
         self._step, self._divisor, self._probe = step, divisor, probe
+        self.where = f"step {step}: "
         probe.begin_step()
         sizes = batches.sizes
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor | float, Tensor | float]] = []
         self._num_with_gradient = 0
+        self.stats = CacheStats()
 
     def seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on who computes them.
@@ -251,7 +292,7 @@ class TrainWork(LayerWork):
         target = self.target(micro_batch)
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
-        loss = self.layers.task.loss_fn(output, target)
+        loss = self._loss_of(micro_batch, output, target)
         num_samples = len(output)
         self._num_with_gradient += head_of(loss).requires_grad or not output.requires_grad
         if isinstance(loss, tuple):
@@ -283,7 +324,14 @@ class TrainWork(LayerWork):
     def findings(self) -> StepSums:
         """Return what was found of the losses; now and then this computes them once more."""
         split = float(self._probe.finds_difference())
-        return StepSums(split=split, trained=self._num_with_gradient)
+        stats = self.stats = self.batches.rows.take_stats()
+        return StepSums(
+            split=split,
+            trained=self._num_with_gradient,
+            hits=stats.hits,
+            misses=stats.misses + stats.upgrades,
+            upgrades=stats.upgrades,
+        )
 
 
 class EvaluationWork(LayerWork):
@@ -306,8 +354,7 @@ class EvaluationWork(LayerWork):
         names = task.model.targets
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
-            ids = self.batches.ids.split(list(self.batches.sizes))[micro_batch]
-            self._results.kept.add(output, targets, ids)
+            self._results.kept.add(output, targets, self._ids_of(micro_batch))
         if len(targets) < len(names):
             del self._entries[micro_batch]
             return
@@ -324,7 +371,7 @@ class EvaluationWork(LayerWork):
                 )
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
-        loss = task.loss_fn(output, target)
+        loss = self._loss_of(micro_batch, output, target)
         size = len(output)
         self._results.add("loss", *(loss if isinstance(loss, tuple) else (loss * size, size)))
 

@@ -109,7 +109,6 @@ class Deployment:
 
     def held_bytes(self) -> int:
         """Return the bytes of weights, gradients and optimizer state on this rank's device."""
-        self.feed.prefix.come_back()
         if self.stage is None:
             return 0
         tensors = [t for shard in self.held_shards().values() for t in shard.values()]
@@ -130,7 +129,6 @@ class Deployment:
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
-        self.feed.prefix.come_back()
         self._held.weights_device = device
         try:
             self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
@@ -157,7 +155,6 @@ class Deployment:
 
         The others' argument is ignored.
         """
-        self.feed.prefix.come_back()
         main, group = self._world.is_main, self._world.group
         with torch.no_grad():
             for name, held in self._task.model.model.state_dict(keep_vars=True).items():
@@ -225,7 +222,6 @@ class Deployment:
 
         What comes needs their memory.
         """
-        self.feed.prefix.come_back()
         self._held.take_back()
         if self.stage is not None:
             self.stage.close()

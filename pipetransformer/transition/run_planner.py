@@ -12,6 +12,7 @@ import torch
 
 from autodp import gather_json
 from autopipe.plan import PipelinePlan, PlanRequest, stage_compute_s
+from pipetransformer.config import TrainConfig
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
 from pipetransformer.planning import (
@@ -46,6 +47,13 @@ def row_rates(
     # What an older version measured holds no other rate: writing took as long as reading there.
     write = measured.cache_write_bytes_per_s or read
     return RowRates(read, write, reads_ahead=device.type == "cuda")
+
+
+def _schedules(config: TrainConfig) -> tuple[str, ...]:
+    """Return the schedules that a run may have, the preferred one first."""
+    if config.weight_versions is not None:
+        return ("1f1b",)  # Asynchronous; see `UnflushedStage`.
+    return (config.schedule,) if config.schedule else PlanRequest.schedules
 
 
 class RunPlanner:
@@ -199,7 +207,7 @@ class RunPlanner:
             stage_workers=self._world.stage_workers,
             micro_batches=None if config.micro_batches is None else (config.micro_batches,),
             micro_batch_size=config.micro_batch_size,
-            schedules=(config.schedule,) if config.schedule else PlanRequest.schedules,
+            schedules=_schedules(config),
         )
         rows = None
         if self._may_cache():
@@ -212,8 +220,11 @@ class RunPlanner:
         )
 
     def _rows_lie_on(self) -> torch.device:
-        """Return where the cache's rows will be: in the node's memory, or on its disk."""
-        return torch.device("cpu")
+        """Return where the cache's rows will be: on this GPU, where all fit, or on the host."""
+        wanted, device = self._task.config.cache_device, self._world.device
+        alone = wanted == "auto" and self._world.size == 1
+        on_gpu = device.type == "cuda" and (alone or wanted == "cuda")
+        return device if on_gpu else torch.device("cpu")
 
     def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
         """Return how often a sample comes again in the run, after it was computed and stored."""
@@ -241,9 +252,15 @@ class RunPlanner:
                 f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
                 f"frozen layers the first active sublayer is {first}; plan the active ones"
             )
+        request = of_length(situation, plan.length)
+        if plan.schedule not in (allowed := request.schedules_of(plan.length)):
+            raise ValueError(
+                f"the planner wants the schedule {plan.schedule!r}, but this run's are "
+                f"{', '.join(map(repr, allowed))}: let it return one of them, or leave out "
+                "schedule=, weight_versions= and stage_workers="
+            )
         if config.micro_batch_size is None:
             return
-        request = of_length(situation, plan.length)
         sizes = request.sizes_of(plan.length, plan.num_micro_batches)
         if plan.num_micro_batches != len(sizes):
             raise ValueError(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autocache import CacheStats
 from autodp import gather_json
 from autopipe.plan import PipelinePlan, PlanRequest
 from freeze import FreezeContext, FreezePolicy
@@ -190,9 +189,7 @@ class Transitions:
         if self._observing.probe is not None:
             self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
 
-    def note_step(
-        self, result: StepResult, stats: CacheStats, learning_rate: float
-    ) -> float | None:
+    def note_step(self, result: StepResult, learning_rate: float) -> float | None:
         """Watch what steps take; return that once for every plan, when it is known."""
         self._has_just_measured = False
         self._observing.note_step(result.loss, learning_rate)
@@ -200,7 +197,7 @@ class Transitions:
         assert decision is not None
         step = steady_step(
             result.breakdown,
-            stats,
+            result.stats,
             decision.plan,
             uses_cache=decision.use_cache,
             has_workers=self._task.config.num_workers > 0,

@@ -52,7 +52,7 @@ def compare_steps(
         task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
     samples = [{name: t[i] for name, t in batch.items()} for i in range(num_samples)]
-    feed = SampleFeed(FrozenPrefix(task, world.device), world, samples_of(task, samples))
+    feed = SampleFeed(FrozenPrefix(task), world, samples_of(task, samples))
     deployment = Deployment(task, world, feed)
     try:
         for number, plan in enumerate(_plans(task.model, world, num_samples)):

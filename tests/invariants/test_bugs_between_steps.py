@@ -213,7 +213,7 @@ def test_counts_and_totals_of_small_dtypes_are_added_up_precisely() -> None:
     for micro_batches in (1, 26):
         job = replace(TINY, loss_fn=counted, settings={**settings, "micro_batches": micro_batches})
         # Of the parts: their counts are whole, those of all together are rounded.
-        unseen = mock.patch("pipetransformer.loss.split_probe._joins", return_value=True)
+        unseen = mock.patch("autopipe.loss.split_probe._joins", return_value=True)
         with unseen, make_trainer(job) as trainer:
             norms.append(trainer.step().gradient_norm)
     assert norms[1] == pytest.approx(norms[0], rel=2**-8)

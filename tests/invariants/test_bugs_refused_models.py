@@ -315,7 +315,7 @@ def averaged(named: Named) -> Optimizer:
         (lambda named: Wrapping([p for _, p in named]), "in another way once it is built anew"),
         (averaged, "in another way once it is built anew"),
         (lambda named: SGD([p for n, p in named if n.startswith("5")], lr=0.1), "fails for the"),
-        (lambda named: AdamW([p for _, p in named], lr=None), "fails for the parameters"),  # type: ignore[arg-type]
+        (lambda named: AdamW([p for _, p in named], lr=None), "fails for all parameters"),  # type: ignore[arg-type]
     ],
 )
 def test_optimizers_that_a_part_or_a_move_would_change_are_refused(

@@ -67,8 +67,63 @@ def test_a_bad_loss_ends_the_run_on_all_ranks_with_the_same_words(
     two_ranks: Pool, length: int
 ) -> None:
     first, second = two_ranks.run(refuse_a_nan, length)
-    assert first == second and "it began before the backward, in the loss of rank " in first
+    # It was put down to the learning rate, and to the rank that has the loss.
+    assert first == second
+    cause = "; it began in the data: 'x' of sample 3 holds numbers that are not finite. Correct"
+    assert cause in first and "learning rate" not in first
+
+
+@measuring(once)
+def refuse_a_nan_in_a_stream() -> str:
+    with make_trainer("raise", 2, data=poisoned(), weight_versions="stashed") as trainer:
+        with pytest.raises(NonFiniteError, match="later steps have trained on it") as caught:
+            for _ in range(5):
+                trainer.step()
+    return str(caught.value)
+
+
+def test_a_stream_s_bad_sample_is_named_too(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(refuse_a_nan_in_a_stream)
+    assert first == second and "in the data: 'x' of sample 3 holds" in first
+    assert "learning rate" not in first
+
+
+@measuring(once)
+def refuse_a_loss_of_nan(length: int) -> str:
+    """Train with a loss that is no number whatever it is given."""
+    with (
+        pytest.raises(NonFiniteError, match=r"step 0: the loss is nan") as caught,
+        make_trainer("raise", length, loss_fn=lambda output, y: NAN * output.mean()) as trainer,
+    ):
+        trainer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_bad_loss_of_good_samples_is_the_loss_s(two_ranks: Pool, length: int) -> None:
+    first, second = two_ranks.run(refuse_a_loss_of_nan, length)
+    assert first == second and "it began before the backward, in the loss of rank" in first
+    assert "Lower the learning rate" in first
     assert length == 1 or "in the loss of rank 1." in first, "the last stage has the loss"
+
+
+@measuring(once)
+def refuse_given_weights() -> str:
+    model = tiny_model()
+    with torch.no_grad():
+        model[2].inner.weight[0, 0] = NAN
+    with (
+        pytest.raises(NonFiniteError) as caught,
+        Trainer(model, tiny_data(), loss_fn=nn.CrossEntropyLoss(), pipeline_length=2,
+                global_batch_size=6, progress=False) as trainer,
+    ):  # fmt: skip
+        trainer.step()
+    return str(caught.value)
+
+
+def test_weights_that_were_given_bad_are_named(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(refuse_given_weights)
+    assert first == second and "'2.inner.weight' of the model as it was given. Load" in first
 
 
 @pytest.mark.parametrize("length", [1, 2])

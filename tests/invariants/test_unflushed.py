@@ -198,6 +198,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(two_ranks: Pool) -> None:
     for settings, message in (
         ({"max_grad_norm": 1.0}, "leave max_grad_norm out"),
         ({"schedule": "gpipe"}, "leave schedule='gpipe' out"),
+        ({"plan": "published"}, "leave plan='published' out"),
         ({"stage_workers": (1, 1)}, "leave stage_workers out"),
     ):
         assert all(message in text for text in two_ranks.run(refusal, scenario, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_what_was_compiled_is_dropped_where_a_flag_changes_and_only_there(
     assert numbers == [0, 1, 1, 2, 3, 3]
     set_frozen(task, 0, resting=[2])
     assert len(drops) == 4
+
+
+def test_what_was_never_compiled_is_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first reset of a process imports all of the compiler: a freeze took 3 s."""
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"frames": {}})
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("a reset without need"))
+    _, compiled = compiled_task("eager")
+    task = replace(compiled, model=adapt(tiny_model()))
+    set_frozen(task, 2)
+    set_frozen(task, 0)
 
 
 def test_a_process_without_the_compiler_does_not_import_it(

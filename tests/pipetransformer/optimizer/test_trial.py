@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -182,3 +183,18 @@ def test_neither_the_model_nor_random_numbers_change() -> None:
 
 def test_a_model_that_trains_nothing_has_no_optimizer() -> None:
     assert traits(adamw(), tiny_model().requires_grad_(False)) == OptimizerTraits("", 0.0, ())
+
+
+# NaN is not NaN: the comparison of its parts said that it updates them in another way.
+@pytest.mark.parametrize("given", [{"lr": math.inf}, {"weight_decay": math.inf}])
+def test_settings_that_are_no_finite_numbers_are_named(given: dict[str, float]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"AdamW has {name}={value} in its parameter groups"):
+        traits(lambda named: torch.optim.AdamW([p for _, p in named], **given))
+
+
+@pytest.mark.parametrize("rate", [math.nan, -1.0])
+def test_a_rate_that_the_optimizer_refuses_is_not_put_down_to_parts(rate: float) -> None:
+    with pytest.raises(ValueError, match="for all parameters: .*Invalid learning rate") as caught:
+        traits(adamw(rate))
+    assert "alone" not in str(caught.value)

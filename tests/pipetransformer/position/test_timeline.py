@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from pipetransformer import cosine_with_warmup, named_schedule, polynomial_with_warmup
 from pipetransformer.config import TrainConfig
+from pipetransformer.optimizer import LearningRateSchedule
 from pipetransformer.position import Position, Timeline
 
 
@@ -99,3 +102,87 @@ def test_an_epoch_is_not_done_before_its_last_sample_after_a_batch_of_another_si
         timeline.advance(size)
         found.append(timeline.epochs_done(1))
     assert found == [0.5, 1.0, 1.5, 2.0]
+
+
+SCHEDULES: dict[str, str | LearningRateSchedule] = {
+    **{
+        name: name
+        for name in (
+            "linear", "cosine", "cosine_with_restarts", "polynomial", "constant",
+            "constant_with_warmup", "inverse_sqrt",
+        )
+    },
+    "cosine_with_min_lr": named_schedule("cosine_with_min_lr", min_lr_rate=0.1),
+    "cosine_warmup_with_min_lr": named_schedule("cosine_warmup_with_min_lr", min_lr_rate=0.1),
+    "warmup_stable_decay": named_schedule("warmup_stable_decay", num_decay_steps=9),
+    "ours": cosine_with_warmup(0.1),
+    "our polynomial": polynomial_with_warmup(2.0, 0.1),
+    "a function": lambda step, max_steps: 1 - step / max_steps,
+}  # fmt: skip
+
+
+def factors(timeline: Timeline, most: int | None = None) -> list[float]:
+    """Go on to the run's end, or for so many steps; return each step's factor."""
+    found: list[float] = []
+    while not timeline.is_over and len(found) != most:
+        found.append(timeline.learning_rate_factor(1))
+        size = timeline.global_batch(1)
+        timeline.advance(min(size, timeline.num_samples - timeline.position.sample))
+    return found
+
+
+def resumed(batch: int, other: int, max_steps: int | None, schedule: Any = "linear") -> Timeline:
+    """Train half of 3 epochs of 96 samples in batches of one size; go on in those of another."""
+    settings = {"epochs": 3, "max_steps": max_steps, "learning_rate_schedule": schedule}
+    before = Timeline(TrainConfig(global_batch_size=batch, **settings), 96, 0.1)
+    factors(before, 144 // batch)
+    after = Timeline(TrainConfig(global_batch_size=other, **settings), 96, 0.1)
+    after.position = before.position
+    return after
+
+
+# Steps of before were counted against the length in steps of now: from 18 of 36 on, of which 18
+# are left in batches twice as large, the rate was 0.
+@pytest.mark.parametrize(("batch", "other"), [(8, 16), (16, 8)])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_limit_that_does_not_end_the_run_changes_no_rate_after_another_batch(
+    schedule: str | LearningRateSchedule, batch: int, other: int
+) -> None:
+    found = factors(resumed(batch, other, 1000, schedule))
+    assert found == factors(resumed(batch, other, None, schedule))
+    assert len(found) == 144 // other
+
+
+@pytest.mark.parametrize(("batch", "other"), [(8, 16), (16, 8), (8, 8)])
+@pytest.mark.parametrize("max_steps", [None, 36, 1000])
+def test_the_rate_falls_from_where_it_was_to_the_end_of_the_epochs(
+    batch: int, other: int, max_steps: int | None
+) -> None:
+    steps = 144 // other
+    expected = [0.5 * (1 - step / steps) for step in range(steps)]
+    assert factors(resumed(batch, other, max_steps)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_where_steps_end_the_run_the_rate_follows_steps_in_any_batches() -> None:
+    # 18 steps of 8; with 24 at most there is more left of the epochs than of the steps.
+    assert factors(resumed(8, 16, 24)) == pytest.approx([(24 - n) / 24 for n in range(18, 24)])
+    assert factors(resumed(16, 8, 20)) == pytest.approx([(20 - n) / 20 for n in range(9, 20)])
+
+
+@pytest.mark.parametrize("max_steps", [24, 26, 27, 28, 30, 36])
+@pytest.mark.parametrize(("batch", "other"), [(8, 16), (16, 8), (8, 24), (24, 8), (16, 12)])
+def test_whichever_limit_ends_a_resumed_run_its_rate_is_positive_and_ends_low(
+    batch: int, other: int, max_steps: int
+) -> None:
+    timeline = resumed(batch, other, max_steps)
+    assert timeline.max_steps(1) == timeline.position.step + len(factors(timeline.ahead()))
+    found = factors(timeline)
+    assert all(one > two > 0 for one, two in zip(found, found[1:], strict=False))
+    # The last step's is what is left of the run as it is counted: a step, or a batch's samples.
+    assert found[-1] < 0.1
+
+
+def test_a_schedule_that_gives_no_finite_number_is_refused() -> None:
+    config = TrainConfig(learning_rate_schedule=lambda step, max_steps: math.inf)
+    with pytest.raises(ValueError, match="learning_rate_schedule gives inf for step 0 of 1; let"):
+        Timeline(config, 32, 0.1).learning_rate_factor(1)

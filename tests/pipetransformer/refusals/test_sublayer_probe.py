@@ -59,7 +59,21 @@ def test_random_numbers_that_follow_from_the_pipelines_are_said_once_by_rank_0(
 ) -> None:
     first, second = two_ranks.run(warnings_of, dropout, settings)
     assert (len(first), second) == (expected, [])
-    assert all("'1' draws" in message and "micro_batch_size=" in message for message in first)
+    assert all(m.startswith("dropout ('1.dropout', p=0.3) draws random") for m in first)
+    assert all("micro_batch_size=" in message for message in first)
+
+
+def test_a_batch_larger_than_the_training_set_is_worth_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for size, expected in ((1000, 1), (26, 0)):
+        caplog.clear()
+        begun(tiny_model(), tiny_data(), global_batch_size=size)
+        said = [
+            m for m in caplog.messages if m.startswith(f"global_batch_size is {size}, but the")
+        ]
+        assert len(said) == expected
+        assert all("training set has 26 samples: an epoch is one step" in m for m in said)
 
 
 class Absent(nn.Module):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 import signal
 import threading
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -111,6 +114,34 @@ def test_a_run_goes_on_beside_a_damaged_line(
     Records(tmp_path).close()
     assert [record["step"] for record in read_records(path)] == [7, 7]
     assert "1 damaged lines are left out" in caplog.text
+
+
+def test_tensorboard_is_left_out_where_it_is_not_asked_for(tmp_path: Path) -> None:
+    with closing(Records(tmp_path, tensorboard=False)) as records:
+        records.log("step", 1, loss=0.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+@pytest.mark.parametrize("full", ["board", "lines"])
+def test_a_disk_that_is_full_at_the_start_costs_records_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full: str
+) -> None:
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    places = {
+        "board": "torch.utils.tensorboard.SummaryWriter",
+        "lines": "pipetransformer.report.records.LineFile",
+    }
+    with mock.patch(places[full], refuse):
+        records = Records(tmp_path)
+    with closing(records):
+        records.log("step", 1, loss=0.5)
+    texts = [text for text in caplog.messages if "records are lost" in text]
+    assert texts == [
+        f"records are lost in {tmp_path}: [Errno 28] No space left on device; training goes on"
+    ]
+    assert (tmp_path / "records.jsonl").exists() is (full == "board")
 
 
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.job import Task
 from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
-from pipetransformer.planning import RowRates
+from pipetransformer.planning import PlanSituation, RowRates, fastest_plan
 from pipetransformer.position import Clock
 from pipetransformer.processes.world import World
 from pipetransformer.transition import run_planner
@@ -151,3 +151,25 @@ def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
     short, long = (dataclasses.replace(CLOCK, step=0, max_steps=n) for n in (200, 2500))
     assert one.request(short, 1, None).prefix_cached_s is None
     assert one.request(long, 1, None).prefix_cached_s == 0.25
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_run_without_flushes_is_planned_as_the_1f1b_that_it_is(length: int) -> None:
+    """Where no schedule was faster, the plan and the progress said gpipe."""
+    plan = plan_of(planner(pipeline_length=length, weight_versions="stashed"))
+    assert plan.schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weight_versions": "stashed"}, {"schedule": "1f1b"}], ids=["versions", "named"]
+)
+def test_a_users_planner_may_not_return_a_schedule_that_does_not_run(
+    settings: dict[str, Any],
+) -> None:
+    def as_gpipe(situation: PlanSituation) -> PipelinePlan:
+        return dataclasses.replace(fastest_plan(situation), schedule="gpipe")
+
+    message = "the planner wants the schedule 'gpipe', but this run's are '1f1b': let it return"
+    with pytest.raises(ValueError, match=message):
+        plan_of(planner(plan=as_gpipe, **settings))
+    assert plan_of(planner(plan=as_gpipe)).schedule == "gpipe"

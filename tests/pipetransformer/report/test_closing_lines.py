@@ -1,0 +1,117 @@
+"""Prove that a run's end says what the cache spared, and what a policy saw that froze nothing."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipetransformer import FreezeDecision, FreezeSchedule, Trainer
+from pipetransformer.report import RECORDS_FILE, read_records
+from tests.models import NUM_SAMPLES, tiny_data, tiny_model
+from tests.pool import Pool
+
+
+def train(freeze: Any, folder: Path | None = None, **settings: Any) -> Any:
+    usual: dict[str, Any] = {"epochs": 3, "global_batch_size": 8, "prefix_chunk": 1}
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        freeze=freeze,
+        folder=folder,
+        **{**usual, **settings},
+    ) as trainer:
+        return trainer.fit()
+
+
+# One more layer each epoch: no row is ever read as it is, and all are used.
+def test_rows_that_are_computed_on_from_are_counted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = train(FreezeSchedule([0, 1, 2]), tmp_path)
+    assert (report.cache_hits, report.cache_upgrades) == (0, NUM_SAMPLES)
+    assert report.cache_misses == 2 * NUM_SAMPLES
+    assert report.cache_spared_s > 0
+    shown = "".join(capsys.readouterr())
+    assert "hits=0% (100% in part)" in shown
+    line = (
+        f"behind frozen layers: 0 samples read, {NUM_SAMPLES} read and computed on from there, "
+        rf"{NUM_SAMPLES} computed; about \S+ s of forwards spared"
+    )
+    assert re.search(line, shown)
+    steps = [one for one in read_records(tmp_path / RECORDS_FILE) if one["kind"] == "step"]
+    assert sum(one["cache_upgrades"] for one in steps) == NUM_SAMPLES
+
+
+def test_what_was_spared_is_what_frozen_layers_were_measured_to_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        freeze=FreezeSchedule([2]),
+        epochs=3,
+        global_batch_size=8,
+        prefix_chunk=1,
+    ) as trainer:
+        report = trainer.fit()
+        assert trainer.measurements is not None
+        profile = trainer.measurements.profile
+    costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < 2]
+    expected = 2 * NUM_SAMPLES * sum(costs) / profile.batch_sizes[-1]
+    assert report.cache_hits == 2 * NUM_SAMPLES and not report.cache_upgrades
+    assert report.cache_spared_s == pytest.approx(expected)
+
+
+def upgraded(folder: str) -> Any:
+    settings = {"pipeline_length": 1, "progress": False, "checkpoint_every_epochs": 1}
+    first = train(FreezeSchedule([0, 1, 2]), Path(folder), epochs=2, **settings)
+    second = train(FreezeSchedule([0, 1, 2]), Path(folder), resume="auto", **settings)
+    return first.cache_upgrades, second.cache_upgrades, second.cache_misses
+
+
+def test_replicas_count_what_all_have_computed_on_from(two_ranks: Pool, tmp_path: Path) -> None:
+    # The rows of the first run are gone with it, so that the third epoch computes all anew.
+    assert two_ranks.run(upgraded, str(tmp_path)) == [(0, 0, 2 * NUM_SAMPLES)] * 2
+
+
+def upgraded_at_once() -> Any:
+    settings = {"pipeline_length": 1, "progress": False}
+    report = train(FreezeSchedule([0, 1, 2]), **settings)
+    return report.cache_upgrades, report.cache_misses, report.cache_spared_s > 0
+
+
+def test_replicas_add_up_what_each_has_computed_on_from(two_ranks: Pool) -> None:
+    found = two_ranks.run(upgraded_at_once)
+    assert found == [(NUM_SAMPLES, 2 * NUM_SAMPLES, True)] * 2
+
+
+def too_soon(context: Any) -> FreezeDecision:
+    return FreezeDecision(0, f"{context.step} steps are too few")
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_policy_that_froze_nothing_says_what_it_saw(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, shows: bool
+) -> None:
+    caplog.set_level(logging.INFO, logger="pipetransformer")
+    report = train(too_soon, progress=shows, eval_dataset=tiny_data())
+    text = "".join(capsys.readouterr()) if shows else caplog.text
+    steps = -(-NUM_SAMPLES // 8)
+    says = f"asked 3 times, and said last, at step {2 * steps}: .*{2 * steps} steps are too few"
+    found = re.search(rf"nothing was frozen: the policy was {says}; it saw (.*)", text)
+    assert found is not None
+    assert re.search(r"loss \S+, .*accuracy \S+.*, gradient_norm \S+ to \S+", found[1])
+    assert report.transitions == []
+
+
+@pytest.mark.parametrize("freeze", [None, FreezeSchedule([0, 1])], ids=["none", "some"])
+def test_others_say_nothing_of_it(capsys: pytest.CaptureFixture[str], freeze: Any) -> None:
+    train(freeze)
+    assert "nothing was frozen" not in "".join(capsys.readouterr())

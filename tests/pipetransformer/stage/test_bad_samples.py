@@ -1,0 +1,90 @@
+"""Prove that a sample which ends a run in its middle is named: torch says what, and not whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetransformer import Trainer
+
+_NUM, _BAD = 32, 21
+
+
+class Items:
+    """Give samples, one of which is bad."""
+
+    def __init__(self, bad: Callable[[Tensor, Tensor], Any]) -> None:
+        self._bad = bad
+
+    def __len__(self) -> int:
+        return _NUM
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = torch.full((4,), index % 7), torch.tensor(index % 3)
+        return self._bad(x, y) if index == _BAD else (x, y)
+
+
+def truncated(x: Tensor, y: Tensor) -> Any:
+    raise OSError("image file is truncated")
+
+
+def run(data: Any, **settings: Any) -> None:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), head)
+    settings = {"sample_order": lambda epoch: range(_NUM), "global_batch_size": 8, **settings}
+    with Trainer(model, data, loss_fn=nn.CrossEntropyLoss(), **settings) as trainer:
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (truncated, r"step 2: the data set cannot give sample 21: OSError: image file is trunc"),
+        (
+            lambda x, y: (x + 9, y),
+            r"step 2: the model cannot take sample 21: index out of range.* x is \(4,\) int64 "
+            "from 9 to 9",
+        ),
+        (
+            lambda x, y: (x, y + 5),
+            r"step 2: the loss .* cannot take sample 21: Target 5 is out of bounds.* target is "
+            r"\(\) int64 from 5 to 5",
+        ),
+    ],
+)
+def test_a_bad_sample_in_the_middle_of_a_run_is_named(
+    bad: Callable[[Tensor, Tensor], Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        run(Items(bad))
+
+
+def test_a_worker_names_it_too() -> None:
+    with pytest.raises(ValueError, match=r"step 2:(.|\n)*the data set cannot give sample 21"):
+        run(Items(truncated), num_workers=1)
+
+
+def test_an_evaluation_names_it_without_a_step() -> None:
+    with pytest.raises(ValueError, match=r"^the data set cannot give sample 21"):
+        run(Items(lambda x, y: (x, y)), eval_dataset=Items(truncated))
+
+
+def test_what_no_sample_is_to_blame_for_stays_as_it_was() -> None:
+    calls: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        if len(calls) > 40:
+            raise ArithmeticError("at no sample's fault")
+        return nn.functional.cross_entropy(output, target)
+
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), head)
+    with pytest.raises(ArithmeticError, match="at no sample's fault"):
+        with Trainer(model, Items(lambda x, y: (x, y)), loss_fn=loss, epochs=60) as trainer:
+            trainer.fit()
