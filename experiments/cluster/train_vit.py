@@ -21,10 +21,10 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from experiments.digits import build_model, load_digits_split
+from experiments.tasks.image_files import ImageTree
 from pipetransformer import FreezeSchedule, Trainer, adamw, cosine_with_warmup
 from pipetransformer.data import SizedDataset
 
@@ -57,7 +57,7 @@ def images(folder: Path, name: str, *, weights: Path | None, seed: int) -> Probl
         seed: of the weights that are not pretrained.
     """
     torch.manual_seed(seed)
-    num_classes = len(ImageFolder(folder / "train").classes)
+    num_classes = len(ImageTree(folder / "train").classes)
     model = timm.create_model(
         name,
         pretrained=weights is not None,
@@ -66,7 +66,7 @@ def images(folder: Path, name: str, *, weights: Path | None, seed: int) -> Probl
     )
     transform = _transform(timm.data.resolve_model_data_config(model))
     return Problem(
-        model, ImageFolder(folder / "train", transform), ImageFolder(folder / "val", transform)
+        model, ImageTree(folder / "train", transform), ImageTree(folder / "val", transform)
     )
 
 

@@ -31,4 +31,5 @@ def start(main: Callable[[], None]) -> None:
     try:
         main()
     except (UsageError, RunFailedError, WorkerFailedError) as error:
-        sys.exit(f"error: {error}")
+        # What libraries say may have several lines.
+        sys.exit(f"error: {' '.join(str(error).split())}")

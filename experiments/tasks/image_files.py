@@ -11,16 +11,47 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 CIFARS: Mapping[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 """By the name of a data set: what reads it, and knows its files by their hashes."""
 NUM_CLASSES: Mapping[str, int] = {"cifar10": 10, "cifar100": 100}
+_OTHER_LABELS: Mapping[str, Mapping[int, str]] = {
+    "cifar100": {10: "cifar10's", 20: "cifar100's coarse classes"}
+}
+"""By data set: numbers of classes whose labels would pass for its own, and whose they are."""
 _HUB: Mapping[str, tuple[str, str, str, str]] = {
     "cifar10": ("uoft-cs/cifar10", "img", "label", "test"),
     "cifar100": ("uoft-cs/cifar100", "img", "fine_label", "test"),
     "imagenet": ("ILSVRC/imagenet-1k", "image", "label", "validation"),
 }
 """The hub's data sets: their names, columns of images and labels, and evaluation sets."""
+
+
+class ImageTree(ImageFolder):
+    """Read root/CLASS/IMAGE, without what programs hide there.
+
+    Of folders and files that begin with a dot, such as .ipynb_checkpoints, none is a class or an
+    image, and neither is a __MACOSX.
+    """
+
+    def __init__(self, root: str | Path, transform: Any = None, **options: Any) -> None:
+        super().__init__(str(root), transform, is_valid_file=self._is_image, **options)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """Return the classes' names in order, and their numbers."""
+        folders = (one.name for one in Path(directory).iterdir() if one.is_dir())
+        if not (names := sorted(name for name in folders if not _is_hidden(name))):
+            raise FileNotFoundError(f"it has no folders of classes: {directory}")
+        return names, {name: number for number, name in enumerate(names)}
+
+    def _is_image(self, path: str) -> bool:
+        parts = Path(path).relative_to(self.root).parts
+        return path.lower().endswith(IMG_EXTENSIONS) and not any(map(_is_hidden, parts))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
 
 
 @dataclass(frozen=True)
@@ -50,7 +81,7 @@ def read_split(name: str, data: str | None, split: str, most: int | None) -> Spl
         if not folder.is_dir():
             raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
         try:
-            tree = ImageFolder(folder, loader=Image.open)
+            tree = ImageTree(folder, loader=Image.open)
         except FileNotFoundError as error:  # It has no classes, or one of them no images.
             raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
         classes, labels = tuple(tree.classes), np.array(tree.targets)
@@ -78,7 +109,10 @@ def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple
         ValueError: the folder does not hold the published files.
     """
     if path.suffix == ".npz":
-        return _read_npz(path, split, num_classes)
+        images, labels = _read_npz(path, split, num_classes)
+        if split == "train":
+            _refuse_other_labels(name, path, labels)
+        return images, labels
     try:
         found = CIFARS[name](path, train=split == "train")
     except RuntimeError as error:
@@ -87,6 +121,17 @@ def _read_cifar(name: str, path: Path, split: str, *, num_classes: int) -> tuple
             f"give the folder in which {CIFARS[name].base_folder} is, or an npz file"
         ) from error
     return found.data, np.asarray(found.targets, np.int64)
+
+
+def _refuse_other_labels(name: str, path: Path, labels: Any) -> None:
+    """Refuse another data set's file, whose labels are all in range."""
+    for num_classes, whose in _OTHER_LABELS.get(name, {}).items():
+        if len(labels) and labels.max() < num_classes:
+            raise ValueError(
+                f"{path}: its labels of train are 0 to {labels.max()}, which look like {whose}, "
+                f"but {name} has {NUM_CLASSES[name]} classes; give --dataset "
+                f"{'cifar10' if num_classes == 10 else name}, and its file"
+            )
 
 
 def _read_npz(path: Path, split: str, num_classes: int) -> tuple[Any, Any]:
@@ -132,7 +177,7 @@ class _Jpegs:
 
 @dataclass(frozen=True)
 class _Tree:
-    tree: ImageFolder
+    tree: ImageTree
 
     def __getitem__(self, index: int) -> Image.Image:
         image: Image.Image = self.tree[index][0]

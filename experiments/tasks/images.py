@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +131,11 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
     Raises:
         ValueError: the model is no VisionTransformer.
     """
+    refuse_folder(source.model)
     try:
         with torch.device("meta"):
             model = timm.create_model(source.model, pretrained=False)
-    except RuntimeError as error:
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"--model_name_or_path {source.model}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise ValueError(
@@ -158,6 +160,29 @@ def transforms(source: ImageSource, *, whole: bool) -> tuple[Any, Any]:
     varied = [crop, v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     normalise = v2.Normalize(config["mean"], config["std"])
     return create_transform(**config, is_training=False), v2.Compose([*varied, normalise])
+
+
+def refuse_folder(name: str) -> None:
+    """Raise a ValueError where a name stands for a folder that holds no model of timm."""
+    kind, _, path = name.partition(":")
+    option = f"--model_name_or_path {name}"
+    if kind != "local-dir":
+        if Path(name).is_dir() or name.startswith((".", "/")):
+            raise ValueError(f"{option} is a folder; timm's are given as local-dir:FOLDER")
+        return
+    file = Path(path, "config.json")
+    if not file.is_file():
+        raise ValueError(f"{option}: there is no {file}; give the folder of a model of timm")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{option}: {file} is no JSON: {error}") from error
+    if "architecture" not in config:
+        other = config.get("architectures") or ["no architecture"]
+        raise ValueError(
+            f"{option} is of {other[0]}, no model of timm; give a timm model, or train "
+            "transformers' by pipetransformer.hf.Trainer"
+        )
 
 
 _WHOLE = {"crop_pct": 1.0, "crop_mode": "squash"}

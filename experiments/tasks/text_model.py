@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ def load_tokenizer(model: str, max_length: int) -> Any:
     Raises:
         ValueError: there is none, or it is another model's, or the model takes shorter texts.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if model.startswith((".", "/")) and not Path(model).is_dir():
+        raise ValueError(f"--model_name_or_path {model}: there is no such folder")
     config = AutoConfig.from_pretrained(model)
+    if not hasattr(config, "vocab_size"):
+        raise ValueError(
+            f"--model_name_or_path {model} is a {config.model_type}, which reads no texts; give "
+            "a text model, such as bert-base-uncased"
+        )
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # What transformers makes of a folder without one.
         raise ValueError(

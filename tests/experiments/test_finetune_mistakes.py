@@ -14,7 +14,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from transformers import AutoModelForSequenceClassification, BertConfig, RobertaConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    RobertaConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from experiments import bert, compare
 from experiments.finetune.options import RunOptions, check
@@ -28,12 +34,15 @@ from experiments.tasks.smoke import make_glue, make_text_model
 from experiments.tasks.squad import read_questions
 from experiments.tasks.text_model import TextSource, load_tokenizer
 from experiments.tasks.workload import Workload
+from freeze import Replay, named_policy
 from pipetransformer import Trainer
 from pipetransformer.cli import main
 from pipetransformer.model_files import write_model_folder
 from pipetransformer.predictions import PredictionOutput
+from pipetransformer.transition import transitions
 from tests.experiments.smoke_runs import smoke
 from tests.experiments.tiny_scripts import write_squad
+from tests.models import tiny_data, tiny_model
 
 
 def test_a_killed_run_goes_on_with_its_own_options_alone(tmp_path: Path) -> None:
@@ -200,6 +209,53 @@ def test_scores_that_are_all_equal_are_refused(tmp_path: Path) -> None:
     source = TextSource(str(model), str(data), 16, None, None, 0)
     with pytest.raises(ValueError, match="dev: all scores are equal, and correlate with nothing"):
         glue_workload("stsb", source)
+
+
+def test_folders_without_a_model_of_the_kind_are_told_in_one_line(tmp_path: Path) -> None:
+    # A traceback, or advice to log in to the hub.
+    folder = tmp_path / "transformers"
+    config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    ViTForImageClassification(config).save_pretrained(folder)
+    (tmp_path / "config.json").write_text("{")
+    source = ImageSource("", None, False, None, 32, False, 0, None, None, 0)
+    for name, message in (
+        (f"local-dir:{folder}", "is of ViTForImageClassification, no model of timm; give"),
+        (f"local-dir:{tmp_path}", "config.json is no JSON: "),
+        (f"local-dir:{tmp_path / 'none'}", "there is no .*none/config.json; give the folder"),
+        (str(folder), "is a folder; timm's are given as local-dir:FOLDER"),
+        ("/none", "is a folder; timm's are"),
+        ("vit_nonsense", "Unknown model"),
+    ):
+        with pytest.raises(ValueError, match=f"--model_name_or_path {name}.*{message}"):
+            transforms(dataclasses.replace(source, model=name), whole=True)
+    with pytest.raises(ValueError, match="--model_name_or_path /none: there is no such folder"):
+        load_tokenizer("/none", 16)
+    with pytest.raises(ValueError, match="is a vit, which reads no texts; give a text model"):
+        load_tokenizer(str(folder), 16)
+
+
+def test_a_schedule_that_the_model_has_no_layers_for_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    # It failed at the first decision, with everything loaded and measured.
+    for text in ("schedule:0,2,9", "guarded:1,schedule:0,9"):
+        with mock.patch.object(transitions, "measure", side_effect=AssertionError):
+            with pytest.raises(ValueError, match=r"freezes up to 9 layers, but \d layers can"):
+                smoke(tmp_path / "run", "--freeze", text)
+
+
+def test_a_replay_of_a_deeper_model_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ValueError, match="repeated froze up to 9 layers, but 5 layers can freeze"):
+        Trainer(
+            tiny_model(), tiny_data(), loss_fn=torch.nn.CrossEntropyLoss(), freeze=Replay({0: 9})
+        )
+
+
+def test_a_schedule_of_other_than_numbers_is_named() -> None:
+    with pytest.raises(
+        ValueError, match="'schedule:0,x' names no .*'x' is no whole number of lay"
+    ):
+        named_policy("schedule:0,x")
 
 
 def test_a_model_that_is_no_vit_is_refused() -> None:

@@ -78,6 +78,43 @@ def test_a_split_without_images_is_refused(tmp_path: Path) -> None:
         read_split("cifar10", path, "train", None)
 
 
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [(10, r"0 to 9, .* cifar10's, but cifar100 has 100 .*--dataset cifar10,"), (20, "coarse")],
+)
+def test_another_data_set_s_file_is_refused_though_its_labels_are_in_range(
+    tmp_path: Path, classes: int, message: str
+) -> None:
+    # CIFAR-10 trained under --dataset cifar100, with a head of which nine tenths are for nothing.
+    path = write_npz(tmp_path / "one.npz", np.arange(3 * classes) % classes)
+    with pytest.raises(ValueError, match=message):
+        read_split("cifar100", path, "train", None)
+    if classes == 10:
+        assert len(read_split("cifar10", path, "train", None).labels) == 30
+
+
+def test_what_programs_hide_in_a_tree_is_neither_a_class_nor_an_image(tmp_path: Path) -> None:
+    # .ipynb_checkpoints became class 0, and moved all others up.
+    image = Image.new("RGB", (8, 8))
+    for name in (".ipynb_checkpoints", "__MACOSX", "cat", "cat/.ipynb_checkpoints", "dog"):
+        for part in ("train", "val"):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            image.save(folder / "one.PNG")
+            image.save(folder / "._one.png")
+            (folder / "notes.txt").touch()
+    split = read_split("imagenet", str(tmp_path), "train", None)
+    assert split.classes == ("cat", "dog")
+    assert sorted(split.labels) == [0, 1]
+    assert split.encoded[0].size == (8, 8)
+
+
+def test_a_tree_of_hidden_folders_alone_has_no_classes(tmp_path: Path) -> None:
+    (tmp_path / "train" / ".cache").mkdir(parents=True)
+    with pytest.raises(ValueError, match="train is no tree of CLASS/IMAGE: it has no folders of"):
+        read_split("imagenet", str(tmp_path), "train", None)
+
+
 def test_an_image_of_parts_of_patches_is_refused() -> None:
     # Its last row of pixels would have been left out.
     with pytest.raises(ValueError, match="--image_size is 33, no multiple of the 16 pixels"):
