@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, which a Trainer takes where it finds some, from all tests but those of them."""
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without a test of GPUs aside where no other is asked for.
+
+    A machine with a GPU need not have what those import.
+    """
+    is_asked_for = config.option.markexpr != "cuda" or collection_path.suffix != ".py"
+    return None if is_asked_for or "mark.cuda" in collection_path.read_text() else True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,179 @@
+"""Prove what phases find, count and refuse, and rehearse all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from experiments.gpu_check.__main__ import main
+from experiments.gpu_check.pack import MOST_BYTES, SENTENCES, SOURCES, VIT, VOCABULARY, pack
+from experiments.gpu_check.phases import marked_tests, step_profile
+from experiments.gpu_check.short_runs import (
+    EXACTLY,
+    IN_FLOAT64,
+    Outcome,
+    ShortRun,
+    compared,
+    compared_losses,
+    that_reads,
+    trained_plainly,
+)
+from experiments.gpu_check.workloads import sentences
+
+ROOT = Path(__file__).resolve().parents[3]
+ABSENT = ("datasets", "torchvision", "timm", "xdist", "ruff", "mypy", "scipy", "matplotlib")
+COLLECTING = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import pytest
+sys.exit(pytest.main(["-m", "cuda", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def run_python(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_tests_of_gpus_are_collected_on_a_machine_that_lacks_what_others_import() -> None:
+    code, said = run_python("-c", COLLECTING, *ABSENT)
+    assert code == 0, said
+    assert "test_two_slots_on_one_gpu_train_as_a_plain_loop_does" in said
+
+
+@pytest.mark.parametrize("model", ["vit", "bert"])
+def test_the_ideal_loop_learns_what_the_plain_one_does(model: str) -> None:
+    run = ShortRun((0, 3, 3, 1), model, "float64")
+    kept = trained_plainly(run, "cpu", keeps=True)
+    compared(kept, trained_plainly(run, "cpu"), IN_FLOAT64)
+
+
+def test_outcomes_that_differ_are_refused_by_name() -> None:
+    one = Outcome([1.0], {"weight": torch.ones(2)})
+    other = Outcome([1.0], {"weight": torch.tensor([1.0, 1.5])})
+    with pytest.raises(ValueError, match=r"^weight differs by 0.5; at most 0 may be"):
+        compared(one, other, EXACTLY)
+    with pytest.raises(ValueError, match="losses differ by 0.5 of themselves"):
+        compared_losses(Outcome([1.5], {}), one)
+    with pytest.raises(ValueError, match="no row of the cache was read"):
+        that_reads(one)
+
+
+def test_marked_tests_are_counted_and_those_that_go_wrong_are_named() -> None:
+    done = "tests/a.py::test_b[x y] PASSED [ 50%]\ntests/a.py::test_c SKIPPED (no) [100%]\n"
+    last = "== 1 passed, 1 skipped in 1.00s =="
+    assert marked_tests.summed_up(0, done + last, must_pass=True) == {
+        "passed": 1,
+        "skipped": 1,
+        "said": "1 passed, 1 skipped in 1.00s",
+    }
+    with pytest.raises(RuntimeError, match=r"in time: \['tests/a.py::test_d'\]; {'passed': 1"):
+        marked_tests.summed_up(None, f"{done}tests/a.py::test_d ", must_pass=True)
+    with pytest.raises(RuntimeError, match=r"failed: \['tests/a.py::test_d'\]"):
+        marked_tests.summed_up(1, f"{done}tests/a.py::test_d FAILED [100%]\n", must_pass=True)
+    with pytest.raises(RuntimeError, match="exit status 0: 1 skipped"):
+        marked_tests.summed_up(0, "tests/a.py::test_c SKIPPED\n1 skipped", must_pass=True)
+
+
+def event(name: str, start: float, end: float, *, on_gpu: bool = False, note: bool = False) -> Any:
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=start, end=end),
+        cpu_time_total=end - start,
+        device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU,
+        is_user_annotation=note,
+    )
+
+
+def test_a_profile_s_events_are_counted_within_the_steps() -> None:
+    events = [
+        event("profiled steps", 100, 1100),
+        event("profiled steps", 100, 1100, on_gpu=True, note=True),
+        event("cudaLaunchKernel", 110, 120),
+        event("cudaLaunchKernelExC", 130, 140),
+        event("cudaStreamSynchronize", 150, 160),
+        event("cudaMemcpyAsync", 170, 180),
+        event("Optimizer.step#AdamW.step", 200, 700),
+        event("cudaDeviceSynchronize", 1200, 1300),
+        event("kernel", 300, 700, on_gpu=True),
+        event("kernel", 500, 900, on_gpu=True),
+        event("Memcpy HtoD (Pinned -> Device)", 900, 1000, on_gpu=True),
+        event("Memcpy HtoD (Pageable -> Device)", 1800, 2100, on_gpu=True),
+    ]
+    found = step_profile.summed_up(events, num_steps=2)
+    assert found["launches"] == 1.0
+    assert found["synchronisations"] == found["pinned_copies"] == found["pageable_copies"] == 0.5
+    assert found["device_busy"] == pytest.approx(0.5)
+    assert (found["step_ms"], found["host_ms"]) == (1.0, 0.5)
+    assert found["host_optimizer_ms"] == 0.25
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Offer data sets of a few bytes."""
+    for path in SOURCES.values():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"x")
+    lines = "".join(f"a film {n}\t{n % 2}\n" for n in range(5000))
+    (tmp_path / SOURCES[SENTENCES]).write_text("sentence\tlabel\n" + lines)
+    (tmp_path / SOURCES[VOCABULARY]).write_text("film\na\n")
+    return tmp_path
+
+
+def test_what_is_packed_are_the_first_sentences_and_the_rest_as_it_is(source: Path) -> None:
+    folder = source / "packed"
+    sizes = pack(source, folder)
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == sizes
+    rows = sentences(str(folder), 4000, 6)
+    assert rows[3999]["input_ids"].tolist() == [101, 1, 0, 100, 102, 0]
+    assert rows[3999]["attention_mask"].tolist() == [1, 1, 1, 1, 1, 0]
+    assert rows[3999]["labels"] == 1
+    assert len((folder / SENTENCES).read_text().splitlines()) == 4001
+
+
+def test_too_much_or_too_little_to_pack_is_refused(source: Path) -> None:
+    with (source / SOURCES[VIT]).open("wb") as file:
+        file.truncate(MOST_BYTES)
+    with pytest.raises(ValueError, match="at most 56000000 may be"):
+        pack(source, source / "packed")
+    (source / SOURCES[VIT]).unlink()
+    with pytest.raises(ValueError, match=r"lacks \['vit-small.*give --source"):
+        pack(source, source / "packed")
+
+
+def rehearse(out: Path, *options: str) -> dict[str, Any]:
+    common = ["--device", "cpu", "--tiny", "--out", str(out)]
+    assert main([*common, *options]) == 0, (out / "table.txt").read_text()
+    phases: dict[str, Any] = json.loads((out / "report.json").read_text())["phases"]
+    return phases
+
+
+def test_two_phases_are_rehearsed(tmp_path: Path) -> None:
+    phases = rehearse(tmp_path, "--only", "card", "step_profile", "--seconds", "300")
+    assert [phases[name]["status"] for name in ("card", "step_profile")] == ["ok", "ok"]
+    ours = phases["step_profile"]["lines"][-1]
+    assert ours["of_ideal"] > 0 and ours["figures"]["rows_read"] > 0
+
+
+@pytest.mark.slow
+def test_all_phases_are_rehearsed(tmp_path: Path) -> None:
+    phases = rehearse(tmp_path, "--seconds", "900")
+    timed = [line for line in phases["step_times"]["lines"] if line["of_ideal"] is not None]
+    assert len(timed) == 8
+    assert len(list(tmp_path.iterdir())) <= 8
