@@ -61,10 +61,6 @@ from autocache.sample_checks import SampleChecks
 from autocache.unequal_lengths import own_lengths
 from autocache.uploads import Uploader
 
-_DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
-"""One row in so many is checked: of as many reads as the store has rows, and from then on. If one
-sample in 200 changes, 1,000 reads find none with a chance of 0.3."""
-
 _LOGGER = logging.getLogger(__name__)
 Load: TypeAlias = Callable[[Tensor], dict[str, Tensor]]
 RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
@@ -126,7 +122,11 @@ class PrefixCache:
         self._reads, self._has_warned = 0, False
         self._uploader = Uploader(device)
         self._reader = None if store is None else RowReader(store, device=device)
-        self._checks = None if store is None else SampleChecks(store, content)
+        self._checks = None
+        if store is not None:
+            self._checks = SampleChecks(store, content)
+        # A row that was rounded before would be rounded twice.
+        self._rounds = content.dtype not in (None, content.computed_dtype)
 
     def fetch(
         self,
@@ -255,14 +255,14 @@ class PrefixCache:
         if store is None or store.is_condemned:
             return FoundSamples(*own, torch.zeros_like(own[1]))
         stamps = self._up_to(depth)
-        found = store.find(own[1], stamps)
+        found = self._usable(store.find(own[1], stamps), depth)
         if len(done):
             found = found.masked_fill(torch.isin(own[1], done), depth)
         room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
         if self._has_warned or not len(later[1]) or not room:
             return FoundSamples(*own, found)
         there = torch.isin(later[1], torch.cat((own[1], done))) | (later[1] >= store.num_rows)
-        later_found = store.find(later[1], stamps).masked_fill(there, depth)
+        later_found = self._usable(store.find(later[1], stamps), depth).masked_fill(there, depth)
         more = filling(room, later_found)
         pairs = zip((*own, found), (*later, later_found), strict=True)
         return FoundSamples(*(torch.cat((mine, others[more])) for mine, others in pairs))
@@ -282,11 +282,16 @@ class PrefixCache:
                 more = self._store.read(samples.row_ids[num:], self._up_to(depth))
                 more.rows.update(self._uploader.send({HIDDEN: more.rows[HIDDEN]}))
                 read = read.joined(more)
-            if not read.depth.any():
-                return read.depth, {}
+            found = self._usable(read.depth, depth)
+            if not found.any():
+                return found, {}
             hidden = read.rows[HIDDEN]
             read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
-            return read.depth, read.rows
+            return found, read.rows
+
+    def _usable(self, found: Tensor, depth: int) -> Tensor:
+        """Return the depths at which rows were found, 0 for those that would be rounded again."""
+        return found.where(found == depth, 0) if self._rounds else found
 
     def _to_load(self, samples: FoundSamples, reads: int) -> tuple[Tensor, Tensor, int]:
         """Return which ids to load, the positions of those only to be checked, and how many rows
@@ -296,11 +301,10 @@ class PrefixCache:
         if not samples.found.any():
             return each_once(samples.ids)[0], due, reads
         misses = samples.found == 0
-        if self._store is not None and self._content.checked:
+        if self._checks is not None:
             hits = samples.found.nonzero().flatten()
-            numbers = torch.arange(reads + 1, reads + 1 + len(hits))
-            every = torch.where(numbers <= self._store.num_rows, _DENSE_CHECKS, _SPARSE_CHECKS)
-            due, reads = hits[numbers % every == 0], reads + len(hits)
+            due = hits[self._checks.due(samples.ids[hits], reads)]
+            reads += len(hits)
         return each_once(torch.cat((samples.ids[misses], samples.ids[due])))[0], due, reads
 
     def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ class RowContent:
             have other dimensions, or None is given, all count.
         computed_dtype: the hidden states' as the layers compute them; None where that is `dtype`.
         checked: whether to store a digest of the sample, too, and so check the dataset against it.
+        checks_every: whether every row that is read is checked, and not some.
         positions: where samples are padded to another length in every batch; rows then have room
             for the longest, and the hidden states count to its names.
     Raises:
@@ -41,6 +42,7 @@ class RowContent:
     computed_dtype: torch.dtype | None = None
     padding_mask: str | None = None
     checked: bool = True
+    checks_every: bool = False
     positions: Positions | None = None
 
     def __post_init__(self) -> None:

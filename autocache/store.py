@@ -91,7 +91,7 @@ class RowStore:
                 to a full /dev/shm would kill the process with SIGBUS.
         """
         path = Path(path)
-        with open(path, "xb+") as file:
+        with open(path, "xb+", opener=partial(os.open, mode=0o600)) as file:
             try:
                 mapping = FileShape(layout, num_rows).reserve(file.fileno(), path)
             except BaseException:

@@ -124,6 +124,7 @@ _RULES: Mapping[str, _Rule] = {
     "scale_batch": _FLAG,
     "cache": _FLAG,
     "cache_device": _one_of("auto", "cpu", "cuda"),
+    "cache_check": _one_of("sampled", "all"),
     "cache_folder": _PATH,
     "cache_limit_bytes": _optional(_COUNT),
     "cache_dtype": _one_of(None, "bfloat16", "float16"),

@@ -185,6 +185,7 @@ class RowFormat:
             computed_dtype=computed_dtype,
             padding_mask=mask if mask in keep else None,
             positions=self._positions,
+            checks_every=self._task.config.cache_check == "all",
         )
 
 

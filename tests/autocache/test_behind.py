@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +210,16 @@ def test_cleared_rows_are_found_under_no_stamp(behind: WrittenBehind, held: Held
     assert behind.find(ids, [5]).tolist() == [1, 0, 1, 0]
 
 
-def make_cache(prefix: Prefix, store: ActivationStore) -> PrefixCache:
+def make_cache(
+    prefix: Prefix, store: ActivationStore, *, checks_every: bool = False
+) -> PrefixCache:
     return PrefixCache(
         prefix.run_layers,
         chunk_size=CHUNK_SIZE,
         store=store,
         stamps=prefix.stamps(NUM_LAYERS),
         device=CPU,
-        content=CONTENT,
+        content=replace(CONTENT, checks_every=checks_every),
     )
 
 
@@ -262,7 +265,7 @@ def test_what_is_foreseen_counts_rows_that_wait(held: Held) -> None:
     coming = [(pair([2, 3]), pair([])), (pair([3, 9]), pair([]))]
     assert not held.written
     loads = [(ids.tolist(), writes) for ids, writes in cache.foresee(coming, depth=2)]
-    # Of the hits every fourth is checked: the 3 of the second fetch is the third.
+    # Neither of these hits is one of those that are checked.
     assert loads == [([], False), ([9], True)]
     held.release()
     behind.close()
@@ -273,9 +276,9 @@ def test_a_sample_that_differs_is_used_by_one_fetch_and_the_next_starts_over(
 ) -> None:
     prefix, samples = Prefix(), Samples()
     behind = WrittenBehind(in_memory(samples, NUM_SAMPLES), device=CPU)
-    cache, ids = make_cache(prefix, behind), torch.arange(8)
+    cache, ids = make_cache(prefix, behind, checks_every=True), torch.arange(8)
     old = cache.fetch(ids, samples.load, depth=2)
-    samples.entries["pixels"][3] += 1  # Of 8 hits the fourth is checked.
+    samples.entries["pixels"][3] += 1
     assert_bitwise_equal(cache.fetch(ids, samples.load, depth=2), old)
     for _ in range(2):
         found = cache.fetch(ids, samples.load, depth=2)

@@ -224,7 +224,9 @@ def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(
         asked.append(samples.asked)
         cache.close()
         store.close()
-    assert counts[0] == counts[1] and counts[0].hits and counts[0].upgrades
+    assert counts[0] == counts[1] and counts[0].hits
+    # What was rounded at one depth is computed anew for another.
+    assert bool(counts[0].upgrades) == (content.dtype is None)
     assert asked[0] == asked[1]
     for mine, theirs in zip(*found, strict=True):
         assert_rows_equal(mine, theirs)
@@ -233,7 +235,7 @@ def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(
 def test_a_sample_that_differs_condemns_the_store_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    prefix, samples, content = Prefix(), Samples(), RowContent(KEEP)
+    prefix, samples, content = Prefix(), Samples(), RowContent(KEEP, checks_every=True)
     store = as_rows(samples, content, on_device=True)
     cache = PrefixCache(
         prefix.run_layers,

@@ -172,7 +172,7 @@ def test_foreseen_are_the_loads_of_an_epoch_at_mixed_depths(tmp_path: Path, seed
 def test_what_is_foreseen_while_a_fetch_loads_begins_with_that_fetch(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
         world.fetch(list(range(0, NUM_SAMPLES, 2)))
-        # Hits are numbered, and every fourth is checked: 3 of a fetch's 6 samples.
+        # Hits are counted, and some are checked: 3 of a fetch's 6 samples.
         batches = torch.arange(NUM_SAMPLES).split(6)
         foreseen: list[list[int]] = []
 

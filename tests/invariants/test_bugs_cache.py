@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-import autocache.prefix_cache
+import autocache.sample_checks
 from pipetransformer import FreezeSchedule, Trainer
 from tests.invariants.test_bugs_numbers import TINY, sgd
 from tests.loops import Job, assert_as_loop, loop, train
@@ -160,5 +160,5 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
 
 def test_the_chance_to_miss_rare_augmentation_is_what_is_said() -> None:
     # One sample in 200 changes; of 1,000 reads of a store of as many rows 250 are checked.
-    checks = 1000 // autocache.prefix_cache._DENSE_CHECKS
+    checks = 1000 // autocache.sample_checks._DENSE_CHECKS
     assert (1 - 1 / 200) ** checks < 0.3

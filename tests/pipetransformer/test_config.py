@@ -91,6 +91,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "max_grad_norm": (0, -1.0, math.nan, "1"),
     "on_nonfinite": ("ignore", None),
     "cache_device": ("gpu", "cuda:0", None),
+    "cache_check": ("some", None, True),
     "cache_dtype": ("bf16", "float32", 16),
     "precision": ("fp32", "bfloat16", "", 16, torch.bfloat16),
     "schedule": ("1F1B", "zero-bubble", 1),

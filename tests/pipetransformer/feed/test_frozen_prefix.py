@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import autocache.prefix_cache
+import autocache.sample_checks
 from autocache.prefix_cache import CacheStats
 from autocache.store import NamelessFilesError, RowStore
 from pipetransformer import adamw
@@ -44,8 +44,8 @@ def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave_rows_unchecked(patch: pytest.MonkeyPatch) -> None:
     """Check a row in a billion."""
-    patch.setattr(autocache.prefix_cache, "_DENSE_CHECKS", 1 << 30)
-    patch.setattr(autocache.prefix_cache, "_SPARSE_CHECKS", 1 << 30)
+    patch.setattr(autocache.sample_checks, "_DENSE_CHECKS", 1 << 30)
+    patch.setattr(autocache.sample_checks, "_SPARSE_CHECKS", 1 << 30)
 
 
 class Counted(Dataset[tuple[Tensor, Tensor]]):
