@@ -43,10 +43,10 @@ class TrainConfig:
             is 1.
         label_smoothing: share of each target that is spread over all classes, in training and
             evaluation, where the loss is the cross entropy of a known model or of torch.
-        precision: "bf16" or "fp16" computes each sublayer in torch's autocast to it; what goes
-            from sublayer to sublayer, between stages and into the cache is in it, too, while
-            weights, loss, norms, sums of gradients and the optimizer are in float32. "fp16" scales
-            the loss as torch.amp.GradScaler does. None computes as the weights are.
+        precision: "bf16" or "fp16" computes in torch's autocast to it, as a loop with one around
+            the model does, while weights, loss, norms, sums of gradients and the optimizer are in
+            float32. "fp16" scales the loss as torch.amp.GradScaler does. None computes as the
+            weights are.
         max_grad_norm: largest norm of the whole model's gradient; None does not clip.
         on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
             the step everywhere. With "fp16" a gradient that overflows where the loss is finite

@@ -55,15 +55,14 @@ def in_low_precision(
 
 
 def loop(scenario: Scenario) -> Outcome:
-    """Train in a hand-written loop, with an autocast around each sublayer."""
+    """Train in a hand-written loop, with one autocast around the model."""
     dtype = DTYPES[scenario.options["precision"]]
 
     def loss_of(model: nn.Module, data: Any, ids: Tensor, loss_fn: LossFunction) -> Tensor:
         hidden, target = data[ids]
-        for sublayer in adapt(model).sublayers:
-            with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=dtype):
+            for sublayer in adapt(model).sublayers:
                 hidden = sublayer.module(hidden)
-            hidden = hidden.to(dtype)
         loss = loss_fn(hidden.float(), target)
         assert isinstance(loss, Tensor)
         return loss

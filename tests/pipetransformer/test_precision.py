@@ -37,11 +37,13 @@ def run(layered: LayeredModel, name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_hidden_states_are_in_low_precision_and_the_output_in_float32(name: str) -> None:
-    *hidden, output = run(tiny(), name)
-    assert {one.dtype for one in hidden} == {DTYPES[name]}
-    assert output.dtype == torch.float32 and torch.equal(output, output.to(DTYPES[name]).float())
-    assert not torch.is_autocast_enabled("cpu")
+def test_sublayers_give_what_one_autocast_around_the_model_gives(name: str) -> None:
+    layered, batch = tiny(), {"x": tiny_data(dtype=torch.float32).tensors[0]}
+    outputs = run(layered, name)
+    assert outputs[-1].dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=DTYPES[name]):
+        plain = layered.model(batch["x"])
+    assert plain.dtype == DTYPES[name] and torch.equal(outputs[-1], plain.float())
 
 
 @pytest.mark.parametrize("precision", DTYPES)
