@@ -77,7 +77,7 @@ class Trainer:
             freeze=freeze,
             **settings,
         )
-        self._is_closed = False
+        self._is_closed = self._has_own_numbers = False
         self.config, self.world, self.report = run.task.config, run.world, run.log.report
         self._events = Events(
             self, run.task.config.callbacks, world=run.world, timeline=run.timeline
@@ -113,8 +113,9 @@ class Trainer:
         events.tell(Callback.on_train_begin)
         events.tell_of_change(first_change)
         try:
-            while not self.is_over:
-                self.step()
+            with self._own_numbers():  # Once, and not at each step.
+                while not self.is_over:
+                    self.step()
             self._note_save(run.state.finish())
             run.transitions.look_back()
             run.log.finish()
@@ -303,13 +304,26 @@ class Trainer:
         if self._is_closed:
             raise RuntimeError("the Trainer is closed; evaluate, predict and train before")
         refuse_surroundings(trains=trains)
-        with own_random_numbers(self.world.device):
+        with self._own_numbers():
             self._events.tell_of_change(self._run.begin(trains=trains))
             if not trains:
                 self._run.settle()
             yield
             if self.is_over:  # Its user may go on with the model.
                 self._run.give_model_back()
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Leave the caller's random numbers alone meanwhile, once for all that is within."""
+        if self._has_own_numbers:
+            yield
+            return
+        self._has_own_numbers = True
+        try:
+            with own_random_numbers(self.world.device):
+                yield
+        finally:
+            self._has_own_numbers = False
 
     def _step(self, trace: Trace | None = None) -> StepResult:
         run, recorder = self._run, None

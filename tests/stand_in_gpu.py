@@ -345,6 +345,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "get_device_name": lambda device=None: "stand-in",
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
+        "default_generators": (torch.Generator(),),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "Stream": _Stream,

@@ -14,7 +14,9 @@ def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of a device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        # As torch.cuda.manual_seed does at a multiple of the time; each sublayer waits for it.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 def seed_plainly(seed: int) -> None:
