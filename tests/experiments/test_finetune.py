@@ -36,6 +36,7 @@ from experiments.tasks.squad import read_questions
 from freeze import FreezeContext, FreezeDecision, FreezePolicy
 from pipetransformer.model_files import write_model_folder
 from tests.experiments.smoke_runs import frozen_from, losses, smoke, summary
+from tests.marks import slow
 
 BF16 = ("--precision", "bf16")
 
@@ -303,7 +304,7 @@ def test_a_model_in_a_folder_says_how_its_images_are_prepared(tmp_path: Path) ->
     assert workload.build(False)(image[None]).shape == (1, 1)
 
 
-@pytest.mark.parametrize("views", ["1", "0"])
+@pytest.mark.parametrize("views", [slow("1"), "0"])
 def test_augmented_images_are_the_same_in_every_row(tmp_path: Path, views: str) -> None:
     given = ("--augment", "--cache_views", views)
     rows = {"ours": ("--cache", "false"), "ddp+freeze": ("--baseline", "ddp+freeze")}

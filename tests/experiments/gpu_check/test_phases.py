@@ -164,6 +164,7 @@ def rehearse(out: Path, *options: str) -> dict[str, Any]:
     return phases
 
 
+@pytest.mark.slow
 def test_two_phases_are_rehearsed(tmp_path: Path) -> None:
     phases = rehearse(tmp_path, "--only", "card", "step_profile", "--seconds", "300")
     assert [phases[name]["status"] for name in ("card", "step_profile")] == ["ok", "ok"]
