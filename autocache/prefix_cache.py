@@ -157,11 +157,7 @@ class PrefixCache:
         Raises:
             ValueError: no ids, a depth out of range, or a loaded batch that does not fit the ids.
         """
-        if depth < 1 or len(sample_ids) < 1:
-            raise ValueError(
-                f"cannot fetch {len(sample_ids)} samples at depth {depth}; give depth >= 1 and at "
-                "least one id (for an empty micro-batch fetch any one id and slice [:0])"
-            )
+        _refuse_nothing(len(sample_ids), depth)
         num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
         samples = self._filled_up(own, later, depth)
         samples.found, rows = self._read(samples, num, depth)
@@ -187,9 +183,8 @@ class PrefixCache:
             fresh = self._run(batch, first, last)
             if last == depth:
                 fresh = self._rounded(fresh)
-                if checks:
-                    also = checks.digests_of(samples, chosen, digests, wanted, loaded)
-                    self._write(taken(kept_ids, chosen), fresh, depth, also)
+                also = checks and checks.digests_of(samples, chosen, digests, wanted, loaded)
+                self._write(taken(kept_ids, chosen), fresh, depth, also)
             place(rows, positions, fresh, inverse)
         self._count(samples.found[:num], depth)
         return self._content.first(rows, num)
@@ -405,3 +400,11 @@ class PrefixCache:
             yield
         finally:
             self._stats.seconds += time.perf_counter() - start
+
+
+def _refuse_nothing(num_samples: int, depth: int) -> None:
+    if depth < 1 or num_samples < 1:
+        raise ValueError(
+            f"cannot fetch {num_samples} samples at depth {depth}; give depth >= 1 and at "
+            "least one id (for an empty micro-batch fetch any one id and slice [:0])"
+        )

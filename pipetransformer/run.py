@@ -107,8 +107,7 @@ class Run:
         self.given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
         self._lent = LentModel(task)
-        self._stream: deque[StepResult] = deque()
-        self._untold: deque[Callable[[], None]] = deque()
+        self._stream, self._untold = deque[StepResult](), deque[Callable[[], None]]()
         self._last_rate: float | None = None
         self._caches = config.cache and not isinstance(policy, NeverFreeze)
         self.timeline = Timeline(

@@ -15,7 +15,7 @@ from experiments.gpu_check.table import table
 
 _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
-    "card": (20, 10),
+    "card": (20, 25),
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; return 0 where every phase has passed."""
     parser = argparse.ArgumentParser(prog="experiments.gpu_check", description=__doc__)
     parser.add_argument("--pack", metavar="FOLDER", help="fill a folder for --data, and end")
-    parser.add_argument("--source", default="../shared/data", help="the data sets' own folder")
+    parser.add_argument("--source", metavar="FOLDER", help="of the data sets, for --pack")
     parser.add_argument("--data", metavar="FOLDER", help="of --pack; random data without it")
     parser.add_argument("--out", default="gpu_check", metavar="FOLDER", help="report and traces")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=450.0, help="for all phases together")
     parser.add_argument("--only", nargs="+", choices=list(_SECONDS), help="run these phases alone")
     options = parser.parse_args(arguments)
+    if (options.pack is None) != (options.source is None):
+        parser.error("--pack and --source go together: where to, and where from")
     if options.pack is not None:
         for name, size in pack(Path(options.source), Path(options.pack)).items():
             print(f"{size / 1e6:6.1f} MB  {name}")

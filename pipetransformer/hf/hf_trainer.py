@@ -127,12 +127,7 @@ class HFTrainer(Evaluations):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        pads = isinstance(
-            processing_class, (transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor)
-        )
-        self.data_collator = data_collator or (
-            DataCollatorWithPadding(processing_class) if pads else default_data_collator
-        )
+        self.data_collator = data_collator or _usual_collator(processing_class)
         reporting = get_reporting_integration_callbacks(args.report_to)
         self._bridge = CallbackBridge(
             args,
@@ -401,3 +396,10 @@ class HFTrainer(Evaluations):
         if self._trainer is not None:
             failed = getattr(sys, "last_type", None) is not None
             self._trainer.__exit__(sys.last_type if failed else None)
+
+
+def _usual_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """Return what pads to the longest where there is a tokenizer, and else stacks."""
+    kinds = transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor
+    pads = isinstance(processing_class, kinds)
+    return DataCollatorWithPadding(processing_class) if pads else default_data_collator
