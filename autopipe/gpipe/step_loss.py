@@ -58,18 +58,9 @@ class StepLoss:
         size, num_samples = self._sizes[micro_batch], max(1, sum(self._sizes))
         if isinstance(value, tuple):
             total, count = value
-            if isinstance(count, Tensor) and count.requires_grad:
-                raise ValueError(
-                    "the count of the loss's (sum, count) has a gradient, which would be lost: "
-                    "detach it where it is a weight, or return a mean"
-                )
             self._counts_given = True
             self._sums[micro_batch] = (_wide(total), count)
             return total / num_samples
-        if value.ndim != 0:
-            raise ValueError(
-                f"the loss has shape {tuple(value.shape)}; return a 0-dim mean, or (sum, count)"
-            )
         self._sums[micro_batch] = (_wide(value) * size, float(size))
         return value * (size / num_samples)
 

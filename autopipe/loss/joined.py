@@ -87,7 +87,35 @@ class Loss:
             )
 
     def __call__(self, output: Tensor, target: Any) -> LossValue:
-        return self.function(output, target)
+        """Return the function's value.
+
+        Raises:
+            TypeError, ValueError: it is no 0-dim mean and no (sum, count), or could not be joined.
+        """
+        value = self.function(output, target)
+        self._refuse_value(value)
+        return value
+
+    def _refuse_value(self, value: Any) -> None:
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        head, count = value if is_pair else (value, 1)
+        if not isinstance(head, Tensor) or not isinstance(count, (Tensor, int, float)):
+            kinds = " and a ".join(type(one).__name__ for one in (value if is_pair else [value]))
+            raise TypeError(
+                f"the loss {self.name!r} returned a {kinds}; return a 0-dim tensor, the mean over "
+                "the samples, or (sum, count)"
+            )
+        shapes = [tuple(one.shape) for one in (head, count) if isinstance(one, Tensor)]
+        if any(shapes):
+            raise ValueError(
+                f"the loss {self.name!r} has shape {', '.join(map(str, shapes))}; return a 0-dim "
+                "mean, or (sum, count)"
+            )
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError(
+                "the count of the loss's (sum, count) has a gradient, which would be lost: "
+                "detach it where it is a weight, or return a mean"
+            )
 
     @property
     def name(self) -> str:

@@ -11,6 +11,11 @@ hf_trainer: train, save ─┬─► evaluations: evaluate and predict      unla
     from pipetransformer.hf import Trainer    # instead of: from transformers import Trainer
 """
 
-from pipetransformer.hf.hf_trainer import HFTrainer as Trainer
+from pipetransformer.extras import require
+
+for _package in ("transformers", "accelerate"):
+    require(_package, purpose="pipetransformer.hf")
+
+from pipetransformer.hf.hf_trainer import HFTrainer as Trainer  # noqa: E402
 
 __all__ = ["Trainer"]

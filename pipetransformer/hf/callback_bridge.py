@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -48,8 +48,7 @@ class CallbackBridge(Callback):
         evaluate: is called where an evaluation is due; None where our Trainer evaluates.
         handler: calls transformers' callbacks.
         writes_pretrained: whether checkpoints are also written for `from_pretrained`.
-        results: of this process's steps so far; a loss is read where it is logged, as a GPU may
-            still compute it.
+        losses: of this process's steps so far.
     Raises:
         ValueError: a callback overrides an event that it would not hear of.
     """
@@ -72,9 +71,9 @@ class CallbackBridge(Callback):
         self.evaluate: Callable[[], object] | None = None
         self.num_samples = 1
         self.samples_before = 0  # By the run that is resumed.
-        self.results: list[StepResult] = []
+        self.losses = StepLosses()
         self.writes_pretrained = False
-        self._args, self._num_logged = args, 0
+        self._args = args
         self._output_dir = Path(str(args.output_dir))
         self.handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
@@ -117,6 +116,7 @@ class CallbackBridge(Callback):
 
     def on_train_begin(self, trainer: Any) -> None:
         state, steps = self.state, trainer.max_steps
+        state.log_history.clear()  # Of evaluations before, as transformers forgets them.
         self.samples_before = trainer.report.samples
         per_epoch = -(-self.num_samples // trainer.config.global_batch_size)
         state.max_steps, state.num_train_epochs = steps, -(-steps // per_epoch)
@@ -130,13 +130,11 @@ class CallbackBridge(Callback):
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self.note(trainer)
-        self.results.append(result)
+        self.losses.add(result)
         self.tell(trainer, "on_step_end")
         ends_epoch = trainer.epoch.is_integer() or trainer.is_over
         if self._logs_at(self.state.global_step, ends_epoch):
-            new = [one.loss for one in self.results[self._num_logged :]]
-            self._num_logged = len(self.results)
-            logs = {"loss": sum(new) / len(new), "grad_norm": result.gradient_norm}
+            logs = {"loss": self.losses.take(), "grad_norm": result.gradient_norm}
             self.log(trainer, {**logs, "learning_rate": trainer.learning_rate})
         if ends_epoch:
             self.tell(trainer, "on_epoch_end")
@@ -204,8 +202,9 @@ class CallbackBridge(Callback):
             num_samples=self.num_samples,
             batch=trainer.config.global_batch_size,
         )
-        kept, history = told_by_rank_0(read, group=trainer.world.group), self.state.log_history
-        history += [entry for entry in kept if entry not in history]
+        self.state.log_history += told_by_rank_0(read, group=trainer.world.group)
+        if trainer.is_main_process and trainer.config.saves:
+            keep_history(self._output_dir, self.state)  # A run that was over no longer is.
 
     def note(self, trainer: Any) -> None:
         """Take down how far the run is."""
@@ -251,6 +250,39 @@ class CallbackBridge(Callback):
         self.control = control
         if control.should_training_stop and not trainer.is_over:
             trainer.stop()
+
+
+@final
+class StepLosses:
+    """Add up the losses of steps, of which a GPU may still compute the newest."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._total = self._new = 0.0
+        self._num_new = 0
+        self._newest: StepResult | None = None
+
+    def add(self, result: StepResult) -> None:
+        """Count a step; read the loss of the one before, for which nothing need be waited."""
+        self._read()
+        self.num_steps, self._num_new, self._newest = self.num_steps + 1, self._num_new + 1, result
+
+    def take(self) -> float:
+        """Return the mean over the steps since the last call; there is one."""
+        self._read()
+        mean = self._new / self._num_new
+        self._new, self._num_new = 0.0, 0
+        return mean
+
+    def mean(self) -> float:
+        """Return the mean over all steps; 0 without one."""
+        self._read()
+        return self._total / max(1, self.num_steps)
+
+    def _read(self) -> None:
+        if self._newest is not None:
+            loss, self._newest = self._newest.loss, None
+            self._total, self._new = self._total + loss, self._new + loss
 
 
 class LogLines(TrainerCallback):

@@ -30,6 +30,7 @@ from transformers.trainer_utils import (
 from pipetransformer.adapters import adapt
 from pipetransformer.data import SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
+from pipetransformer.hf.script_loss import answers_questions
 from pipetransformer.hf.unhonoured import refuse_given
 from pipetransformer.hf.unlabelled import missing_targets
 from pipetransformer.predictions import EvalPrediction as OwnPrediction
@@ -56,6 +57,7 @@ class Evaluations(ABC):
     preprocess_logits_for_metrics: Any
     _bridge: CallbackBridge
     _trains = False
+    _adapted: tuple[Any, tuple[str, ...]] | None = None
 
     @abstractmethod
     def _begun(
@@ -238,7 +240,13 @@ class Evaluations(ABC):
                 return True
             if not self.args.remove_unused_columns:
                 first = self.data_collator([first])
-        return not missing_targets(first, adapt(self.model).targets)
+        return not missing_targets(first, self._targets())
+
+    def _targets(self) -> tuple[str, ...]:
+        """Return what the model's loss takes; adapting a model takes as long as building it."""
+        if self._adapted is None or self._adapted[0] is not self.model:
+            self._adapted = self.model, adapt(self.model).targets
+        return self._adapted[1]
 
     def _preprocess(self, output: Tensor, labels: Any) -> Tensor:
         made: Tensor = self.preprocess_logits_for_metrics(self._shaped(output), labels)
@@ -250,7 +258,7 @@ class Evaluations(ABC):
 
     def _shaped(self, output: Any) -> Any:
         """Give outputs the shape that transformers' model returns them in."""
-        if type(self.model).__name__.endswith("ForQuestionAnswering"):
+        if answers_questions(self.model):
             return output[..., 0], output[..., 1]
         return output
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import transformers
 from torch import Tensor
@@ -35,10 +35,12 @@ from pipetransformer.hf.training_arguments import optimizer_of, refuse_unknown, 
 from pipetransformer.hf.unhonoured import (
     refuse_given,
     refuse_more_outputs,
+    refuse_other_labels,
     refuse_overrides,
     refuse_own_loss,
     refuse_shares,
     refuse_unselected,
+    why_missing,
 )
 from pipetransformer.hf.unlabelled import Measured, MeasuredCollate, loss_without_targets
 from pipetransformer.loss import Loss, choose_loss
@@ -116,6 +118,7 @@ class HFTrainer(Evaluations):
         refuse_overrides(type(self), HFTrainer)
         refuse_unknown(args)
         refuse_more_outputs(model)
+        refuse_other_labels(args, model)
         refuse_shares(args, settings)
         if save_pretrained_checkpoints and args.save_strategy == "no":
             raise ValueError(
@@ -141,7 +144,13 @@ class HFTrainer(Evaluations):
         if self.is_world_process_zero():  # A script may write there though nothing is trained.
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._trainer: Trainer | None = None
+        self._script_loss: ScriptLoss | None = None
         self._made_of: dict[str, Any] = {}
+
+    if not TYPE_CHECKING:  # Or any name would be known to a checker.
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(why_missing(type(self), name))
 
     def train(
         self, resume_from_checkpoint: str | PathLike[str] | bool | None = None
@@ -171,8 +180,7 @@ class HFTrainer(Evaluations):
         with self._training():
             trainer.fit()
         self._write_best(trainer)
-        steps = len(bridge.results)
-        mean_loss = sum(one.loss for one in bridge.results) / max(1, steps)
+        steps, mean_loss = bridge.losses.num_steps, bridge.losses.mean()
         num_samples = trainer.report.samples - bridge.samples_before
         metrics = speed_metrics("train", start, num_samples=num_samples, num_steps=steps)
         metrics |= {"total_flos": 0.0, "train_loss": mean_loss}
@@ -196,7 +204,17 @@ class HFTrainer(Evaluations):
         self._begun().save_pretrained(output_dir or self.folder, self.processing_class)
 
     def log(self, logs: dict[str, float]) -> None:
-        """Take down numbers at this step, with its epoch, and tell the callbacks of them."""
+        """Take down numbers at this step, with its epoch, and tell the callbacks of them.
+
+        Raises:
+            ValueError: `compute_loss` calls it.
+        """
+        if self._script_loss is not None and self._script_loss.is_computing:
+            raise ValueError(
+                "compute_loss calls log, but it is called for micro-batches, to measure and to "
+                "probe, and on the last stage alone, so that its numbers are of no step; leave it "
+                "out: the loss is logged as logging_steps say"
+            )
         logs["epoch"] = self.state.epoch
         self._bridge.log(self._begun(), logs)
 
@@ -346,10 +364,10 @@ class HFTrainer(Evaluations):
             return choose_loss(given, layered.loss_fn, model=name)
         refuse_own_loss(self.args, given)
         own = choose_loss(None, layered.loss_fn, model=name)
-        computed = ScriptLoss(
+        self._script_loss = ScriptLoss(
             self.compute_loss, model=self.model, own=own, targets=layered.targets
         )
-        return Loss(computed)
+        return Loss(self._script_loss)
 
     def _write_best(self, trainer: Trainer) -> None:
         """Write the best model, which `fit` has ended with, for `from_pretrained`. Collective."""

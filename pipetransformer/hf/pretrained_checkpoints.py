@@ -54,8 +54,12 @@ def write_pretrained(
         _LOGGER.warning("no checkpoint-* of %s: %s; training goes on", checkpoint.name, error)
         shutil.rmtree(made, ignore_errors=True)
         return
-    for old in pretrained(output_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    own = pretrained(output_dir)
+    # Those of later steps are of a run that went back before them.
+    until = [one for one in own if (step_of(one) or 0) <= saved.step]
+    for old in own:
+        if old not in until[-keep:]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def pretrained(output_dir: Path) -> list[Path]:

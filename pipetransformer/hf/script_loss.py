@@ -7,6 +7,7 @@ model(**inputs): a forward        hands over the logits that the stages have com
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ class ScriptLoss:
         model: the whole one; its parameters are no part of a loss here.
         own: the model's own loss, which `model(**inputs).loss` stands for.
         targets: their names.
+    Attributes:
+        is_computing: whether it is in `compute_loss`.
     """
 
     def __init__(
@@ -43,6 +46,11 @@ class ScriptLoss:
         # Weak, as whoever looks through a loss for numbers is not to look through a data set.
         self._compute: weakref.ref[Any] = weakref.WeakMethod(compute_loss)
         self._model, self._own, self._targets = weakref.ref(model), own, targets
+        # Nobody counts a batch's items here; parts are joined by their own counts.
+        asked = inspect.signature(compute_loss).parameters.get("num_items_in_batch")
+        needs = asked is not None and asked.default is asked.empty
+        self._more: dict[str, Any] = {"num_items_in_batch": None} if needs else {}
+        self.is_computing = False
         self.__qualname__ = f"{type(compute_loss.__self__).__name__}.compute_loss"  # type: ignore[attr-defined]
 
     def __call__(self, output: Tensor, target: Any) -> LossValue:
@@ -55,7 +63,11 @@ class ScriptLoss:
         assert compute is not None and model is not None, "a run does not outlive its Trainer"
         entries = target if isinstance(target, Mapping) else {self._targets[0]: target}
         forward, before = _Forward(model, output, self._own, tuple(entries)), output.grad_fn
-        value = compute(forward, _Targets(entries, self.__qualname__))
+        self.is_computing = True
+        try:
+            value = compute(forward, _Targets(entries, self.__qualname__), **self._more)
+        finally:
+            self.is_computing = False
         if isinstance(value, tuple) and isinstance(value[1], ModelOutput):
             value = value[0]  # It returns them unasked.
         if forward.num_calls != 1:
@@ -94,6 +106,11 @@ class ScriptLoss:
             pending += [one for one, _ in node.next_functions]
 
 
+def answers_questions(model: Any) -> bool:
+    """Tell whether a model returns the starts and the ends of answers, two outputs of one here."""
+    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in type(model).__mro__)
+
+
 class _Targets(UserDict[str, Any]):
     """Hold what of a batch's inputs reaches the loss; what does not is refused, not missing."""
 
@@ -127,7 +144,7 @@ class _Forward:
         self.value: LossValue | None = None
         self.mean: Tensor | None = None
         self._output, self._own, self._targets = output, own, targets
-        self._answers = type(model).__name__.endswith("ForQuestionAnswering")
+        self._answers = answers_questions(model)
 
     def __call__(self, **inputs: Any) -> Any:
         self.num_calls += 1

@@ -37,8 +37,6 @@ _KNOWN = """
 reads, that choose among ways to the same numbers, or that matter only with one that is refused:
 docs/from-transformers.md lists them. `label_names` may say what the model has as its targets."""
 
-LABELS = {"label", "labels", "label_ids", "start_positions", "end_positions"}
-
 _CHOICES = {
     "save_strategy": ("no", "steps", "epoch"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
@@ -56,10 +54,6 @@ def refuse_unknown(args: TrainingArguments) -> None:
         raise ValueError(
             f"TrainingArguments has {given}, which pipetransformer.hf.Trainer does not honour; "
             "leave them as they are by default, or train with transformers.Trainer"
-        )
-    if other := sorted(set(args.label_names or ()) - LABELS):
-        raise ValueError(
-            f"label_names has {other}, but labels are what the model calls so; leave it out"
         )
     for name, choices in _CHOICES.items():
         value = getattr(args, name)
@@ -105,7 +99,8 @@ def settings_of(
         "prefetch_factor": args.dataloader_prefetch_factor or 2,
         "pin_memory": args.dataloader_pin_memory,
         "remove_unused_columns": args.remove_unused_columns,
-        "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
+        # Below 1 keeps all, as there.
+        "keep_checkpoints": limit if (limit := args.save_total_limit or 0) > 0 else _KEEP_ALL,
     }
     settings |= _every("checkpoint", args.save_strategy, args.save_steps, steps)
     settings |= _every("evaluate", args.eval_strategy, args.eval_steps, steps)

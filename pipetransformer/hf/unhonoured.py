@@ -8,6 +8,19 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
+from pipetransformer.adapters import adapt
+
+_OF_INSTANCES = ("accelerator", "lr_scheduler", "model_wrapped", "optimizer")
+"""What transformers' Trainer has once it is made; its class does not."""
+_STAGES = "each stage has its own; give args.optim or optimizer_cls_and_kwargs"
+_HUB = "call save_model(), and upload the folder"
+_INSTEAD = {
+    "hyperparameter_search": "make a Trainer for each trial, in an output_dir of its own",
+    "pop_callback": "call remove_callback()",
+    **dict.fromkeys(("push_to_hub", "init_hf_repo"), _HUB),
+    **dict.fromkeys(("optimizer", "lr_scheduler", "create_optimizer"), _STAGES),
+}
+
 
 def refuse_more_outputs(model: Any) -> None:
     """Refuse a model that would return more than the logits, of which predictions would lack."""
@@ -18,6 +31,18 @@ def refuse_more_outputs(model: Any) -> None:
                 f"model.config.{name} is True, but predictions hold the logits alone; set it to "
                 "False"
             )
+
+
+def refuse_other_labels(args: TrainingArguments, model: Any) -> None:
+    """Refuse names of labels, of which predictions would hold others or in another order."""
+    if args.label_names is None:
+        return
+    given, own = list(args.label_names), list(adapt(model).targets)
+    if given != own:
+        raise ValueError(
+            f"label_names has {given}, but a {type(model).__name__} calls its labels {own}; leave "
+            "it out"
+        )
 
 
 def refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
@@ -70,12 +95,21 @@ def refuse_overrides(kind: type, parent: type) -> None:
         )
 
 
+def why_missing(kind: type, name: str) -> str:
+    """Return the text of an AttributeError, and for what transformers' Trainer has, why."""
+    text = f"{kind.__name__!r} object has no attribute {name!r}"
+    if name.startswith("_") or not (hasattr(transformers.Trainer, name) or name in _OF_INSTANCES):
+        return text
+    why = _INSTEAD.get(name, "training here is not transformers' loop, and has other parts")
+    return f"{text}: {why}; docs/from-transformers.md lists what is there"
+
+
 def refuse_given(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that would be left aside."""
     given = sorted(name for name, value in arguments.items() if value is not None)
     if given:
         raise ValueError(
             f"{', '.join(given)} would not be honoured by pipetransformer.hf.Trainer; leave it "
-            "out. An optimizer is built by args.optim or optimizer_cls_and_kwargs, a loss by the "
-            "model"
+            "out. An optimizer is built by args.optim or optimizer_cls_and_kwargs; a loss is the "
+            "model's, loss_fn= or a subclass's compute_loss"
         )

@@ -322,3 +322,25 @@ def test_what_is_not_known_to_be_smoothed_is_refused(loss_fn: Any, name: str) ->
     message = rf"0.2, but the loss (\S+\.)?{name} is not known .* such as torch\.nn\.C"
     with pytest.raises(ValueError, match=message):
         smooth_labels(choose_loss(loss_fn, None, model="Model"), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (1.5, TypeError, "returned a float; return a 0-dim tensor"),
+        (None, TypeError, "returned a NoneType; return a 0-dim tensor"),
+        ([torch.zeros(()), 1], TypeError, "returned a list; return a 0-dim tensor"),
+        ((torch.zeros(()),), TypeError, "returned a tuple; return a 0-dim tensor"),
+        ((1.5, 2), TypeError, "returned a float and a int; return a 0-dim tensor"),
+        ((torch.zeros(()), {}), TypeError, "returned a Tensor and a dict; return a 0-dim tensor"),
+        (torch.zeros(3), ValueError, r"has shape \(3,\); return a 0-dim mean"),
+        ((torch.zeros(3), 3), ValueError, r"has shape \(3,\); return a 0-dim mean"),
+        ((torch.zeros(()), torch.ones(3)), ValueError, r"has shape \(\), \(3,\); return a 0-dim"),
+    ],
+    ids=str,
+)
+def test_what_is_no_loss_is_refused_by_what_it_is(value: Any, error: Any, text: str) -> None:
+    """A number failed with "'float' object has no attribute 'requires_grad'"."""
+    loss = Loss(lambda output, target: value)
+    with pytest.raises(error, match=f"the loss '.*' {text}"):
+        loss(torch.zeros(3, 2), torch.zeros(3))

@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_what_a_command_line_says(tmp_path: Path, given: str)
     asked = given if given.lower() == "true" else f"{tmp_path}/{given}"
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint=asked)
-        assert trainer.state.global_step == 8 and len(trainer._bridge.results) == 3
+        assert trainer.state.global_step == 8 and trainer._bridge.losses.num_steps == 3
 
 
 def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> 
 def test_false_as_a_word_begins_anew(tmp_path: Path) -> None:
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint="False")
-        assert len(trainer._bridge.results) == 8
+        assert trainer._bridge.losses.num_steps == 8
 
 
 def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Pa
     (directory / "latest").write_bytes(before)
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-6")
-        assert len(trainer._bridge.results) == 2
+        assert trainer._bridge.losses.num_steps == 2
 
 
 def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_path: Path) -> None:
@@ -149,7 +149,23 @@ def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_pa
     shutil.rmtree(found)
     with made(tmp_path, options=options, **given) as trainer:
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
-        assert len(trainer._bridge.results) == 2
+        assert trainer._bridge.losses.num_steps == 2
+
+
+def test_copies_of_steps_that_a_run_went_back_behind_do_not_outlive_it(tmp_path: Path) -> None:
+    """The newest copy was removed as the oldest, and scripts found the abandoned one."""
+    options = {**SAVES, "save_total_limit": 2, "eval_strategy": "no"}
+    given = {"save_pretrained_checkpoints": True}
+    with made(tmp_path, options=options, callbacks=[StopAt(6)], **given) as trainer:
+        trainer.train()
+    shard = next((tmp_path / CHECKPOINTS / "step-00000006").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    options |= {"save_steps": 5, "save_total_limit": 1}
+    with made(tmp_path, options=options, callbacks=[StopAt(5)], **given) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer._bridge.losses.num_steps == 1
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+    assert [one.name for one in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
 
 
 def test_a_checkpoint_of_an_earlier_step_holds_the_weights_of_that_step(tmp_path: Path) -> None:
