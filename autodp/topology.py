@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import lcm
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Topology:
     def workers(self) -> tuple[int, ...]:
         """Return how many ranks of a pipeline each of its stages has."""
         return self.stage_workers or (1,) * self.length
+
+    @property
+    def common_turn(self) -> int:
+        """Return after how many micro-batches every stage's turn is its first worker's again."""
+        return lcm(*self.workers)
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:

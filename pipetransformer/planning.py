@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from autodp import ROUND_BYTES
+from autopipe.pipedream import plan_as_pipedream
 from autopipe.plan import (
     PipelinePlan,
     PlanRequest,
@@ -120,6 +121,45 @@ def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
     kernels compute the odd rows at a chunk's end in another way, with other last bits.
     """
     return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
+
+
+def sureness(
+    range_s: tuple[float, float],
+    near: Sequence[PipelinePlan],
+    taken: PipelinePlan,
+    *,
+    current: PipelinePlan | None = None,
+) -> str:
+    """Say how sure a choice is; "" where nothing was timed repeatedly.
+
+    Args:
+        range_s: the taken plan's `step_range`.
+        near: of `near_fastest`, where the plan was chosen by it.
+        taken: the plan.
+        current: what held before it.
+    """
+    low_s, high_s = range_s
+    if low_s == high_s:
+        return ""
+    text = f"a step takes {_ms(low_s)} to {_ms(high_s)} by the quartiles of what was measured"
+    if len(near) < 2 or taken.length not in {plan.length for plan in near}:
+        return text
+    *names, last = (
+        f"K = {plan.length}, M = {plan.num_micro_batches} ({_ms(plan.predicted_step_s)})"
+        for plan in near
+    )
+    if current is not None and taken.length == current.length:
+        rule = "stays, as going costs time"
+    elif taken.length == near[0].length:
+        rule = "is taken, the shortest pipeline"
+    else:
+        rule = "is taken, which saves more until the end than going there costs"
+    alike = f"{', '.join(names)} and {last} cannot be told apart"
+    return f"{text}; {alike}: K = {taken.length} {rule}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
@@ -251,7 +291,28 @@ def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
     return plan_as_published(profile, request)
 
 
-PLANS: Mapping[str, Planner] = {"fastest": fastest_plan, "published": published_plan}
+def pipedream_plan(situation: PlanSituation) -> PipelinePlan:
+    """Plan by PipeDream's optimizer, for the stages' workers that it chose at the start.
+
+    The stages stay while each has something to train; then they are cut anew for these workers, or
+    all become replicas of one, as the request's length says.
+
+    Raises:
+        ValueError: the optimizer's pipeline does not fit the memory limit, or the batch.
+    """
+    request, current = situation.request, situation.current
+    if current is not None and request.lengths == (current.length,):
+        stay = same_stages(situation, current)
+        if stay is not None:
+            return stay
+    return plan_as_pipedream(situation.profile, request)
+
+
+PLANS: Mapping[str, Planner] = {
+    "fastest": fastest_plan,
+    "published": published_plan,
+    "pipedream": pipedream_plan,
+}
 """Planners by the names that a configuration takes."""
 
 

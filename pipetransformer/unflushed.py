@@ -1,5 +1,21 @@
 """Train one stage of a pipeline that goes on to the next step while earlier ones are in flight.
 
+With `stage_workers` that is PipeDream's pipeline: a stage's workers take the stream's
+micro-batches in turn, and each keeps the versions that its own are in flight with. They sum their
+gradients and update together, so that all hold the same weights. Published, a stage of n workers
+does so after every n micro-batches; here all stages do once a step. Two workers and one,
+three steps of two micro-batches; each step's last backward of a worker is followed by an update:
+
+    stage 0.0  F0 F2 .. B0 F4 .. .. B2 .. .. .. B4 .. ..
+    stage 0.1  F1 F3 .. .. .. B1 F5 .. .. B3 .. .. .. B5
+    stage 1    .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 ..
+
+    updates before the forwards   stage 0  0 0 0 0 1 1     stage 1  0 0 1 1 2 2
+
+Which version a micro-batch meets follows from its number alone (`VERSION_RULES`), never from who
+is fast. Losses, weights and optimizer state are, up to the order of float sums, those of a plain
+loop that takes each micro-batch's gradient at these versions; tests hold them against one.
+
 Steps between two pauses (a decision, an evaluation, a checkpoint, the end of an epoch) are one
 stream, behind which the pipeline runs empty. What all ranks must hear of a step, its loss, its
 gradient's norm, what is wrong, they hear at the end of the stream: a message a step would make
@@ -19,7 +35,13 @@ from torch import Tensor
 
 from autocache import CacheStats
 from autopipe.engine import Payload, StageReport, StageWork, run_program
-from autopipe.schedule import unflushed
+from autopipe.schedule import (
+    Instruction,
+    Op,
+    StageProgram,
+    replicated_one_f_one_b,
+    schedule_of,
+)
 from autopipe.stashing import StagePlace, StashedWork, check_versions
 from pipetransformer.errors import NonFiniteError
 from pipetransformer.feed import Rows
@@ -61,7 +83,9 @@ class _StreamWork(StageWork):
 
     def take(self, number: int) -> TrainWork:
         """Hand over the work of a step that is done."""
-        return self._under_way.pop(number)
+        work, _ = self._of(number * self._num_micro_batches)
+        del self._under_way[number]
+        return work
 
     def _of(self, micro_batch: int) -> tuple[TrainWork, int]:
         number, own = divmod(micro_batch, self._num_micro_batches)
@@ -74,7 +98,8 @@ class UnflushedStage(Stage):
     """Train by asynchronous 1F1B.
 
     Raises:
-        ValueError: the versions asked for cannot be kept with so few micro-batches.
+        ValueError: the versions asked for cannot be kept with so few micro-batches, or a stage's
+            workers would not get equally many of each step.
     """
 
     def train_stream(self, steps: Sequence[ComingStep], rows: Rows) -> deque[StepResult]:
@@ -130,9 +155,15 @@ class UnflushedStage(Stage):
         """Refuse, on all ranks alike, batches that have too few micro-batches somewhere."""
         slices = [num for num in self._cut.slices(len(steps[0].ids)) if num]
         fewest = min(len(self._cut.sizes(num)) for num in slices)
-        if len(steps) > 1:
-            check_versions(
-                self._versions, num_stages=self.topology.length, num_micro_batches=fewest
+        if len(steps) == 1:
+            return
+        check_versions(self._versions, self._place(fewest))
+        workers, turn = self.topology.workers, self.topology.common_turn
+        if fewest % turn:
+            raise ValueError(
+                f"a step has {fewest} micro-batches for stages of {workers} workers, which take "
+                "the stream's in turn; with weight_versions= let it have a multiple of "
+                f"{turn}: set micro_batches, micro_batch_size or global_batch_size to that"
             )
 
     def _check_stream(
@@ -167,7 +198,6 @@ class UnflushedStage(Stage):
         num_steps: int,
         update: Callable[[int], None],
     ) -> StageReport:
-        length = self.topology.length
         work = StashedWork(
             stream,
             [
@@ -175,18 +205,33 @@ class UnflushedStage(Stage):
                 self._task.model.model,
             ],
             list(self.parameters.values()),
-            place=StagePlace(self.index, length, len(sizes)),
+            place=self._place(len(sizes)),
             versions=self._versions,
             update=update,
         )
-        program = unflushed(length, num_steps, len(sizes))[self.index]
+        all_sizes = sizes * num_steps
         if self._layers.side_in is not None:
-            all_sizes = sizes * num_steps
-            self._layers.side_in.begin(all_sizes, range(len(all_sizes)))
-        report = run_program(program, work, self._links, sizes * num_steps)
+            self._layers.side_in.begin(all_sizes, self._layers.turn.own(len(all_sizes)))
+        program = self._program(num_steps, len(sizes))
+        report = run_program(program, work, self._links, all_sizes)
         for routes in self._layers.side_out:
             routes.finish_step()
         return report
+
+    def _place(self, num_micro_batches: int) -> StagePlace:
+        workers = self.topology.workers
+        return StagePlace(self.index, len(workers), num_micro_batches, workers)
+
+    def _program(self, num_steps: int, num_micro_batches: int) -> StageProgram:
+        """Return what this rank runs of a stream, an update behind each step."""
+        workers = self.topology.workers
+        if num_steps == 1:
+            # An epoch's last batch may have no micro-batch for some worker, which updates, too.
+            program = schedule_of("1f1b", workers, num_micro_batches)[self._worker]
+            return (*program, Instruction(Op.UPDATE, num_micro_batches - 1))
+        total = num_steps * num_micro_batches
+        whole = replicated_one_f_one_b(workers, total, update_every=num_micro_batches)
+        return whole[self._worker]
 
     def _update_once(self, coming: ComingStep, work: TrainWork | None) -> StepSums:
         """Update by a step's gradients; return what all are to hear of it."""

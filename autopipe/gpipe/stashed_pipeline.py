@@ -58,7 +58,7 @@ class StashedPipeline(GPipe):
         versions: str = "stashed",
     ) -> None:
         super().__init__(module, balance, devices=devices, chunks=chunks, checkpoint="never")
-        check_versions(versions, num_stages=len(self.balance), num_micro_batches=self.chunks)
+        check_versions(versions, StagePlace(0, len(self.balance), self.chunks))
         _refuse(self)
         self.versions = versions
         self.optimizers = [

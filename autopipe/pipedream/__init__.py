@@ -1,9 +1,16 @@
 """Plan as PipeDream does: stages of a layer graph, each with its own number of replicas.
 
 profile's layer_graph ─► cuts: places where it can be cut, in order ─► stage_search
+plan's request ─► request_plan: the same for what a run asks
 """
 
 from autopipe.pipedream.cuts import CutState, cut_states, left_out, trimmed
+from autopipe.pipedream.request_plan import (
+    Question,
+    pipedream_stages,
+    plan_as_pipedream,
+    question_of,
+)
 from autopipe.pipedream.stage_search import (
     Machines,
     ReplicatedPlan,
@@ -13,6 +20,7 @@ from autopipe.pipedream.stage_search import (
 )
 
 __all__ = [
-    "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",
-    "data_parallel_s", "left_out", "optimize", "trimmed",
+    "CutState", "Machines", "Question", "ReplicatedPlan", "ReplicatedStage", "cut_states",
+    "data_parallel_s", "left_out", "optimize", "pipedream_stages", "plan_as_pipedream",
+    "question_of", "trimmed",
 ]  # fmt: skip

@@ -17,6 +17,9 @@ Source: PipeDream (SOSP 2019), section 3.1, as its program computes it: the pape
 of compute and sums of gradients where the program adds them, and hides transfers. Where branches
 run side by side, a stage of a lower level may begin at a cut that does not lie below its end; the
 program counts it by the same difference of sums, and so do we.
+
+Ours plans no stage without compute, as of dropouts that cost nothing: its machines would be idle.
+The published program places such stages where links are slow, as relays of several machines.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from numpy.typing import NDArray
 from autopipe.pipedream.cuts import CutState
 
 Array = NDArray[np.float64]
+
+_NO_WORK = 1e-12
+"""Of the whole compute: differences of its sums below that are rounding, or none."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +153,12 @@ def optimize(
         memory_bytes: that the stashed weights and activations of a stage may take on a machine.
         straight: replicate no stage; then no machine stays idle either.
     Raises:
-        ValueError: there are no levels, or no pipeline fits the memory.
+        ValueError: there are no levels, nothing takes time, or no pipeline fits the memory.
     """
     if not levels:
         raise ValueError("there are no machines; give at least one level of them")
+    if not states[-1].compute_s > 0:
+        raise ValueError("no node of the graph takes any time; profile its compute")
     sums = _Sums.of(states)
     compute, inner = sums.compute, 1
     tables: list[_Level] = []
@@ -166,7 +174,7 @@ def optimize(
         if memory_bytes is not None:
             raise ValueError(f"no pipeline fits {memory_bytes:g} bytes on each machine")
         count = math.prod(machines.count for machines in levels)
-        raise ValueError(f"the graph cannot be cut into {count} stages")
+        raise ValueError(f"the graph cannot be cut into {count} stages that all compute")
     return ReplicatedPlan(
         _stages(tables, 0, len(states) - 1),
         seconds,
@@ -187,7 +195,10 @@ def data_parallel_s(states: Sequence[CutState], levels: Sequence[Machines]) -> f
 
 @dataclass(frozen=True)
 class _Sums:
-    """Hold what lies between any two states: [i, j] from behind i - 1 to j; infinite for none."""
+    """Hold what lies between any two states: [i, j] from behind i - 1 to j; infinite for none.
+
+    Compute is infinite, too, where there is none to do.
+    """
 
     compute: Array
     parameters: Array
@@ -205,8 +216,10 @@ class _Sums:
             found[np.tril_indices(num, -1)] = np.inf
             return found
 
+        compute = between([state.compute_s for state in states])
+        compute[compute <= _NO_WORK * states[-1].compute_s] = np.inf
         return _Sums(
-            between([state.compute_s for state in states]),
+            compute,
             between([state.parameter_bytes for state in states]),
             between([state.saved_bytes for state in states]),
             np.array([state.crossing_bytes for state in states]),

@@ -17,9 +17,11 @@ from autopipe.plan.search import (
     AS_FAST,
     candidates,
     least_memory_plan,
+    near_fastest,
     plan_pipeline,
     predict,
     stage_compute_s,
+    step_range,
 )
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
 from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
@@ -27,7 +29,7 @@ from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
     "Tables", "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
-    "least_memory_plan", "plan_as_published", "plan_pipeline", "predict", "published_length",
-    "published_split", "runners_up", "simulate", "stage_compute_s", "table_text",
-    "throughput_tables",
+    "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
+    "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
+    "step_range", "table_text", "throughput_tables",
 ]  # fmt: skip

@@ -1,13 +1,17 @@
 """Choose a pipeline: its length, each stage's sublayers, the micro-batches, the schedule.
 
 A candidate's step is predicted by running its very schedule against the profile; the fastest that
-fits the memory wins.
+fits the memory wins. What is measured twice differs, so that near the fastest the shortest wins:
+
+    step_s   K = 2 |---x---|          x the prediction with medians, |---| with quartiles
+             K = 1     |---x---|      x within the width of |---| from K = 2's: K = 1 is taken
+             K = 4                |---x---|
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -19,25 +23,35 @@ from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
 
 AS_FAST = 1.01
-"""Predictions this close count as equal: the measurements behind them are no more exact."""
+"""Predictions this close count as equal, even where each repeat took the same time."""
 
 
 def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
-    """Choose the fastest plan that fits the memory.
+    """Choose the first of `near_fastest`: the shortest pipeline that may be the fastest."""
+    return near_fastest(profile, request)[0]
 
-    Of plans within 1 % of it, the shortest pipeline is taken, then the fewest micro-batches.
+
+def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
+    """Return a plan of every length that cannot be told from the fastest, shortest first.
+
+    Its step is predicted to take longer by no more than the width of `step_range`, the fastest
+    plan's, or by 1 %. Of a length's plans within 1 % of its fastest, the one of fewest
+    micro-batches is taken: all of them are priced by the same times, right or wrong.
 
     Raises:
         ValueError: no length or micro-batch count is possible, or nothing fits the memory.
     """
     model = StepModel(profile, request)
     plans: list[PipelinePlan] = []
-    fastest_s = math.inf
+    fastest_s = near_s = math.inf
     for candidate in sorted(_fitting(model), key=lambda candidate: candidate.least_s):
-        if candidate.least_s > fastest_s * AS_FAST:
+        if candidate.least_s > near_s * AS_FAST:
             break
-        plans.append(_plan(model, candidate))
-        fastest_s = min(fastest_s, plans[-1].predicted_step_s)
+        plans.append(plan := _plan(model, candidate))
+        if plan.predicted_step_s < fastest_s:
+            fastest_s = plan.predicted_step_s
+            low_s, high_s = step_range(profile, request, plan)
+            near_s = fastest_s + max((AS_FAST - 1) * fastest_s, high_s - low_s)
     if not plans:
         least = least_memory_plan(profile, request)
         needs = max(least.peak_bytes)
@@ -47,14 +61,28 @@ def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
             f"needs {needs} bytes on stage {least.peak_bytes.index(needs)}; raise the limit, "
             f"lower the global batch, add device slots or freeze more layers"
         )
+    lengths = sorted({plan.length for plan in plans if plan.predicted_step_s <= near_s})
+    return [
+        _plainest([plan for plan in plans if plan.length == length], request.schedules)
+        for length in lengths
+    ]
+
+
+def _plainest(plans: Sequence[PipelinePlan], schedules: Sequence[str]) -> PipelinePlan:
+    fastest_s = min(plan.predicted_step_s for plan in plans)
     return min(
         (plan for plan in plans if plan.predicted_step_s <= fastest_s * AS_FAST),
-        key=lambda plan: (
-            plan.length,
-            plan.num_micro_batches,
-            request.schedules.index(plan.schedule),
-        ),
+        key=lambda plan: (plan.num_micro_batches, schedules.index(plan.schedule)),
     )
+
+
+def step_range(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> tuple[float, float]:
+    """Predict a plan's step with the lower and with the upper quartiles of what was measured."""
+    opened = (_opened(one, request, plan) for one in profile.quartiles())
+    low_s, high_s = (
+        model.step_s(plan.schedule, sizes, split).step_s for model, sizes, split in opened
+    )
+    return low_s, high_s
 
 
 def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:

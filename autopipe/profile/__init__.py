@@ -10,7 +10,7 @@ from autopipe.profile.chain import (
     storages,
     unshared,
 )
-from autopipe.profile.fit import uncertainty
+from autopipe.profile.fit import quartiles, uncertainty
 from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
 from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 from autopipe.profile.profile import (
@@ -29,6 +29,6 @@ __all__ = [
     "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
     "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
-    "profile_sublayers", "read_graph", "saved_storages", "storages", "time_rounds",
+    "profile_sublayers", "quartiles", "read_graph", "saved_storages", "storages", "time_rounds",
     "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

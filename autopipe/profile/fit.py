@@ -10,6 +10,11 @@ import statistics
 from collections.abc import Sequence
 from operator import mul
 
+import numpy as np
+
+EXACT = (1.0, 1.0)
+"""Quartiles of what was not measured, or once."""
+
 
 def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
     """Return the times at ascending sizes on the line that fits all of them best.
@@ -35,6 +40,12 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
             w * n**2 for w, n in zip(weights, sizes, strict=True)
         )
     return tuple(start + slope * size for size in sizes)
+
+
+def quartiles(repeats_s: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile of repeats, as shares of their median."""
+    low_s, median_s, high_s = np.quantile(repeats_s, (0.25, 0.5, 0.75)).tolist()
+    return (low_s / median_s, high_s / median_s) if median_s > 0 else EXACT
 
 
 def uncertainty(rounds_s: Sequence[float]) -> float:

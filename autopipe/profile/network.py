@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from autopipe.profile.fit import EXACT
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,13 @@ class LinkCost:
         bytes_per_s: rate of its bytes; math.inf where they cost nothing.
         overhead_s: either end's own time to hand it over or to take it, in which nothing is
             computed there.
+        spread: quartiles of what a message took, as shares of the median.
     """
 
     latency_s: float
     bytes_per_s: float
     overhead_s: float = 0.0
+    spread: tuple[float, float] = EXACT
 
     def __post_init__(self) -> None:
         if min(self.latency_s, self.overhead_s) < 0 or self.bytes_per_s <= 0:
@@ -31,6 +35,11 @@ class LinkCost:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
+
+    def at_quartile(self, which: int) -> LinkCost:
+        """Return the cost at the lower quartile (0) or at the upper one (1)."""
+        share = self.spread[which]
+        return LinkCost(share * self.latency_s, self.bytes_per_s / share, share * self.overhead_s)
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,13 @@ class AllReduceCost:
     Args:
         num_bytes: measured sizes, ascending.
         seconds: one a size.
+        spread: quartiles of what a sum took, as shares of the median.
     """
 
     num_replicas: int
     num_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
+    spread: tuple[float, float] = EXACT
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in pairwise(self.num_bytes))
@@ -91,6 +102,11 @@ class AllReduceCost:
             raise ValueError(
                 f"{len(self.num_bytes)} sizes have {len(self.seconds)} times; give one each"
             )
+
+    def at_quartile(self, which: int) -> AllReduceCost:
+        """Return the cost at the lower quartile (0) or at the upper one (1)."""
+        seconds = tuple(self.spread[which] * one for one in self.seconds)
+        return replace(self, seconds=seconds, spread=EXACT)
 
     def at(self, num_bytes: float) -> float:
         """Interpolate between the sizes; beyond the largest, bytes cost what its bytes cost."""

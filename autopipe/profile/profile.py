@@ -21,7 +21,7 @@ from autopipe.profile.chain import (
     left_as_found,
     time_chain,
 )
-from autopipe.profile.fit import fitted
+from autopipe.profile.fit import EXACT, fitted, quartiles
 from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 
 
@@ -41,6 +41,7 @@ class SublayerCost:
         output_bytes: a sample's output.
         copy_bytes: parameters in another dtype, that autograd keeps for each micro-batch.
         untouched_bytes: of the gradient's, those that replicas need not sum.
+        spread: quartiles of its measured times, as shares of the medians, which the times are.
     """
 
     name: str
@@ -57,10 +58,16 @@ class SublayerCost:
     output_bytes: float
     copy_bytes: int = 0
     untouched_bytes: float = 0.0
+    spread: tuple[float, float] = EXACT
 
     @property
     def backward_s(self) -> tuple[float, ...]:
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
+
+    def with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> SublayerCost:
+        """Return a cost with each kind of its times changed."""
+        times: dict[str, Any] = {name: change(getattr(self, name)) for name in _TIMES}
+        return replace(self, **times)
 
 
 _TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
@@ -162,8 +169,27 @@ class Profile:
 
     def lengthened(self, factor: float) -> Profile:
         """Return a profile whose computing takes longer by a factor."""
-        longer = self._with_times(lambda seconds: tuple(factor * one for one in seconds))
+        longer = self._with_times(partial(_scaled, factor))
         return replace(longer, optimizer_s_per_byte=factor * self.optimizer_s_per_byte)
+
+    def quartiles(self) -> tuple[Profile, Profile]:
+        """Return what computing, messages and sums cost at their lower and upper quartiles."""
+        return self._at_quartile(0), self._at_quartile(1)
+
+    def _at_quartile(self, which: int) -> Profile:
+        sums = self.all_reduce
+        return replace(
+            self,
+            sublayers=tuple(
+                replace(cost.with_times(partial(_scaled, cost.spread[which])), spread=EXACT)
+                for cost in self.sublayers
+            ),
+            link=self.link.at_quartile(which),
+            node_link=self.node_link.at_quartile(which),
+            all_reduce=sums
+            if isinstance(sums, RingCost)
+            else tuple(cost.at_quartile(which) for cost in sums),
+        )
 
     def smoothed(self) -> Profile:
         """Return a profile whose times lie on a line over the sizes, a sublayer and kind."""
@@ -171,12 +197,7 @@ class Profile:
 
     def _with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Profile:
         """Return a profile with each kind of each sublayer's times changed."""
-
-        def changed(cost: SublayerCost) -> SublayerCost:
-            times: dict[str, Any] = {name: change(getattr(cost, name)) for name in _TIMES}
-            return replace(cost, **times)
-
-        return replace(self, sublayers=tuple(map(changed, self.sublayers)))
+        return replace(self, sublayers=tuple(cost.with_times(change) for cost in self.sublayers))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -186,8 +207,8 @@ class Profile:
         rebuilt = {
             "batch_sizes": tuple(values["batch_sizes"]),
             "sublayers": tuple(SublayerCost(**with_tuples(one)) for one in values["sublayers"]),
-            "link": LinkCost(**values["link"]),
-            "node_link": LinkCost(**values["node_link"]),
+            "link": LinkCost(**with_tuples(values["link"])),
+            "node_link": LinkCost(**with_tuples(values["node_link"])),
             "all_reduce": _rebuilt_sums(values["all_reduce"]),
         }
         return Profile(**{**with_tuples(values), **rebuilt})
@@ -198,8 +219,12 @@ def _rebuilt_sums(
 ) -> tuple[AllReduceCost, ...] | RingCost:
     """Rebuild measured sums from their list, or described links from their two entries."""
     if isinstance(values, Mapping):
-        return RingCost(**{name: LinkCost(**link) for name, link in values.items()})
+        return RingCost(**{name: LinkCost(**with_tuples(link)) for name, link in values.items()})
     return tuple(AllReduceCost(**with_tuples(one)) for one in values)
+
+
+def _scaled(factor: float, seconds: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(factor * one for one in seconds)
 
 
 def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,15 +309,29 @@ def profile_sublayers(
         shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 2))
     # By size, kind (forward, backward, frozen) and sublayer.
     medians_s = np.median(rounds, axis=0)
+    spreads = _spreads(np.sum(rounds, axis=2))
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
         input_s = tuple(shares[index] * seconds for seconds in backward_s)
         times = forward_s, input_s, tuple(map(sub, backward_s, input_s)), frozen_s
         costs.append(
-            SublayerCost(sublayer.name, sublayer.layer, *times, optimizer_bytes=0, **sizes[index])
+            SublayerCost(
+                sublayer.name,
+                sublayer.layer,
+                *times,
+                optimizer_bytes=0,
+                **sizes[index],
+                spread=spreads[index],
+            )
         )
     return MeasuredChain(tuple(costs), _totals(rounds))
+
+
+def _spreads(rounds_s: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """Return every sublayer's quartiles, means over the sizes; times are by round and size."""
+    by_size = [[quartiles(repeats) for repeats in each.T] for each in np.moveaxis(rounds_s, 1, 0)]
+    return [(low, high) for low, high in np.mean(by_size, axis=0).tolist()]
 
 
 def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
@@ -315,7 +354,8 @@ def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
             name: tuple(second for cost in same for second in getattr(cost, name))
             for name in _TIMES
         }
-        costs.append(replace(same[-1], **times))
+        low, high = np.mean([cost.spread for cost in same], axis=0).tolist()
+        costs.append(replace(same[-1], **times, spread=(low, high)))
     return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
 
 

@@ -14,13 +14,23 @@ of batches of one micro-batch:
 
 With K = 1 all three are ordinary training.
 
-Source: PipeDream (Narayanan et al. 2019), section 3.3; PipeDream-2BW (2021), section 3.1.
+Where stages have several workers, n(s) of them, N in all and b(s) in the stages below s,
+micro-batch i is worker i % n(s)'s. It runs (N - 1 - b(s)) // n(s) of its own forwards ahead: then
+
+    w(s) = n(s) * ((N - 1 - b(s)) // n(s))      and w(0) takes the place of K - 1
+
+Source: PipeDream (Narayanan et al. 2019), section 3.3; PipeDream-2BW (2021), section 3.1. There a
+stage of n workers updates every n micro-batches, each stage at its own pace; here all do once a
+batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+
+from autopipe.schedule import StageWorkers
 
 
 @dataclass(frozen=True)
@@ -31,35 +41,47 @@ class StagePlace:
         stage: from 0.
         num_stages: of the pipeline (K).
         num_micro_batches: of a batch (M).
+        workers: of each stage; () for one each.
     """
 
     stage: int
     num_stages: int
     num_micro_batches: int
+    workers: tuple[int, ...] = ()
 
     def batch_of(self, micro_batch: int) -> int:
         """Return the batch that a micro-batch of the stream belongs to."""
         return micro_batch // self.num_micro_batches
 
-    @property
+    @cached_property
     def warm_up(self) -> int:
-        """Return how many forwards of this stage run ahead of its first backward."""
-        return self.num_stages - 1 - self.stage
+        """Return by how many micro-batches a forward of this stage is ahead of its backwards."""
+        return self._warm_up_of(self.stage)
+
+    @cached_property
+    def longest_warm_up(self) -> int:
+        """Return that of the first stage."""
+        return self._warm_up_of(0)
+
+    def _warm_up_of(self, stage: int) -> int:
+        workers = StageWorkers(self.workers or (1,) * self.num_stages)
+        return workers.replicas[stage] * workers.warm_up(stage)
 
 
 VERSION_RULES: dict[str, Callable[[StagePlace, int], int]] = {
     "stashed": lambda place, i: place.batch_of(max(0, i - place.warm_up)),
-    "vertical_sync": lambda place, i: place.batch_of(max(0, i - place.num_stages + 1)),
+    "vertical_sync": lambda place, i: place.batch_of(max(0, i - place.longest_warm_up)),
     "double_buffered": lambda place, i: max(0, place.batch_of(i) - (place.num_stages > 1)),
 }
 
 
-def check_versions(name: str, *, num_stages: int, num_micro_batches: int) -> None:
-    """Raise ValueError for an unknown rule, or one that these counts do not allow."""
+def check_versions(name: str, place: StagePlace) -> None:
+    """Raise ValueError for an unknown rule, or one that a stage's batches do not allow."""
     if name not in VERSION_RULES:
         raise ValueError(f"versions are {name!r}; choose one of {', '.join(VERSION_RULES)}")
-    if name == "double_buffered" and num_micro_batches < num_stages - 1:
+    least, given = place.longest_warm_up, place.num_micro_batches
+    if name == "double_buffered" and given < least:
         raise ValueError(
-            f"double_buffered keeps two versions, which takes at least {num_stages - 1} "
-            f"micro-batches a batch on {num_stages} stages; there are {num_micro_batches}"
+            f"double_buffered keeps two versions, which takes at least {least} micro-batches a "
+            f"batch on {place.num_stages} stages; there are {given}"
         )

@@ -185,6 +185,7 @@ def check_settings(config: TrainConfig) -> None:
     _check_samples(config)
     _check_batches(config)
     _check_workers(config)
+    _check_pipedream(config)
     _check_versions(config)
     _check_learning_rate(config)
     _check_decisions(config)
@@ -245,6 +246,23 @@ def _check_workers(config: TrainConfig) -> None:
     )
 
 
+def _check_pipedream(config: TrainConfig) -> None:
+    if config.plan != "pipedream":
+        return
+    others = {
+        "pipeline_length": config.pipeline_length is not None,
+        "max_replicas": config.max_replicas is not None,
+        "stage_workers": config.stage_workers is not None,
+        "scale_batch": config.scale_batch,
+        "schedule='gpipe'": config.schedule == "gpipe",
+    }
+    _leave_out(
+        "plan is 'pipedream', which makes one 1F1B pipeline of all processes, or replicas of one "
+        "stage, and chooses which",
+        others,
+    )
+
+
 def _check_versions(config: TrainConfig) -> None:
     if config.weight_versions is None:
         return
@@ -254,13 +272,27 @@ def _check_versions(config: TrainConfig) -> None:
         "on_nonfinite='skip'": config.on_nonfinite == "skip",
         "schedule='gpipe'": config.schedule == "gpipe",
         "plan='published'": config.plan == "published",
-        "stage_workers": config.stage_workers is not None,
     }
     _leave_out(
         f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear of "
         "the others' gradients, and runs 1F1B alone",
         others,
     )
+    if config.stage_workers is not None:
+        _check_turns(config, math.lcm(*config.stage_workers))
+
+
+def _check_turns(config: TrainConfig, turn: int) -> None:
+    """Refuse steps of which a stage's workers would not get equally many micro-batches."""
+    count, most = config.micro_batches, config.most_micro_batches()
+    if config.micro_batch_size is not None:
+        count = most
+    if most < turn or (count or turn) % turn:
+        raise ValueError(
+            f"stage_workers {config.stage_workers} take the micro-batches of all steps in turn "
+            f"with weight_versions=, so that a step needs a multiple of {turn}, and has "
+            f"{count or most}; set micro_batches, micro_batch_size or global_batch_size to that"
+        )
 
 
 def _leave_out(why: str, others: Mapping[str, bool]) -> None:

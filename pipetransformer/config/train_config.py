@@ -57,7 +57,8 @@ class TrainConfig:
             None for as many as there is room for; each must have a sample in every step.
         stage_workers: processes of each stage of one pipeline, such as (2, 1), all processes in
             all: a stage's take micro-batches in turn. Its boundaries are planned; where layers
-            freeze until there is less than a sublayer a stage, all become replicas of one.
+            freeze until there is less than a sublayer a stage, all become replicas of one. With
+            `weight_versions` a step has a multiple of their common multiple in micro-batches.
         micro_batches: micro-batches M of a step; None lets the planner choose.
         micro_batch_size: samples of a micro-batch, without `micro_batches`: fixes where a global
             batch is cut, whatever K and R are. Dropout's masks belong to micro-batches, so that
@@ -72,6 +73,11 @@ class TrainConfig:
             there. None flushes.
         plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
             "published" follows the published rules, a function takes a `PlanSituation`.
+            "pipedream" is PipeDream's optimizer, asked once at the start: the workers of its
+            stages are the run's, as with `stage_workers`, and its boundaries stay while each stage
+            has something to train; "data parallel" makes all processes replicas of one stage.
+            With `weight_versions="stashed"` that is PipeDream as published, but that all stages
+            update once a global batch.
         memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
             most what is free on the GPUs before the first step; None is that without a margin for
             what no model counts (workspaces, communicators, fragments), and on CPUs no limit. What
@@ -91,7 +97,10 @@ class TrainConfig:
         cache_check: whether a row that is read is held against what the data set gives now. With
             "sampled" one in four is in the first pass over the rows and one in 32 later, each time
             others: of 5 changed samples none is noticed at first with a chance of 24 %, of 20 with
-            less than 1 %. "all" asks the data set for every sample, at every step.
+            less than 1 %. "all" asks the data set for every sample, at every step. Targets are
+            compared at every read, and changed ones trained, in either case, where the data set
+            holds them apart: in a TensorDataset, a list, or `targets`, `labels` or `samples` as
+            torchvision's have them.
         cache_device: where cached activations lie. "cuda" is in the GPU's memory, of several
             processes each by itself: after a shuffle it lacks what others have computed. "cpu" is
             in a file. "auto" is the GPU where one process trains, and all rows fit in half of what
@@ -103,7 +112,8 @@ class TrainConfig:
         cache_limit_bytes: most bytes of rows of the training set on a node, and of the evaluation
             set's; None holds all samples. Those that do not fit are computed at every step.
         cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then
-            has rounded ones in every epoch; None stores them as they are computed.
+            has rounded ones in every epoch and evaluation, whether a row holds them or not; None
+            stores them as they are computed.
         cache_views: how many fixed views to take of each sample of a training set that is
             augmented at random: epoch e reads view e modulo so many; None takes a new one each
             epoch, which is not cached.

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 from autopipe.plan import (
     ExplainedPlan,
+    PipelinePlan,
     PlanRequest,
     candidates,
     explain,
     least_memory_plan,
+    near_fastest,
     plan_as_published,
-    plan_pipeline,
     runners_up,
+    step_range,
 )
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
@@ -44,6 +46,8 @@ class Answer:
         others: runners-up, fastest first.
         refusals: why there is no plan of some lengths.
         pipedream: the choice of PipeDream's optimizer, whose stages have their own replicas.
+        near: what cannot be told from the fastest plan, itself included, shortest first.
+        range_s: the chosen plan's step by the quartiles of what was measured; None without one.
     """
 
     place: Place
@@ -53,6 +57,8 @@ class Answer:
     refusals: tuple[Refusal, ...]
     published: ExplainedPlan | Refusal
     pipedream: Replicated | Refusal
+    near: tuple[PipelinePlan, ...] = ()
+    range_s: tuple[float, float] | None = None
 
 
 def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
@@ -67,8 +73,9 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
     asked = request
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))
-    fastest = _or_refusal(lambda: explain(profile, asked, plan_pipeline(profile, asked)))
-    fitting = [] if isinstance(fastest, Refusal) else candidates(profile, request)
+    near = _or_refusal(lambda: near_fastest(profile, asked))
+    fastest = near if isinstance(near, Refusal) else explain(profile, asked, near[0])
+    fitting = [] if isinstance(near, Refusal) else candidates(profile, request)
     chosen = published if plan == "published" else fastest
     others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
     return Answer(
@@ -79,6 +86,8 @@ def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
         tuple(_refusals(profile, request, {one.length for one in fitting})),
         published,
         _or_refusal(lambda: replicate(place, request)),
+        () if isinstance(near, Refusal) else tuple(near),
+        None if isinstance(chosen, Refusal) else step_range(profile, asked, chosen.plan),
     )
 
 

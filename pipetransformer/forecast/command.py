@@ -10,6 +10,7 @@ from pathlib import Path
 from autopipe.cluster import parse_bytes
 from autopipe.plan import Tables, draw_tables, throughput_tables
 from autopipe.trace import save_picture
+from pipetransformer.extras import require
 from pipetransformer.forecast.answer import Answer, Refusal, find_plan
 from pipetransformer.forecast.measured_here import default_slots, place_at_hand
 from pipetransformer.forecast.named_model import BERTS, WEIGHT_DTYPES, ModelChoice
@@ -56,7 +57,7 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plan",
-        choices=(*PLANS, PIPEDREAM),
+        choices=tuple(PLANS),
         help="whose choice to take: fastest by default, pipedream for a --profile",
     )
     add_profile_options(parser)
@@ -76,6 +77,7 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     """Plan, say what was found, and tell whether all numbers of frozen layers have a plan.
 
     Raises:
+        ImportError: what has the model, or draws, is not installed.
         ValueError: the question cannot be read or answered; the message says why.
         WorkerFailedError: measuring the machine at hand failed.
     """
@@ -152,6 +154,8 @@ def _refuse(options: argparse.Namespace) -> None:
             f"--picture is {options.picture}, in a folder that does not exist; make "
             "the folder, or choose another"
         )
+    if options.picture is not None:
+        require("matplotlib", purpose="--picture")
     for name in ("--slots", "--batch", "--samples"):
         value = getattr(options, name[2:])
         if value is not None and value < 1:

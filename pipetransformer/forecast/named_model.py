@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipetransformer.adapters import LayeredModel, adapt
 from pipetransformer.data import Batch
+from pipetransformer.extras import require
 
 BERTS: dict[str, dict[str, Any]] = {
     "bert-base": {},
@@ -85,6 +86,7 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
     Args:
         device: "cpu", or "meta" for shapes without memory.
     Raises:
+        ImportError: the package that has the model is not installed.
         ValueError: nothing has this name, or what has it gives no sample, or a model that no
             adapter knows.
     """
@@ -109,6 +111,7 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
 
 
 def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
+    require("timm", purpose=f"the model {choice.name}")
     # timm takes seconds to import, and only its own models need it.
     import timm
 
@@ -133,6 +136,7 @@ def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
 
 
 def _build_bert(choice: ModelChoice) -> tuple[nn.Module, Batch]:
+    require("transformers", purpose=f"the model {choice.name}")
     # transformers takes seconds to import, and only its own models need it.
     from transformers import BertConfig, BertForQuestionAnswering
 

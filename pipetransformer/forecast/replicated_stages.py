@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from autopipe.pipedream import (
     cut_states,
     left_out,
     optimize,
+    question_of,
     trimmed,
 )
 from autopipe.plan import PlanRequest
-from autopipe.profile import LayerGraph, graph_of, read_graph
+from autopipe.profile import LayerGraph, read_graph
 from autopipe.trace import as_bytes, text_table
 from pipetransformer.forecast.place import Place
 
@@ -90,31 +91,14 @@ class Replicated:
 
 
 def replicate(place: Place, request: PlanRequest) -> Replicated:
-    """Return PipeDream's choice for a place, with one minibatch a slot in a step's time.
-
-    Frozen sublayers only run forward, in the first stage, or their output is read there from the
-    cache, as the request says. Transfers between stages count.
+    """Return PipeDream's choice for a place, as `question_of` asks for it.
 
     Raises:
         ValueError: no pipeline fits, or a level has too many machines.
     """
-    minibatch = max(1, request.global_batch // place.num_slots)
-    profile, chain = place.profile, graph_of(place.profile, minibatch)
-    first = profile.first_active(request.num_frozen)
-    if request.prefix_cached_s is None:
-        frozen_s = profile.prefix_s(request.num_frozen, minibatch)
-    else:
-        frozen_s = minibatch * request.prefix_cached_s
-        if request.prefix_read_ahead:
-            # It cannot hide behind more than all that trains.
-            frozen_s = max(0.0, frozen_s - sum(node.compute_s for node in chain.nodes[first:]))
-    active = chain.without({node.name for node in chain.nodes[:first]})
-    bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
-    graph = LayerGraph((bottom, *active.nodes[1:]), active.edges)
-    levels = [Machines(min(place.slots_per_node, place.num_slots), profile.link.bytes_per_s)]
-    if place.nodes > 1:
-        levels.append(Machines(place.nodes, profile.node_link.bytes_per_s))
-    return _solved(graph, levels, True, request.memory_limit_bytes, float(minibatch))
+    asked = question_of(place.profile, request)
+    limit, minibatch = request.memory_limit_bytes, float(asked.minibatch)
+    return _solved(asked.graph, asked.levels, True, limit, minibatch)
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:

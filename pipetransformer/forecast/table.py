@@ -9,9 +9,10 @@ from textwrap import indent
 from types import MappingProxyType
 from typing import Any
 
-from autopipe.plan import AS_FAST, ExplainedPlan, PlanRequest, Tables, table_text
+from autopipe.plan import AS_FAST, ExplainedPlan, PipelinePlan, PlanRequest, Tables, table_text
 from autopipe.trace import as_bytes, text_table
 from pipetransformer.forecast.answer import Answer, Refusal
+from pipetransformer.planning import sureness
 
 _PART_NAMES = {
     "compute_s": "compute",
@@ -73,11 +74,29 @@ def _answer_text(answer: Answer) -> str:
         head = f"no plan: {chosen.reason}"
     else:
         stages = indent(text_table(_stage_rows(chosen, answer)), "  ")
-        head = f"choice: {title(chosen, answer)}\n  {parts_text(chosen)}\n\n{stages}"
+        lines = [
+            f"choice: {title(chosen, answer)}",
+            parts_text(chosen),
+            *_sureness(answer).split("; "),
+        ]
+        head = "\n  ".join(filter(None, lines)) + f"\n\n{stages}"
     text = f"{head}\n\nothers\n{indent(text_table(_other_rows(answer)), '  ')}"
     if isinstance(answer.published, Refusal):
         text += f"\n\npublished rules: {answer.published.reason}"
     return text
+
+
+def _sureness(answer: Answer) -> str:
+    chosen = answer.chosen
+    if isinstance(chosen, Refusal) or answer.range_s is None:
+        return ""
+    near = answer.near if _is_nearest(chosen, answer) else ()
+    return sureness(answer.range_s, near, chosen.plan)
+
+
+def _is_nearest(chosen: ExplainedPlan, answer: Answer) -> bool:
+    """Tell whether a choice is the first of those near the fastest, not that of other rules."""
+    return chosen.plan == next(iter(answer.near), None)
 
 
 def title(explained: ExplainedPlan, answer: Answer) -> str:
@@ -127,7 +146,10 @@ def _frozen_text(answers: Sequence[Answer]) -> str:
         frozen = str(answer.request.num_frozen)
         plans = _plan_cells(chosen, answer), _plan_cells(published, answer)
         rows.append([frozen, *plans[0], *largest, *plans[1], takes, *_pipedream_cells(answer)])
-    return text_table(rows)
+    told = [
+        f"{one.request.num_frozen} frozen: {text}" for one in answers if (text := _sureness(one))
+    ]
+    return "\n\n".join(filter(None, [text_table(rows), "\n".join(told)]))
 
 
 def _cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
@@ -150,6 +172,8 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
         "memory_limit_bytes": answer.request.memory_limit_bytes,
         "cache_row_bytes": _cache_row_bytes(answer),
         "chosen": chosen.to_json(),
+        "range_s": answer.range_s,
+        "near": [plan.to_json() for plan in answer.near],
         "stages": [] if isinstance(chosen, Refusal) else _stage_names(chosen, answer),
         "others": [other.to_json() for other in answer.others],
         "refusals": [refusal.to_json() for refusal in answer.refusals],
@@ -254,6 +278,8 @@ def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
     if other.plan == chosen.plan:
         return "the choice itself"
     ratio = other.plan.predicted_step_s / chosen.plan.predicted_step_s
+    if not 1 / AS_FAST <= ratio <= AS_FAST and _is_alike(other.plan, chosen, answer):
+        return "cannot be told apart, but a longer pipeline"
     if ratio < 1 / AS_FAST:
         return f"{1 / ratio:.2f} x as fast, but not by the rules that were asked for"
     if ratio > AS_FAST:
@@ -263,6 +289,17 @@ def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
         return f"as fast within 1 %, but a {'longer' if longer else 'shorter'} pipeline"
     more = other.plan.num_micro_batches > chosen.plan.num_micro_batches
     return f"as fast within 1 %, but {'more' if more else 'fewer'} micro-batches"
+
+
+def _is_alike(other: PipelinePlan, chosen: ExplainedPlan, answer: Answer) -> bool:
+    """Tell whether a plan is as near the fastest as the shorter one that was chosen."""
+    if not _is_nearest(chosen, answer):
+        return False
+    near = {plan.length: plan for plan in answer.near[1:]}
+    return other.length in near and (
+        other.num_micro_batches == near[other.length].num_micro_batches
+        or other.predicted_step_s <= near[other.length].predicted_step_s
+    )
 
 
 def _largest_excess(other: ExplainedPlan, chosen: ExplainedPlan) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from autodp import GradientReducer, Topology, broadcast_json, gather_json
 from autopipe.plan import fitting_lengths
-from autopipe.profile import AllReduceCost, LinkCost
-from pipetransformer.measure.timing import typical_s
+from autopipe.profile import AllReduceCost, LinkCost, quartiles, with_tuples
+from pipetransformer.measure.timing import repeats_s, typical_s
 from pipetransformer.processes import World
 
 _PROBE_BYTES = 1 << 20
@@ -81,8 +82,10 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
         replicas = world.size // length
         if replicas > 1:
             with _stage_group(world, length, timeout_s) as group:
-                seconds = tuple(_sum_s(world, group, size) for size in sizes)
-            costs.append(AllReduceCost(replicas, tuple(sizes), seconds))
+                taken = [_sums_s(world, group, size) for size in sizes]
+            seconds = tuple(map(statistics.median, taken))
+            # The largest of them is what most gradients are summed in.
+            costs.append(AllReduceCost(replicas, tuple(sizes), seconds, quartiles(taken[-1])))
     return tuple(costs)
 
 
@@ -105,21 +108,34 @@ def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
     position = world.rank % (2 * distance)
     is_lower = position < distance
     peer = world.rank + (distance if is_lower else -distance)
-    values: list[float] = []
+    cost = None
     if peer < world.size:
-        small_s, large_s = (
-            typical_s(partial(_ping, world, peer, num, begins=is_lower), repeats=_TURNS) / 2
-            for num in (1, _PROBE_BYTES)
-        )
+        turn = partial(_turn, world, peer, begins=is_lower)
+        pings = [repeats_s(partial(turn, num), repeats=_TURNS) for num in (1, _PROBE_BYTES)]
+        small_s, large_s = (statistics.median(taken) / 2 for taken in pings)
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
-        overhead_s = _overhead_s(world, peer, work, begins=is_lower, message_s=small_s)
-        values = [small_s, rate, overhead_s]
-    return LinkCost(*broadcast_json(values, group=world.group))
+        turn_s = typical_s(partial(turn, 1, work=work.do), repeats=_TURNS)
+        # Beside the work and its way, a message costs its ends what they spend on handling it, on
+        # waking up, and on computing with caches that have gone cold.
+        overhead_s = max(0.0, turn_s / 2 - work.seconds - small_s) / 2
+        cost = LinkCost(small_s, rate, overhead_s, quartiles(pings[0]))
+    agreed = broadcast_json(cost and asdict(cost), group=world.group)
+    return LinkCost(**with_tuples(agreed))
 
 
-def _ping(world: World, peer: int, num_bytes: int, *, begins: bool) -> None:
+def _turn(
+    world: World,
+    peer: int,
+    num_bytes: int,
+    *,
+    begins: bool,
+    work: Callable[[], object] | None = None,
+) -> None:
+    """Pass a message there and back; each end works, if it is to, before it sends."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
     for sends in (begins, not begins):
+        if sends and work is not None:
+            work()
         _pass(world, payload, peer, sends=sends)
 
 
@@ -129,25 +145,6 @@ def _pass(world: World, payload: Tensor, peer: int, *, sends: bool) -> None:
     (dist.send if sends else dist.recv)(message, peer, group=world.group)
     if not sends and message is not payload:
         payload.copy_(message)
-
-
-def _overhead_s(world: World, peer: int, work: _Work, *, begins: bool, message_s: float) -> float:
-    """Return the seconds that a message costs each of its ends beside its way.
-
-    Two ranks work in turn, each waiting for the other's message; what that takes beyond the work
-    and the messages' way is spent on handling messages, on waking up, and on computing with caches
-    that have gone cold.
-    """
-    payload = torch.zeros(1, dtype=torch.uint8, device=world.device)
-
-    def turn() -> None:
-        for works in (begins, not begins):
-            if works:
-                work.do()
-            _pass(world, payload, peer, sends=works)
-
-    turn_s = typical_s(turn, repeats=_TURNS)
-    return max(0.0, turn_s / 2 - work.seconds - message_s) / 2
 
 
 @contextmanager
@@ -173,7 +170,7 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         dist.destroy_process_group(own)
 
 
-def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
+def _sums_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> list[float]:
     """Time what a stage does with gradients of so many bytes: copy, sum, and put in place."""
     parameter = nn.Parameter(torch.zeros(num_bytes // 4, device=world.device))
     ranks = dist.get_process_group_ranks(group)
@@ -185,6 +182,6 @@ def _sum_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> float:
         parameter.grad = gradient
 
     try:
-        return typical_s(reducer.finish, repeats=_TURNS, before=have_gradient)
+        return repeats_s(reducer.finish, repeats=_TURNS, before=have_gradient)
     finally:
         reducer.close()

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from autopipe.profile import (
     Profile,
     ProfiledSublayer,
     SublayerCost,
-    chain_bytes,
     chain_seconds,
     join_chains,
     join_sizes,
@@ -33,7 +31,7 @@ from autopipe.profile import (
 from autopipe.profile import merge as merge_profiles
 from pipetransformer.data import Batch
 from pipetransformer.job import Task
-from pipetransformer.measure.kinds import few_of, kinds_of, spread
+from pipetransformer.measure.kinds import choose_sublayers, given_to_all, within
 from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
@@ -44,10 +42,7 @@ from pipetransformer.processes import World, free_bytes, tightest
 _BUDGET_S = 1.5
 """Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
 
-_WHOLE_S = 0.2
-"""Seconds of a round beyond which not all sublayers are timed, but some of each kind."""
-
-_OF_A_KIND, _MOST_ROUNDS = 2, 5
+_MOST_ROUNDS = 5
 
 _SHRINKS = (4, 2, 0)
 """Halvings of the largest micro-batch to the sizes that are measured: a line needs no more."""
@@ -106,11 +101,11 @@ def measure(
     """
     cut = _cut_alike(task, world, read)
     whole_spans_of = _choose_spans(task, world, cut, held_bytes)
-    everyone, kinds, chosen = _choose_sublayers(task, world, cut, whole_spans_of)
-    spans_of = {size: _within(spans, chosen) for size, spans in whole_spans_of.items()}
+    everyone, kinds, chosen = choose_sublayers(task, world, cut, whole_spans_of)
+    spans_of = {size: within(spans, chosen) for size, spans in whole_spans_of.items()}
     batches, rounds = _choose_batches(task, world, cut, spans_of)
     timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
-    measured = spread(timed.costs, chosen, kinds=kinds, everyone=everyone)
+    measured = given_to_all(timed.costs, chosen, kinds=kinds, everyone=everyone)
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(1, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
@@ -119,7 +114,6 @@ def measure(
     untouched = untouched_bytes(task, world, batches[largest], whole_spans_of[largest])
     costs = _with_bytes(measured, state_ratio, untouched)
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
-    worked = range(*broadcast_json([worked.start, worked.stop], group=world.group))
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     # Workers read while stages compute.
     fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
@@ -205,11 +199,12 @@ def _measure_chain(
 
 
 def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) -> MessageTimes:
-    """Return what messages cost that ranks exchange between their computing. Collective."""
+    """Return what messages cost that ranks exchange while computing rank 0's span. Collective."""
 
     def time_beside_work(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MessageTimes:
         return measure_messages(world, partial(forward, sublayers, inputs[0]))
 
+    span = range(*broadcast_json([span.start, span.stop], group=world.group))
     (costs,) = run_spans(task, world.device, [span], [batch], time_beside_work)
     return costs
 
@@ -260,46 +255,6 @@ def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None
     """Return the bytes of a device that measuring may take; None for no limit."""
     limit, free = task.config.memory_limit_bytes, free_bytes(device)
     return tightest((None if limit is None else limit - held_bytes, free))
-
-
-def _choose_sublayers(
-    task: Task,
-    world: World,
-    cut: Cut,
-    spans_of: Mapping[int, Sequence[range]],
-) -> tuple[list[SublayerCost], list[int], tuple[int, ...]]:
-    """Return all sublayers without times, their kinds, and which of them to time. Collective.
-
-    That is all where it can be done soon. Some of each kind compute in warmer caches, and hide
-    that a sublayer is slower at one place than at another; live steps correct the former.
-    """
-    smallest = min(spans_of)
-    spans, batch = spans_of[smallest], cut(smallest)
-    gather_json(None, group=world.group)
-    start = time.perf_counter()
-    found = run_spans(
-        task, world.device, spans, [batch], lambda subs, inputs: chain_bytes(subs, inputs[0])
-    )
-    # Forwards alone: with backwards, and once more without gradients, it takes four times as long.
-    own_s = 4 * (time.perf_counter() - start) / smallest
-    sublayers, rows = task.model.sublayers, list(chain.from_iterable(found))
-    everyone = [
-        SublayerCost(sublayer.name, sublayer.layer, (), (), (), (), optimizer_bytes=0, **row)
-        for sublayer, row in zip(sublayers, rows, strict=True)
-    ]
-    every = tuple(range(len(sublayers)))
-    kinds = kinds_of([sublayer.module for sublayer in sublayers], rows)
-    round_s = max(gather_json(own_s, group=world.group)) * sum(spans_of)
-    if round_s <= _WHOLE_S:
-        return everyone, list(every), every
-    few = few_of(kinds, most=_OF_A_KIND)
-    return everyone, kinds, tuple(broadcast_json(few, group=world.group))
-
-
-def _within(spans: Sequence[range], chosen: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return what was chosen of each span, if anything was."""
-    parts = (tuple(index for index in chosen if index in span) for span in spans)
-    return tuple(part for part in parts if part)
 
 
 def _choose_batches(

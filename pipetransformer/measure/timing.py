@@ -24,7 +24,14 @@ def displacer() -> Callable[[], object]:
 def typical_s(
     action: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
 ) -> float:
-    """Return the median seconds of an action's repeats, after one to warm up.
+    """Return the median of `repeats_s`."""
+    return statistics.median(repeats_s(action, repeats=repeats, before=before))
+
+
+def repeats_s(
+    action: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
+) -> list[float]:
+    """Return the seconds of each of an action's repeats, after one to warm up.
 
     Args:
         action: what to time; the device is waited for.
@@ -40,4 +47,4 @@ def typical_s(
         if torch.cuda.is_initialized():  # Else nothing runs on a GPU here.
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times[1:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, deque
 from functools import partial
 from operator import le
 from pathlib import Path
@@ -15,9 +17,16 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
-from autopipe.schedule import micro_batch_sizes
+from autopipe.schedule import (
+    Instruction,
+    Op,
+    StageWorkers,
+    draw,
+    micro_batch_sizes,
+    replicated_one_f_one_b,
+)
 from autopipe.stashing import VERSION_RULES, StagePlace
-from pipetransformer import Callback, Trainer
+from pipetransformer import Callback, Trainer, unflushed
 from pipetransformer.optimizer import take_state
 from tests.marks import slow
 from tests.measured import measuring, once
@@ -57,10 +66,11 @@ def delayed(scenario: Scenario) -> Outcome:
     optimizer = build_adamw(list(named.items()))
     sampler = EpochSampler(len(data), shuffled(len(data), seed=scenario.options["seed"]))
     per_epoch, losses, step = -(-len(data) // size), [], 0
+    workers = scenario.settings.get("stage_workers", ())
     for epoch in range(scenario.options["epochs"]):
         num_frozen = scenario.num_frozen(step, epoch)
         freeze_plainly(layered, named, partial(le, num_frozen))
-        stage_of = stages(layered, num_frozen, shape.length)
+        stage_of = stages(layered, num_frozen, shape)
         # The last batch is smaller, and a stream of its own.
         for several in (range(per_epoch - 1), range(per_epoch - 1, per_epoch)):
             history: list[dict[str, Tensor]] = []
@@ -74,7 +84,9 @@ def delayed(scenario: Scenario) -> Outcome:
                 for own in ids.split(sizes):
                     used = {}
                     for name, stage in stage_of.items():
-                        place = StagePlace(stage, max(stage_of.values()) + 1, len(sizes))
+                        length = max(stage_of.values()) + 1
+                        turns = workers if len(workers) == length else ()
+                        place = StagePlace(stage, length, len(sizes), turns)
                         used[name] = history[rule(place, number)][name].clone()
                         used[name].requires_grad_(named[name].requires_grad)
                     x, y = data[own]
@@ -95,16 +107,106 @@ def delayed(scenario: Scenario) -> Outcome:
     return Outcome(losses, dict(model.state_dict()), take_state(optimizer, named))
 
 
-def stages(layered: Any, num_frozen: int, length: int) -> dict[str, int]:
+def stages(layered: Any, num_frozen: int, shape: Shape) -> dict[str, int]:
     """Return each parameter's stage, the layers above the frozen ones shared out evenly."""
     first = layered.first_active(num_frozen)
     active = len(layered.sublayers) - first
-    cuts = [first + active * j // length for j in range(1, length)]
+    cuts = shape.cuts or [first + active * j // shape.length for j in range(1, shape.length)]
     return {
         name: sum(index >= cut for cut in cuts)
         for index in range(len(layered.sublayers))
         for name in layered.tensors(index)
     }
+
+
+def shared(
+    workers: tuple[int, ...], micro_batches: int, versions: str, **options: Any
+) -> Scenario:
+    """Describe a run on one pipeline with so many workers a stage."""
+    settings = {"stage_workers": workers, **options.pop("settings", {})}
+    shape = Shape(len(workers), micro_batches)
+    return stream(shape, versions, settings=settings, **options)
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "versions"),
+    [
+        ((2, 1, 1), 2, "stashed"),
+        ((3, 1), 3, "vertical_sync"),
+        ((1, 3), 3, "double_buffered"),
+        *(
+            slow(workers, count, versions)
+            for workers, count in (((2, 1, 1), 4), ((3, 1), 6), ((2, 2), 2), ((1, 2, 1), 4))
+            for versions in RULES
+        ),
+    ],
+)
+def test_stages_of_several_workers_train_by_the_gradients_of_their_turns(
+    four_ranks: Pool, workers: tuple[int, ...], micro_batches: int, versions: str
+) -> None:
+    # The epochs' last batches are of two samples, so that some worker of three has none.
+    scenario = shared(workers, micro_batches, versions)
+    ranks = four_ranks.run(train, scenario)
+    outcome = merge(ranks)
+    assert_equal(outcome, delayed(scenario))
+    assert outcome.losses[4] != pytest.approx(plain(scenario).losses[4], rel=1e-6)
+    held, first = ranks[0].extra["replica_digests"], 0
+    for count in workers:
+        assert all(held[first] == held[rank] != {} for rank in range(first, first + count))
+        first += count
+
+
+def test_workers_in_turn_freeze_and_read_the_cache_in_a_stream(four_ranks: Pool) -> None:
+    scenario = shared((2, 1, 1), 2, "stashed", frozen=(0, 1, 1, 1), settings={"epochs": 4})
+    outcome = merge(four_ranks.run(train, scenario))
+    assert outcome.extra["hits"] > 0
+    assert_equal(outcome, delayed(scenario))
+
+
+def test_turns_that_do_not_come_out_even_are_refused_on_all_ranks(four_ranks: Pool) -> None:
+    # Of a planner's own micro-batches the settings know nothing.
+    for text in four_ranks.run(refusal, shared((3, 1), 4, "stashed"), {}):
+        assert "a step has 4 micro-batches for stages of (3, 1) workers" in text
+
+
+def test_the_documented_grid_is_the_schedule_with_its_versions() -> None:
+    documented = unflushed.__doc__ or ""
+    schedule = replicated_one_f_one_b((2, 1), 6, update_every=2)
+    for row in draw(schedule, replicas=(2, 1)).splitlines():
+        assert row in documented
+    for stage in (0, 1):
+        place = StagePlace(stage, 2, 2, (2, 1))
+        met = (str(VERSION_RULES["stashed"](place, i)) for i in range(6))
+        assert f"stage {stage}  {' '.join(met)}" in documented
+
+
+@pytest.mark.parametrize("workers", [(2, 1), (3, 2), (1, 3, 2), (2, 2), (4, 1, 1)])
+def test_no_worker_waits_for_ever_for_the_others_sums(workers: tuple[int, ...]) -> None:
+    turn, steps = math.lcm(*workers), 4
+    places = StageWorkers(workers)
+    left = list(map(deque, replicated_one_f_one_b(workers, steps * turn, update_every=turn)))
+    sent: Counter[tuple[bool, int, int]] = Counter()
+    updated: Counter[int] = Counter()
+    arrived: Counter[tuple[int, int]] = Counter()
+
+    def may_go(worker: int, ins: Instruction) -> bool:
+        stage, up = places.stages[worker], ins.op.is_forward
+        if ins.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+            sent[up, stage + (1 if up else -1), ins.micro_batch] += 1
+        if ins.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+            return bool(sent[up, stage, ins.micro_batch])
+        return ins.op is not Op.UPDATE or arrived[stage, updated[worker]] == workers[stage]
+
+    while any(left):
+        moved = False
+        for worker, program in enumerate(left):
+            while program and may_go(worker, program[0]):
+                done, moved = program.popleft(), True
+                updated[worker] += done.op is Op.UPDATE
+                if program and program[0].op is Op.UPDATE:
+                    arrived[places.stages[worker], updated[worker]] += 1
+        assert moved, left
+    assert set(updated.values()) == {steps}
 
 
 @every_rule
@@ -199,7 +301,12 @@ def test_what_cannot_be_is_refused_on_all_ranks(two_ranks: Pool) -> None:
         ({"max_grad_norm": 1.0}, "leave max_grad_norm out"),
         ({"schedule": "gpipe"}, "leave schedule='gpipe' out"),
         ({"plan": "published"}, "leave plan='published' out"),
-        ({"stage_workers": (1, 1)}, "leave stage_workers out"),
+        ({"stage_workers": (2, 1), "micro_batches": 3}, "needs a multiple of 2, and has 3"),
+        (
+            {"stage_workers": (2, 1), "micro_batch_size": 4, "global_batch_size": 12},
+            "needs a multiple of 2, and has 3",
+        ),
+        ({"stage_workers": (2, 1), "global_batch_size": 1}, "needs a multiple of 2, and has 1"),
     ):
         assert all(message in text for text in two_ranks.run(refusal, scenario, settings))
     ignoring = stream(Shape(2, 3), "stashed", deep=Deep(ignored=True))

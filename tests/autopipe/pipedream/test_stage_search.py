@@ -123,6 +123,44 @@ def test_no_pipeline_of_all_is_faster(seed: int, activations: bool) -> None:
     assert own[0][0] == 0 and own[-1][1] == len(costs) and sum(r for *_, r in own) == machines
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_stage_is_planned_without_work_and_no_pipeline_of_those_that_have_some_is_faster(
+    seed: int,
+) -> None:
+    random_ = random.Random(seed)
+    costs = [
+        (random_.choice([0.0, random_.uniform(0.1, 2)]), random_.uniform(0, 1e9), 1e9)
+        for _ in range(6)
+    ]
+    costs[3] = (1.3, *costs[3][1:])
+    machines, rate = random_.randint(2, 6), 10 ** random_.uniform(7, 9)
+    plan = optimize(chain(costs), [Machines(machines, rate)], activations=True)
+    working = [
+        stages
+        for stages in all_pipelines(len(costs), machines)
+        if all(any(one[0] for one in costs[begin:end]) for begin, end, _ in stages)
+    ]
+    expected = min(slowest(costs, stages, rate, True) for stages in working)
+    assert [(stage.begin, stage.end, stage.replicas) for stage in plan.stages] in working
+    assert plan.seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_dropout_that_costs_nothing_is_no_stage_of_one_machine_of_a_server() -> None:
+    # The published program gives each of the three a machine or two: 2-1-1.
+    states = chain([(0.4, 1e8, 1e6), (0.0, 1e8, 0.0), (0.2, 1e6, 4e8)])
+    plan = optimize(states, [Machines(2, 1e9), Machines(2, 1e8)], activations=True)
+    assert plan.name == "2-2" and plan.seconds == 2.0
+
+
+def test_a_graph_without_enough_work_for_the_stages_is_refused() -> None:
+    idle = chain([(1, 0, 0), (0, 0, 0)])
+    assert [leaf.to_json() for leaf in optimize(idle, [Machines(1, 1e9)]).leaves] == [[0, 2, 1]]
+    with pytest.raises(ValueError, match="cannot be cut into 2 stages that all compute"):
+        optimize(idle, [Machines(2, 1e9)], straight=True)
+    with pytest.raises(ValueError, match="no node of the graph takes any time"):
+        optimize(chain([(0, 0, 0)] * 2), [Machines(2, 1e9)])
+
+
 def test_a_branching_graph_is_cut_as_its_line_of_cuts() -> None:
     costs = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 2.0}
     nodes = [LayerNode(name, name, s, 0.0, (0.0,), 0.0) for name, s in costs.items()]

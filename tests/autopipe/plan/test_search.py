@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from autopipe.plan.request import PipelinePlan
-from autopipe.plan.search import candidates, plan_pipeline, predict, stage_compute_s
+from autopipe.plan.search import (
+    candidates,
+    near_fastest,
+    plan_pipeline,
+    predict,
+    stage_compute_s,
+    step_range,
+)
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
 from tests.costs import profile, request, sublayer, sums, uniform
@@ -248,3 +255,42 @@ def test_a_stage_is_as_slow_as_the_slowest_of_its_replicas() -> None:
     assert slowness(1) == [3.0]
     # Three of four ranks train: which, is not known here.
     assert slowness(3) == [3.0, 3.0, 3.0]
+
+
+def noisy(share: float, *, sum_s: float = 10.0) -> Profile:
+    """Cost K = 1 on two ranks 96 s and a sum, K = 2 with 16 micro-batches 102 s; computing varies
+    by a share."""
+    layers = [sublayer(layer, spread=(1 - share, 1 + share)) for layer in range(4)]
+    return profile(*layers, all_reduce=sums(sum_s))
+
+
+EITHER = request(micro_batches=(8, 16))
+
+
+def test_a_step_s_range_is_its_prediction_with_the_quartiles() -> None:
+    plan = plan_pipeline(noisy(0.1, sum_s=0.0), EITHER)
+    assert (plan.length, plan.predicted_step_s) == (1, 96.0)
+    low_s, high_s = step_range(noisy(0.1, sum_s=0.0), EITHER, plan)
+    assert (low_s, high_s) == (pytest.approx(0.9 * 96), pytest.approx(1.1 * 96))
+
+
+def test_of_pipelines_that_differ_by_less_than_the_spread_the_shortest_is_taken() -> None:
+    # 106 s and 102 s: 4 s are less than 2 x 5 % of 102 s, and more than 2 x 1 %.
+    unsure, sure = near_fastest(noisy(0.05), EITHER), near_fastest(noisy(0.01), EITHER)
+    assert [(plan.length, plan.predicted_step_s) for plan in unsure] == [(1, 106.0), (2, 102.0)]
+    assert [plan.length for plan in sure] == [2]
+    assert plan_pipeline(noisy(0.05), EITHER) == unsure[0]
+
+
+def test_noise_within_the_spread_does_not_change_the_choice() -> None:
+    # Which of the two is predicted to be faster changes from measurement to measurement.
+    generator = random.Random(0)
+    sums_s = [generator.uniform(2.0, 10.0) for _ in range(20)]
+    fastest = {candidates(noisy(0.05, sum_s=one), EITHER)[0].length for one in sums_s}
+    assert fastest == {1, 2}
+    assert {plan_pipeline(noisy(0.05, sum_s=one), EITHER).length for one in sums_s} == {1}
+
+
+def test_micro_batches_of_one_pipeline_are_told_apart_whatever_the_spread() -> None:
+    forced = request(lengths=(2,))
+    assert plan_pipeline(noisy(0.5), forced) == plan_pipeline(noisy(0.0), forced)

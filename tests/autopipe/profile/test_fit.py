@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.profile.fit import fitted, uncertainty
+from autopipe.profile.fit import fitted, quartiles, uncertainty
 
 SIZES = (1, 4, 16, 32)
 
@@ -51,3 +51,8 @@ def test_a_fit_is_nearer_to_the_truth_than_noisy_times_are() -> None:
 def test_the_median_of_equal_repeats_is_certain_and_of_one_unknown() -> None:
     assert uncertainty([2.0, 2.0, 2.0]) == uncertainty([2.0]) == 0.0
     assert uncertainty([1.0, 2.0, 3.0]) == pytest.approx(1.25 / 3**0.5 / 2)
+
+
+def test_quartiles_are_shares_of_the_median_and_one_repeat_has_none() -> None:
+    assert quartiles([8.0, 2.0, 4.0, 5.0, 3.0]) == (0.75, 1.25)
+    assert quartiles([3.0]) == quartiles([0.0, 0.0]) == (1.0, 1.0)

@@ -305,3 +305,46 @@ def test_sum_over_replicas_is_linear_between_sizes_and_in_proportion_beyond() ->
 def test_link_with_negative_latency_or_no_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="positive rate, got 0.0 s and 0.0 bytes/s"):
         LinkCost(0.0, 0.0)
+
+
+def test_each_sublayer_keeps_the_quartiles_of_its_rounds_over_the_median(clock: Clock) -> None:
+    class Unsteady(Timed):
+        """Take what the rounds say: those that count bytes and warm up, and then the measured."""
+
+        def __init__(self, clock: Clock, *seconds: float) -> None:
+            super().__init__(clock, 1, 2, 1)
+            self.rounds = iter(seconds)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if self.training:
+                self.factor = next(self.rounds, 1.0)
+            return super().forward(hidden)
+
+        def spend(self, seconds: float, num_samples: int) -> None:
+            super().spend(self.factor * seconds, num_samples)
+
+    rounds = (1.0, 1.0, 4.0, 2.0, 3.0, 5.0, 8.0)
+    sublayers = chain(Timed(clock, 1, 2, 1), Unsteady(clock, *rounds))
+    steady, unsteady = profile_sublayers(sublayers, batches(2), repeats=5).costs
+    assert steady.spread == (1.0, 1.0)
+    assert unsteady.spread == (0.75, 1.25)
+
+
+def test_quartiles_price_computing_messages_and_sums_each_by_its_own_spread() -> None:
+    link = LinkCost(2.0, 8.0, 4.0, spread=(0.5, 2.0))
+    sums = (AllReduceCost(2, (1, 9), (0.5, 1.5), spread=(1.0, 3.0)),)
+    measured = replace(
+        profile(cost("a", 4.0, 8.0, spread=(0.75, 1.25)), cost("b", 4.0, 8.0)),
+        link=link,
+        all_reduce=sums,
+    )
+    low, high = measured.quartiles()
+    assert [one.sublayers[0].forward_s for one in (low, high)] == [
+        tuple(share * seconds for seconds in measured.sublayers[0].forward_s)
+        for share in (0.75, 1.25)
+    ]
+    assert low.sublayers[1] == high.sublayers[1] == measured.sublayers[1]
+    assert (low.link, high.link) == (LinkCost(1.0, 16.0, 2.0), LinkCost(4.0, 4.0, 8.0))
+    assert low.node_link == high.node_link == measured.node_link
+    assert high.all_reduce == (AllReduceCost(2, (1, 9), (1.5, 4.5)),)
+    assert Profile.from_json(json.loads(json.dumps(measured.to_json()))) == measured

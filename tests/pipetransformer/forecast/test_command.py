@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from autopipe.plan.explanation import runners_up
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import plan_pipeline
+from autopipe.profile.profile import Profile
 from pipetransformer.cli import main
+from pipetransformer.forecast import command as plan_command
 from pipetransformer.forecast import measured_here as plan_machine
 from pipetransformer.forecast.answer import find_plan
 from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.place import described_place, make_request
+from pipetransformer.forecast.place import Place, described_place, make_request
+from tests import costs
 from tests.models import tiny_data, tiny_model
 
 HERE = "tests.pipetransformer.forecast.test_command"
@@ -316,3 +319,41 @@ def test_runners_up_are_the_best_of_each_length_and_the_next_of_all() -> None:
     found: Any = runners_up(plans, plans[0])
     assert found == [plans[2], plans[3], plans[4], plans[6], plans[8]]
     assert runners_up(plans, None) == [plans[0], *found]
+
+
+@pytest.fixture
+def unsure(monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """Have the machine at hand cost K = 1 106 s, K = 2 102 s, with quartiles 5 % off."""
+    layers = [costs.sublayer(layer, spread=(0.95, 1.05)) for layer in range(4)]
+    profile = costs.profile(*layers, all_reduce=costs.sums(10.0))
+    place = Place("made up", profile, 2, 2, None, None)
+    monkeypatch.setattr(plan_command, "place_at_hand", lambda *_, **__: place)
+    return profile
+
+
+def test_what_cannot_be_told_apart_is_said_with_the_measured_range(
+    capsys: pytest.CaptureFixture[str], unsure: Profile
+) -> None:
+    arguments = (f"{HERE}:shapes_only", "--slots", "2", "--batch", "16")
+    text = plan(capsys, *arguments)
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[3].startswith("choice: K = 1, R = 2, M = 1, 1f1b: step 106000 ms")
+    assert lines[5] == "a step takes 101200 ms to 110800 ms by the quartiles of what was measured"
+    assert lines[6].startswith("K = 1, M = 1 (106000 ms) and K = 2, M = ")
+    assert lines[6].endswith("cannot be told apart: K = 1 is taken, the shortest pipeline")
+    others = {line.split()[0]: line for line in lines if line.endswith("but a longer pipeline")}
+    assert "cannot be told apart" in others["2"]
+    (answer,) = json.loads(plan(capsys, *arguments, "--json"))["answers"]
+    assert answer["range_s"] == [pytest.approx(101.2), pytest.approx(110.8)]
+    assert [one["length"] for one in answer["near"]] == [1, 2]
+    several = plan(capsys, *arguments, "--frozen", "0,1").split("\n\n")[2].splitlines()
+    assert [line.split(": a step takes ")[0] for line in several] == ["0 frozen", "1 frozen"]
+
+
+def test_the_published_rules_choice_is_told_with_its_range_alone(
+    capsys: pytest.CaptureFixture[str], unsure: Profile
+) -> None:
+    arguments = (f"{HERE}:shapes_only", "--slots", "2", "--batch", "16", "--plan", "published")
+    text = plan(capsys, *arguments)
+    assert "by the quartiles of what was measured" in text
+    assert "told apart" not in text

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipetransformer.measure import kinds as kinds_module
 from pipetransformer.measure import measurements as measure_module
-from pipetransformer.measure.kinds import few_of, kinds_of, spread
+from pipetransformer.measure.kinds import few_of, given_to_all, kinds_of
 from pipetransformer.measure.measurements import measure
 from tests.costs import sublayer
 from tests.models import Block
@@ -61,10 +62,12 @@ def test_all_of_a_kind_get_the_median_of_those_measured_and_keep_their_own_bytes
     everyone = [sublayer(layer, parameter_bytes=100 + layer) for layer in range(5)]
     chosen = (0, 1, 2, 4)
     measured = [
-        sublayer(index, forward_s=s) for index, s in zip(chosen, (9, 1, 3, 7), strict=True)
+        sublayer(index, forward_s=s, spread=(1 - s / 20, 1.0 + s))
+        for index, s in zip(chosen, (9, 1, 3, 7), strict=True)
     ]
-    whole = spread(measured, chosen, kinds=[0, 1, 1, 1, 2], everyone=everyone)
+    whole = given_to_all(measured, chosen, kinds=[0, 1, 1, 1, 2], everyone=everyone)
     assert [cost.forward_s for cost in whole] == [(9.0,), (2.0,), (2.0,), (2.0,), (7.0,)]
+    assert [cost.spread[1] for cost in whole] == [10.0, 3.0, 3.0, 3.0, 8.0]
     assert [cost.name for cost in whole] == [cost.name for cost in everyone]
     assert [cost.parameter_bytes for cost in whole] == [100, 101, 102, 103, 104]
 
@@ -74,7 +77,7 @@ def test_a_slow_model_is_measured_by_some_of_its_blocks(monkeypatch: pytest.Monk
     # However slow the machine is, no size is left out: a scalar's bytes are then as many a sample.
     monkeypatch.setattr(measure_module, "_BUDGET_S", 60.0)
     whole = measure(task, ALONE, read).profile
-    monkeypatch.setattr(measure_module, "_WHOLE_S", 0.0)
+    monkeypatch.setattr(kinds_module, "_WHOLE_S", 0.0)
     before = {name: t.clone() for name, t in task.model.model.state_dict().items()}
     with spans_noted() as noted:
         found = measure(task, ALONE, read).profile

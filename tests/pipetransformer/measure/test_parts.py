@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from autocache import PrefixCache, RowContent, RowLayout, RowStore
 from autopipe.profile.profile import MeasuredChain, SublayerCost
 from pipetransformer.data.samples import Batch
-from pipetransformer.measure import reading_times
+from pipetransformer.measure import link_times, reading_times
 from pipetransformer.measure import sublayer_times as compute_module
 from pipetransformer.measure.measurements import first_sublayers
 from pipetransformer.measure.reading_times import disk_byte_s, measure_rows, measure_samples
@@ -166,3 +167,18 @@ def test_where_no_node_has_two_slots_none_computes_alone(
     own = chain(4.0, 4.4, 4.0)
     assert time_alone([], [], world=world(0, size, slots), repeats=3) is None
     assert measure_company(own, [None], world(0, size, slots)) == 1.0
+
+
+def test_links_and_sums_keep_the_quartiles_of_their_repeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repeats = [8.0, 2.0, 4.0, 5.0, 3.0]
+    monkeypatch.setattr(link_times, "repeats_s", lambda *_, **__: repeats)
+    monkeypatch.setattr(link_times, "typical_s", lambda *_, **__: 0.0)
+    work = link_times._Work(lambda: None, 0.0)
+    link = link_times._measure_link(world(0, 2, 2), 1, work)
+    assert (link.latency_s, link.spread) == (2.0, (0.75, 1.25))
+    monkeypatch.setattr(link_times, "_sums_s", lambda *_: repeats)
+    monkeypatch.setattr(link_times, "_stage_group", lambda *_: nullcontext())
+    (cost,) = link_times.measure_sums(world(0, 2, 2), 1 << 20, timeout_s=1.0)
+    assert (set(cost.seconds), cost.spread) == ({4.0}, (0.75, 1.25))

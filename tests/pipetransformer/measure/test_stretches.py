@@ -15,7 +15,7 @@ from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.data.samples import Batch
 from pipetransformer.job import Task
-from pipetransformer.measure import measurements
+from pipetransformer.measure import kinds, measurements
 from pipetransformer.measure import stretches as measure_spans
 from pipetransformer.measure.measurements import measure
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
@@ -138,8 +138,9 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
 def spans_of_two_ranks(batch_size: int) -> set[tuple[int, ...]]:
     """Measure on this world; return what was lent together."""
     # All sublayers are timed, and all work beside messages, however slow the machine is.
-    no_limit = patch.multiple(measurements, _WHOLE_S=math.inf, _WORK_S=math.inf)
-    with spans_noted() as noted, no_limit:
+    no_limit = patch.object(kinds, "_WHOLE_S", math.inf)
+    all_works = patch.object(measurements, "_WORK_S", math.inf)
+    with spans_noted() as noted, no_limit, all_works:
         measure(make_task(global_batch_size=batch_size), connect("cpu", timeout_s=30.0), read)
     return {*noted}
 
