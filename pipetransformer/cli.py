@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipetransformer import __version__
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
 from pipetransformer.forecast import add_plan_parser
 from pipetransformer.model_files import add_export_parser
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the process's exit status."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True)
     add_plan_parser(
         commands.add_parser(

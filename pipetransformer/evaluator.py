@@ -96,6 +96,7 @@ class Evaluator:
         self, dataset: SizedDataset, targets: tuple[str, ...], kept: KeptOutputs | None = None
     ) -> dict[str, float]:
         """Return the means over a data set, NaN for those of nothing; keep outputs where asked."""
+        self._deployment.refuse_partial_edits()
         own, joined = Results(kept=kept), Results()
         feed, is_last = self.feed, self._timeline.is_over
         is_whole = targets == self._task.model.targets

@@ -159,9 +159,11 @@ class Run:
             return None
         self._lent.borrow()
         try:
+            self.deployment.fill_released()
             checkpoint = self.state.open()
             self._refuse_what_runs_wrongly(trains)
             self.state.begin(checkpoint)
+            self.log.say(self.state.continues)
             self.selection.take_up()
             self._start_log()
             return self.decide_if_due()
@@ -176,10 +178,17 @@ class Run:
 
     def give_model_back(self) -> None:
         """Leave the user's model as it came, but for its weights; see `LentModel`."""
+        if self.timeline.is_over and self.deployment.stage is not None:
+            self.deployment.stage.end_training()
         self._lent.give_back()
 
     def decide_if_due(self) -> Change | None:
-        """Decide where a decision precedes the coming step, and carry it out. Collective there."""
+        """Decide where a decision precedes the coming step, and carry it out.
+
+        Collective there, and at an epoch's start.
+        """
+        if self.timeline.at_epoch_start:
+            self.deployment.refuse_partial_edits()
         report = self.log.report
         change = self.transitions.decide_if_due(report.metrics, report.evaluated_at)
         if change is not None:
@@ -246,11 +255,37 @@ class Run:
             self.log.outcome(clock.step, decision, usual_s)
 
     def note_end(self) -> None:
-        """Record the epoch in which the run is over, if it ended within one. Collective there."""
+        """Record the epoch in which the run is over, if it ended within one. Collective there.
+
+        The progress ends there, too.
+        """
         timeline = self.timeline
         if timeline.is_over and not timeline.at_epoch_start:
             position = timeline.position
             self.log.epoch(position.step, position.epoch + 1, partial=True)
+        if timeline.is_over:
+            self.log.finish()
+
+    def where_it_stopped(self) -> str:
+        """Say at which step a run was left, and how it goes on; on other ranks "".
+
+        The save under way is given a moment, on all ranks.
+        """
+        newest, config = self.state.newest_checkpoint(), self.task.config
+        if not self.world.is_main:
+            return ""
+        stopped = f"stopped at step {self.timeline.position.step}"
+        if newest is not None:
+            return (
+                f"{stopped}; the newest checkpoint is {newest}: continue it with resume='auto', "
+                "or with train(resume_from_checkpoint=True) of pipetransformer.hf"
+            )
+        if config.folder is not None and config.saves:
+            return f"{stopped}, before the first checkpoint; resume='auto' starts the run anew"
+        return (
+            f"{stopped}; there is no checkpoint: a run that is to be continued needs folder= and "
+            "checkpoint_every_steps= or checkpoint_every_epochs="
+        )
 
     @property
     def learning_rate(self) -> float:

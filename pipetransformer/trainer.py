@@ -88,9 +88,16 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None = None,
+        trace: object = None,
+    ) -> None:
         self._is_closed = True
         self._run.close(failed=error_type is not None)
+        if isinstance(error, KeyboardInterrupt) and not self.is_over:
+            self._say_where(error)
 
     def close(self) -> None:
         """Wait for a checkpoint, and let go of all but rank 0's model, which stays usable."""
@@ -105,23 +112,31 @@ class Trainer:
 
         Returns:
             what the run took and reached.
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed; on rank 0 it says at which step, which
+                checkpoint is the newest, and how to go on.
         """
         run, events = self._run, self._events
         refuse_surroundings(trains=True)
-        with own_random_numbers(self.world.device):
-            first_change = run.begin(trains=True)
-        events.tell(Callback.on_train_begin)
-        events.tell_of_change(first_change)
         try:
+            with own_random_numbers(self.world.device):
+                first_change = run.begin(trains=True)
+            events.tell(Callback.on_train_begin)
+            events.tell_of_change(first_change)
             with self._own_numbers():  # Once, and not at each step.
                 while not self.is_over:
                     self.step()
             self._note_save(run.state.finish())
             run.transitions.look_back()
             run.log.finish()
+            run.deployment.refuse_partial_edits()
             run.deployment.gather_weights(run.deployment.roomy_device())
             run.selection.put_best_weights()
+        except KeyboardInterrupt as error:
+            self._say_where(error)
+            raise
         finally:
+            run.log.stop_showing()
             run.give_model_back()
         events.tell(Callback.on_train_end, self.report)
         return self.report
@@ -362,6 +377,11 @@ class Trainer:
             run.note_end()
             self._note_save(run.state.save_if_due())
             return result
+
+    def _say_where(self, error: KeyboardInterrupt) -> None:
+        """Have an interrupt say where it has stopped the run, as the last line of its trace."""
+        if not error.args and self._run.transitions.have_begun:
+            error.args = tuple(filter(None, [self._run.where_it_stopped()]))
 
     def _note_save(self, saved: Saved | None) -> None:
         self._run.log.checkpoint(saved)

@@ -7,14 +7,13 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import resource
 import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +31,7 @@ import pipetransformer.transition.transitions
 from autocache.store import RowStore
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool
-from experiments.soak import last_checkpoint, limit, read_state
+from experiments.soak import last_checkpoint, limit, read_state, shared_files
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.data import Samples
@@ -299,13 +298,6 @@ def assert_recovered_in_time(run: Run, end_s: float) -> None:
     for fault_s, *fault in struck:
         next_s = min(then_s for then_s in events if then_s > fault_s)
         assert next_s - fault_s <= RECOVERY_LIMIT_S, fault
-
-
-def shared_files(pids: Collection[int]) -> list[str]:
-    """Name what processes have left in shared memory: others have files there, too."""
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    own = set(map(str, pids))
-    return [name for name in names if own.intersection(re.split(r"[-_.]", name))]
 
 
 def pids_file(run: Run, launcher: int) -> Path:

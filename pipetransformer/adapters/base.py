@@ -291,7 +291,7 @@ class LayeredModel:
         if absent:
             holders.setdefault(self.sublayers[index].module, absent[0])
         self._guards[index] = [
-            module.register_forward_pre_hook(partial(_refuse_forward, name))
+            module.register_forward_pre_hook(partial(_refuse_forward, name, *self.holder(name)))
             for module, name in holders.items()
         ]
 
@@ -378,7 +378,11 @@ def _find_slots(
     return {name: slots[id(tensor)] for name, tensor in named_tensors(model).items()}
 
 
-def _refuse_forward(name: str, module: nn.Module, _args: Any) -> None:
+def _refuse_forward(
+    name: str, holder: nn.Module, attribute: str, module: nn.Module, _args: Any
+) -> None:
+    if not getattr(holder, attribute).is_meta:
+        return  # Another run has filled the model since.
     raise RuntimeError(
         f"{name!r} of this {type(module).__name__} is released: this rank does not "
         "hold it; run the layers it holds, or materialize() and fill it"

@@ -6,7 +6,8 @@
                                    launcher began
     "replace" a run                starts, and that run is removed; restarted as above
     True      no checkpoint        is refused
-    "auto"    no checkpoint        starts from the beginning, with the decisions of the journal
+    "auto"    no checkpoint        starts from the beginning, with the decisions of the journal,
+                                   if that is its own: run.json says whose it is
     either    checkpoints          continues from the newest that is usable
 
 Whatever one rank finds wrong ends in the same way on all.
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +36,7 @@ from pipetransformer.checkpoint.format import (
     published,
 )
 from pipetransformer.config import TrainConfig
-from pipetransformer.durable_files import replace_file
+from pipetransformer.durable_files import read_sealed_json, replace_file, sealed_json
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import (
     World,
@@ -53,7 +55,8 @@ from pipetransformer.transition import (
 
 CHECKPOINTS = "checkpoints"
 
-_LAUNCHERS = "launchers.json"
+_LAUNCHERS, _RUN = "launchers.json", "run.json"
+_SUBLAYERS = "sublayers"
 _LOG = logging.getLogger(__name__)
 
 
@@ -95,8 +98,8 @@ def resumes(config: TrainConfig) -> bool:
 def remove_run(folder: Path) -> None:
     """Remove what a run would continue from; its records stay, as those of a run gone back."""
     clear(folder / CHECKPOINTS)
-    (folder / _LAUNCHERS).unlink(missing_ok=True)
-    (folder / JOURNAL_FILE).unlink(missing_ok=True)
+    for name in (_LAUNCHERS, JOURNAL_FILE, _RUN):
+        (folder / name).unlink(missing_ok=True)
 
 
 def note_launchers(folder: Path, world: World) -> None:
@@ -108,15 +111,35 @@ def note_launchers(folder: Path, world: World) -> None:
     launchers = sorted(set(gather_json(launcher_name(), group=world.group)))
 
     def note() -> None:
-        if _noted_launchers(folder) == launchers:  # Started again, maybe on a full disk.
-            return
-        try:
-            replace_file(folder / _LAUNCHERS, json.dumps(launchers).encode())
-        except OSError as error:
-            text = f"{error.strerror}; free some space there, or give another folder"
-            raise OSError(error.errno, text, str(folder / _LAUNCHERS)) from error
+        if _noted_launchers(folder) != launchers:  # Started again, maybe on a full disk.
+            _note(folder / _LAUNCHERS, json.dumps(launchers).encode())
 
     on_rank_0(note, group=world.group)
+
+
+def note_run(
+    folder: Path, identity: Mapping[str, Any], model: LayeredModel, *, continues: bool
+) -> None:
+    """Write down whose a folder is before anything is saved in it, for rank 0.
+
+    Where a run goes on with a journal alone, it must be the one that began there.
+
+    Args:
+        identity: what both have in common beside the model's sublayers.
+        continues: whether the run goes on with what the folder holds.
+    Raises:
+        ValueError: it is another run's folder, or what was written is damaged.
+        OSError: there is no room for so little.
+    """
+    path, has_saved = folder / _RUN, holds_checkpoint(folder / CHECKPOINTS)
+    sublayers = [sublayer.name for sublayer in model.sublayers]
+    if not continues or not (has_saved or ((folder / JOURNAL_FILE).exists() and path.exists())):
+        _note(path, sealed_json({**identity, _SUBLAYERS: sublayers}))
+    elif not has_saved:  # Else that is compared.
+        begun, what = read_sealed_json(path), f"the run that was begun in {folder}"
+        if begun[_SUBLAYERS] != sublayers:
+            raise _of_another_model(what, begun[_SUBLAYERS], sublayers)
+        refuse_another_run(f"{what} had", begun, identity)
 
 
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:
@@ -156,10 +179,30 @@ def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
     sublayers = [sublayer.name for sublayer in model.sublayers]
     names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
     if names != set(checkpoint.records):
-        saved = sorted({split_shard_name(name)[0] for name in checkpoint.records})
+        saved = {split_shard_name(name)[0] for name in checkpoint.records}
+        raise _of_another_model(f"checkpoint {checkpoint.folder}", saved, sublayers)
+
+
+def _of_another_model(what: str, saved: Iterable[str], ours: Iterable[str]) -> ValueError:
+    return ValueError(
+        f"{what} is of a model with the sublayers {sorted(saved)}, but this one has "
+        f"{sorted(ours)}; resume with the model that was saved"
+    )
+
+
+def refuse_another_run(what: str, begun: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise a ValueError where a run does not have what the one that it goes on with had.
+
+    Args:
+        what: begins the message, as "checkpoint X was saved with".
+    """
+    other = {name: own for name, own in ours.items() if begun[name] != own}
+    if other:
+        had = {name: begun[name] for name in other}
         raise ValueError(
-            f"checkpoint {checkpoint.folder} is of a model with the sublayers {saved}, "
-            f"but this one has {sorted(sublayers)}; resume with the model that was saved"
+            f"{what} {had}, but this run has {other}; resume with the same seed and training set, "
+            "which give the order of the samples, and the same optimizer, or start a new run from "
+            "its weights"
         )
 
 
@@ -193,6 +236,15 @@ def _check_fit(name: str, saved: Shard, held: Shard) -> None:
             f"{name} was saved with {sorted(theirs - ours)}, but this model has "
             f"{sorted(ours - theirs)}; resume with the model that was saved"
         )
+
+
+def _note(path: Path, data: bytes) -> None:
+    """Write a little at the start; where there is no room, there would be none for checkpoints."""
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        text = f"{error.strerror}; free some space there, or give another folder"
+        raise OSError(error.errno, text, str(path)) from error
 
 
 def _noted_launchers(folder: Path) -> list[str]:

@@ -18,13 +18,15 @@ import torch
 from autodp import gather_json
 from freeze.signals import IntervalSignals
 from pipetransformer.checkpoint.folder_lock import lock_folder
-from pipetransformer.checkpoint.format import Checkpoint
+from pipetransformer.checkpoint.format import Checkpoint, published
 from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
     check_model,
     note_launchers,
+    note_run,
     open_latest,
     read_shards,
+    refuse_another_run,
     remove_run,
     resumes,
 )
@@ -57,7 +59,10 @@ class Part(Protocol):
 
 
 class RunState:
-    """Save and restore what changes while a run trains; its parts do so themselves."""
+    """Save and restore what changes while a run trains; its parts do so themselves.
+
+    `continues` says from where, once begun; "" for a run that starts.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class RunState:
         self._resumes = False
         self._keeps = False
         self._reserved_for: Decision | None = None
+        self.continues = ""
 
     def open(self) -> Checkpoint | None:
         """Get ready to save, and return the checkpoint to continue from, if any. Collective."""
@@ -109,6 +115,7 @@ class RunState:
             _LOGGER.warning("the processes were started again: the run in %s continues", folder)
         if config.resume == "replace" and not continues:
             remove_run(folder)
+        note_run(folder, self._identity(), self._task.model, continues=continues)
         return continues
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
@@ -116,7 +123,7 @@ class RunState:
         self._transitions.begin(self._kept_measurements(checkpoint) if checkpoint else None)
         if checkpoint:
             self._restore(checkpoint)
-            self._tell(checkpoint)
+            self.continues = self._continues_from(checkpoint)
         step = self._timeline.position.step
         self._transitions.decider.open_journal(from_step=step if self._resumes else None)
 
@@ -149,19 +156,16 @@ class RunState:
         if not self._keeps:
             transitions.decider.planner.use(transitions.decider.planner.measurements)
 
-    def _tell(self, checkpoint: Checkpoint) -> None:
-        """Say where the run continues, and what is set otherwise than at the save."""
+    def _continues_from(self, checkpoint: Checkpoint) -> str:
+        """Return where the run continues, and what is set otherwise than at the save."""
         before, now = checkpoint.scalars.get("settings", {}), self._settings()
         changed = [
             f"{name} {before[name]} -> {value}"
             for name, value in now.items()
             if name in before and before[name] != value
         ]
-        if self._world.is_main:
-            _LOGGER.info(
-                f"continues from step {self._timeline.position.step} ({checkpoint.folder.name})"
-                + (f"; changed since: {', '.join(changed)}" if changed else "")
-            )
+        where = f"continues from step {self._timeline.position.step} ({checkpoint.folder.name})"
+        return where + (f"; changed since: {', '.join(changed)}" if changed else "")
 
     def _settings(self) -> dict[str, Any]:
         """Return what a run that continues may set otherwise, as plain values."""
@@ -210,6 +214,15 @@ class RunState:
             )
         return may
 
+    def newest_checkpoint(self) -> str | None:
+        """Give a save under way a moment, on all ranks; rank 0 names the newest checkpoint."""
+        config = self._task.config
+        if self._saver is not None:
+            self._saver.abandon()
+        if config.folder is None or not self._world.is_main:
+            return None
+        return next((one.name for one in published(Path(config.folder) / CHECKPOINTS)), None)
+
     def finish(self) -> Saved | None:
         """Wait until the last checkpoint is written, as `Saver.wait` does; return it."""
         if self._saver is None:
@@ -231,15 +244,8 @@ class RunState:
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or after which samples would be lost."""
         check_model(checkpoint, self._task.model)
-        identity, scalars = self._identity(), checkpoint.scalars
-        ours = {name: own for name, own in identity.items() if scalars[name] != own}
-        if ours:
-            saved = {name: scalars[name] for name in ours}
-            raise ValueError(
-                f"checkpoint {checkpoint.folder} was saved with {saved}, but this run has {ours}; "
-                "resume with the same seed and training set, which give the order of the samples, "
-                "and the same optimizer, or start a new run from its weights"
-            )
+        saved = f"checkpoint {checkpoint.folder} was saved with"
+        refuse_another_run(saved, checkpoint.scalars, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it must have in common."""

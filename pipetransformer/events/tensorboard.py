@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from pipetransformer.config import EVALUATION_FIELDS
 from pipetransformer.events.callback import Callback
+from pipetransformer.extras import require
 from pipetransformer.report import FitReport
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorBoard() needs the package tensorboard; install pipetransformer[report]"
-            )
+        require("tensorboard", purpose="TensorBoard()")
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self._close: Callable[[], object] = lambda: None

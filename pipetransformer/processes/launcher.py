@@ -50,6 +50,8 @@ _PRELOADED = ["pipetransformer", "torch._dynamo"]
 _GRACE_S = 2.0
 _FAILURE, _CONSEQUENCE = "first-failure", "first-consequence"
 """Links that hold the rank that failed first by itself, and first because of another rank."""
+_INTERRUPTED, _INTERRUPT_S = "interrupted", 10.0
+"""The file in which a rank says where Ctrl-C has stopped it, and how long all may take to end."""
 _NEIGHBOURS_S = 0.2
 """How long a killed process may take to become visible after its neighbours noticed."""
 
@@ -78,6 +80,7 @@ def launch(
             outlives a launcher that is killed.
     Raises:
         ValueError: there is no slot, or none of its cores, or restarts are fewer than 0.
+        KeyboardInterrupt: Ctrl-C was pressed; all have been ended, and it says where rank 0 stood.
         WorkerFailedError: a process failed or was killed once more than restarts are allowed; the
             others have been ended.
     """
@@ -141,6 +144,12 @@ def _run(
                 for process in processes:
                     process.start()
             return _watch(processes, Path(folder))
+        except KeyboardInterrupt as error:
+            # A terminal's Ctrl-C has reached the ranks as well; they may still be saving.
+            _join(processes, _INTERRUPT_S)
+            with suppress(OSError):
+                error.args = ((Path(folder) / _INTERRUPTED).read_text(),)
+            raise
         finally:
             _end(processes)
 
@@ -178,6 +187,12 @@ def _enter(work: Callable[[], None], rank: int, environment: Mapping[str, str]) 
     _leave_with_parent()
     try:
         work()
+    except KeyboardInterrupt as error:
+        if error.args:
+            # Rank 0's last words become the launcher's, below all that is printed.
+            with suppress(OSError):
+                (Path(environment[STORE_VARIABLE]).parent / _INTERRUPTED).write_text(str(error))
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         name = _CONSEQUENCE if isinstance(error, PeerError) else _FAILURE
         with suppress(OSError):  # Another rank was first, or the launcher is gone.
@@ -278,9 +293,16 @@ def _end(processes: Sequence[BaseProcess]) -> None:
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()
-    deadline = time.monotonic() + _GRACE_S
+    _join(alive, _GRACE_S)
     for process in alive:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()  # This ends a stopped process too.
             process.join()
+
+
+def _join(processes: Sequence[BaseProcess], patience_s: float) -> None:
+    """Wait so long for processes that have started."""
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        if process.is_alive():
+            process.join(max(0.0, deadline - time.monotonic()))

@@ -16,9 +16,10 @@ import os
 import platform
 import socket
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,23 @@ _JOINED = itertools.count()
 """Numbers the worlds that this process joins one after the other."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Lease:
+    """Keep a default group that was made here, for as long as a world that uses it is open."""
+
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        _LEASES.add(self)
+
+
+_LEASES: WeakSet[_Lease] = WeakSet()
+
+
+def _is_leased(group: dist.ProcessGroup | None) -> bool:
+    return any(lease.group is group for lease in _LEASES)
+
+
 @dataclass
 class World:
     """Hold this rank's coordinates.
@@ -54,10 +72,11 @@ class World:
         rank, size: among all processes.
         slots_per_node: processes of one node.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
-        owned: whether that group was made here, and is to be destroyed here.
+        owned: whether that group was made here, and is to be destroyed by the last that uses it.
         max_replicas: most pipelines that train side by side; None for no limit.
         stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
             with one each.
+        lease: of a default group that was made here; all its worlds have one.
     """
 
     rank: int
@@ -68,6 +87,7 @@ class World:
     owned: bool
     max_replicas: int | None = None
     stage_workers: tuple[int, ...] | None = None
+    lease: _Lease | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -100,9 +120,14 @@ class World:
         return Topology(self.size, self.slots_per_node, length, self.max_replicas)
 
     def close(self) -> None:
-        """Destroy the group and its threads, if it was made here; a script's own stays."""
+        """Destroy the group and its threads, if it was made here; a script's own stays.
+
+        A default group is destroyed, with all groups, by the last of those that share it.
+        """
         if self.owned and self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+            self.lease = None
+            if not _is_leased(self.group):
+                dist.destroy_process_group(self.group)
             # gloo's threads end with the last reference, and might abort the process's end.
             self.group = None
 
@@ -147,9 +172,11 @@ def connect(device: str, *, timeout_s: float) -> World:
     limit = timedelta(seconds=timeout_s)
     if starts:
         _initialise(rank, size, seat, limit)
-        return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned=True)
+        group = dist.group.WORLD
+        return World(rank, size, slots, _take(chosen), group, owned=True, lease=_Lease(group))
     group, owned = _join_group(shares=device == _SHARED, timeout=limit)
-    world = World(rank, size, slots, chosen, group, owned)
+    lease = _Lease(group) if _is_leased(group) else None
+    world = World(rank, size, slots, chosen, group, owned or lease is not None, lease=lease)
     try:
         check_seats([Seat(**one) for one in gather_json(asdict(seat), group=group)])
     except ValueError:  # On every rank: where a wait failed, leaving would be one more.

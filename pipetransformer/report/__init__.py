@@ -1,7 +1,8 @@
 """Record a run, show its progress, and draw it.
 
 run_log ─► decision_records, records ─► pictures, freeze_pictures ─► figure_style     fit_report
-        └► closing_lines: what the cache spared, or a policy saw
+        ├► closing_lines: what the cache spared, or a policy saw
+        └► progress: the bar
 """
 
 from pipetransformer.report.decision_records import RecordedDecision, read_decisions

@@ -6,13 +6,20 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from pipetransformer.extras import require
+
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Make a figure of 110 pixels an inch; without pyplot, it leaves the caller's alone."""
+    """Make a figure of 110 pixels an inch; without pyplot, it leaves the caller's alone.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require("matplotlib", purpose="drawing")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autopipe.trace import text_table
+
 
 @dataclass
 class FitReport:
@@ -26,6 +28,8 @@ class FitReport:
             computed, by the times that were measured.
         cache_bytes: the most that a node took for activations of training samples.
         metrics, evaluated_at: of the last evaluation of the eval_dataset, and after which step.
+        training_loss: mean over the samples of the last epoch, as far as it was trained.
+        frozen, length, replicas: frozen layers, K and R of the last step.
         best_metric: the best `metric_for_best_model` of these evaluations, and after which step;
             None before the first.
     """
@@ -42,9 +46,42 @@ class FitReport:
     evaluated_at: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
+    training_loss: float | None = None
+    frozen: int = 0
+    length: int = 0
+    replicas: int = 0
+
+    def __str__(self) -> str:
+        """Return a small table: what was reached and what it took; below it the transitions."""
+        values = [["training loss", _number(self.training_loss)]]
+        after = "" if self.evaluated_at is None else f", evaluated after step {self.evaluated_at}"
+        values += [[name, f"{_number(one)}{after}"] for name, one in self.metrics.items()]
+        if self.best_metric is not None:
+            best = f"{_number(self.best_metric)}, after step {self.best_step}"
+            values.append(["best metric", best])
+        values += [["seconds", _number(self.seconds)], ["samples", str(self.samples)]]
+        if self.cache_hits + self.cache_misses:
+            cache = f"{self.cache_hits} samples read, {self.cache_misses} computed"
+            values.append(["frozen layers' outputs", cache])
+        values.append(["frozen layers", str(self.frozen)])
+        values.append(["K x R", f"{self.length} x {self.replicas}"])
+        text = text_table(values)
+        if not self.transitions:
+            return text
+        rows = [["transition", "frozen layers", "K x R", "M", "seconds"]]
+        for one in self.transitions:
+            shape = f"{one['length']} x {one['replicas']}"
+            frozen, parts = str(one["frozen"]), str(one["micro_batches"])
+            rows.append([f"step {one['step']}", frozen, shape, parts, _number(one["seconds"])])
+        return f"{text}\n\n{text_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
+
+
+def _number(value: float | None) -> str:
+    """Write four digits; "none" where there is no number."""
+    return "none" if value is None else f"{value:.4g}"

@@ -23,6 +23,7 @@ CATEGORY_COLORS = {
     "all_reduce": "#f5c77e",
     "data": "#59a14f",
     "cache": "#a9d18e",
+    "deciding": "#e8a5a7",
     "transition": "#c44e52",
     "other": "#c7cbd1",
 }
@@ -86,7 +87,7 @@ def draw_folder(folder: Path) -> str:
 
 
 def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import FuncFormatter
 
     highest = 0.0
     for name, records, color in _colored(runs):
@@ -100,7 +101,8 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
     loss.legend(frameon=False)
     judged.set_ylabel(f"test {metric.replace('_', ' ')}")
     if metric == "accuracy" and highest <= 1:
-        judged.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        # As many digits as a tick has: 24.5 % is neither 24 % nor 24.50 %.
+        judged.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
     _share_time(loss, judged)
 
 
@@ -170,7 +172,7 @@ def _draw_breakdown(axes: Axes, runs: Runs) -> None:
     axes.margins(y=0.2)
     axes.set(ylabel="seconds", xlabel="epoch")
     axes.set_xticks(places[: len(epochs) : max(1, len(epochs) // 8)])
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=5, frameon=False)
 
 
 def _colored(runs: Runs) -> Iterator[tuple[str, list[Record], str]]:

@@ -21,10 +21,11 @@ Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
 Losses are means over samples; samples, hits and misses are those of all replicas, a step's seconds
-rank 0's, an epoch's breakdown the mean over ranks. `seconds` are wall time, `accuracy` is a
-fraction, `length` is the number of stages of a pipeline. What steps took before a transition, and
-its outcome, are without what filling a cache adds once, and without waiting for workers. A number
-that is not finite is null, because JSON has none.
+rank 0's, an epoch's breakdown the mean over ranks. In a breakdown "transition" is deciding one and
+carrying it out, "deciding" is reading signals, and deciding to go on as before. `seconds` are wall
+time, `accuracy` is a fraction, `length` is the number of stages of a pipeline. What steps took
+before a transition, and its outcome, are without what filling a cache adds once, and without
+waiting for workers. A number that is not finite is null, because JSON has none.
 """
 
 from __future__ import annotations

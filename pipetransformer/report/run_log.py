@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from autodp import Topology, gather_json
 from autopipe.profile import Profile
@@ -23,6 +20,7 @@ from pipetransformer.processes import World
 from pipetransformer.report.closing_lines import cache_line, nothing_frozen_line
 from pipetransformer.report.decision_records import decision_fields
 from pipetransformer.report.fit_report import FitReport
+from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import RecordListener, Records
 from pipetransformer.stage import StepResult
 from pipetransformer.transition import Change, Decision
@@ -41,8 +39,8 @@ class RunLog:
         self._world, self._config, self._freezes = world, config, freezes
         self._records: Records | None = None
         self._listener: RecordListener | None = None
-        self._bar: Any = None
-        self._bar_fields: dict[str, str] = {}
+        self._progress = Progress(is_shown=config.progress and world.is_main, label=config.label)
+        self._is_finished = False
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
         self._epoch_loss = 0.0
@@ -77,34 +75,31 @@ class RunLog:
             unused: columns of the training set that the model does not take.
         """
         self._profile = profile
-        if self._config.progress and self._world.is_main:
-            # A log file gets a line every half minute instead of a bar redrawn in place.
-            interval_s = 0.2 if sys.stderr.isatty() else 30.0
-            self._bar = tqdm(
-                total=clock.max_steps,
-                desc=self._config.label,
-                dynamic_ncols=True,
-                mininterval=interval_s,
-                maxinterval=interval_s,
-            )
-        if self._world.is_main:
-            say = _LOGGER.info if self._bar is None else self._bar.write
-            if unused:
-                say(f"columns that the model does not take: {', '.join(unused)}")
-            if cache_bytes:
-                say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
+        if unused:
+            self.say(f"columns that the model does not take: {', '.join(unused)}")
+        if cache_bytes:
+            self.say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
+        self._progress.open(clock.step, clock.max_steps)
+
+    def say(self, line: str) -> None:
+        """Write a line on rank 0, beside the bar or in the log; nothing for ""."""
+        if line and self._world.is_main:
+            self._progress.say(line)
 
     def finish(self) -> None:
-        """Show that the run is over, maybe before its last epoch."""
-        if self._bar is not None:
-            self._bar.total = self._bar.n
-            self._bar.refresh()
-        self._say_what_came_of_it()
+        """Show that the run is over, maybe before its last epoch, and say what came of it."""
+        if not self._is_finished:
+            self._is_finished = True
+            self._say_what_came_of_it()
+            self._progress.close(is_whole=True)
+
+    def stop_showing(self) -> None:
+        """Leave the bar on the terminal, wherever the run is."""
+        self._progress.close(is_whole=False)
 
     def close(self) -> None:
-        """Close the records, and leave the finished bar on the terminal."""
-        if self._bar is not None:
-            self._bar.close()
+        """Close the records, and leave the bar on the terminal."""
+        self.stop_showing()
         if self._records is not None:
             self._records.close()
         self._records = None
@@ -129,6 +124,9 @@ class RunLog:
         self._epoch_samples += num_samples
         self._epoch_loss += result.loss * num_samples
         shape = self._shape(decision)
+        self.report.training_loss = self._epoch_loss / max(self._epoch_samples, 1)
+        self.report.frozen = shape["frozen"]
+        self.report.length, self.report.replicas = shape["length"], shape["replicas"]
         self._record(
             "step",
             clock.step,
@@ -143,21 +141,17 @@ class RunLog:
             cache_upgrades=upgrades,
             gradient_norm=result.gradient_norm,
         )
-        if self._bar is not None:
-            self._bar_fields = {
-                "epoch": str(clock.epoch),
-                "loss": f"{result.loss:.3f}",
-                "acc": self._accuracy,
-                "frozen": str(shape["frozen"]),
-                "KxR": f"{shape['length']}x{shape['replicas']}",
-                "M": str(shape["micro_batches"]),
-                "samples/s": f"{num_samples / result.seconds:.0f}",
-                "hits": f"{hits / max(hits + misses, 1):.0%}"
-                + (f" ({upgrades / (hits + misses):.0%} in part)" if upgrades else ""),
-            }
-            self._bar.total = clock.max_steps
-            self._bar.set_postfix(self._bar_fields, refresh=False)
-            self._bar.update(clock.step + 1 - self._bar.n)
+        part = f" ({upgrades / (hits + misses):.0%} in part)" if upgrades else ""
+        fields = {
+            "epoch": str(clock.epoch),
+            "loss": f"{result.loss:.3f}",
+            "acc": self._accuracy,
+            "frozen": str(shape["frozen"]),
+            **self._pipeline_fields(shape),
+            "samples/s": f"{num_samples / result.seconds:.0f}",
+            "hits": f"{hits / max(hits + misses, 1):.0%}{part}",
+        }
+        self._progress.show(clock.step + 1, clock.max_steps, fields)
 
     def change(self, change: Change) -> None:
         """Note what happened between two steps."""
@@ -170,7 +164,9 @@ class RunLog:
             self._last_asked = decision.step, decision.reason, change.context
         spent_s = change.observe_s + (change.seconds if before else 0.0)
         self.report.seconds += spent_s
-        self._spent["transition"] += spent_s
+        carried_s = change.seconds if before and change.is_transition else 0.0
+        self._spent["transition"] += carried_s
+        self._spent["deciding"] += spent_s - carried_s
         if change.context is not None and self._records is not None:
             num_steps = decision.step - before.step if before else 0
             seen = decision_fields(
@@ -179,7 +175,6 @@ class RunLog:
                 reason=decision.reason,
                 interval_s=num_steps * (change.step_before_s or 0.0),
             )
-            carried_s = change.seconds if before and change.is_transition else 0.0
             self._record(
                 "decision",
                 decision.step,
@@ -211,11 +206,12 @@ class RunLog:
             resting=list(decision.resting),
             reason=decision.reason,
         )
-        if self._bar is not None:
-            was = self._shape_text(before) if before else "start"
-            cached = ", prefix cached" if decision.use_cache else ""
-            now = f"{self._shape_text(decision)}{cached} in {seconds * 1e3:.0f} ms"
-            self._bar.write(f"step {decision.step}: {was} -> {now}")
+        was = self._shape_text(before) if before else "start"
+        cached = ", prefix cached" if decision.use_cache else ""
+        now = f"{self._shape_text(decision)}{cached} in {seconds * 1e3:.0f} ms"
+        self.say(f"step {decision.step}: {was} -> {now}")
+        if change.sureness:
+            self.say(f"step {decision.step}: {change.sureness}")
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
         """Note what steps take in the long run, beside what was predicted."""
@@ -256,9 +252,7 @@ class RunLog:
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         self.report.metrics, self.report.evaluated_at = metrics, step
         self._accuracy = f"{metrics['accuracy']:.3f}" if "accuracy" in metrics else "-"
-        if self._bar is not None and self._bar_fields:
-            self._bar_fields["acc"] = self._accuracy
-            self._bar.set_postfix(self._bar_fields, refresh=False)
+        self._progress.correct("acc", self._accuracy)
         self._record("evaluation", step, epoch=epoch, seconds=seconds, **metrics)
 
     def checkpoint(self, saved: Saved | None) -> None:
@@ -297,7 +291,18 @@ class RunLog:
             "micro_batches": decision.plan.num_micro_batches,
         }
 
+    def _pipeline_fields(self, shape: Mapping[str, int]) -> dict[str, str]:
+        """Return what the bar says of pipelines: nothing where one process has all layers."""
+        if self._world.size == 1:
+            return {}
+        kxr = f"{shape['length']}x{shape['replicas']}"
+        return {"KxR": kxr, "M": str(shape["micro_batches"])}
+
     def _shape_text(self, decision: Decision) -> str:
+        if self._world.size == 1:  # M is told of where a batch does not go through at once.
+            num_micro_batches = decision.plan.num_micro_batches
+            parts = f", M = {num_micro_batches}" if num_micro_batches > 1 else ""
+            return f"frozen {decision.num_frozen}{parts}"
         text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"
         workers = self._topology(decision).workers
         shared = f", workers {'-'.join(map(str, workers))}" if max(workers) > 1 else ""
@@ -307,15 +312,10 @@ class RunLog:
 
     def _say_what_came_of_it(self) -> None:
         """Say what the cache spared, and where a policy froze nothing what it saw."""
-        if not self._world.is_main:
-            return
-        lines = [cache_line(self.report)]
+        self.say(cache_line(self.report))
         has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
         if self._freezes and not has_frozen and self._last_asked is not None:
-            lines.append(nothing_frozen_line(self._num_asked, *self._last_asked))
-        say = _LOGGER.info if self._bar is None else self._bar.write
-        for line in filter(None, lines):
-            say(line)
+            self.say(nothing_frozen_line(self._num_asked, *self._last_asked))
 
     def _forward_s(self, num_frozen: int) -> float:
         """Return the seconds in which frozen layers compute a sample, as they were measured."""

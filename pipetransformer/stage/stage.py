@@ -150,13 +150,17 @@ class Stage:
 
     def close(self) -> None:
         """Let go of all memory that is the stage's own, even if the stage itself is kept."""
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
+        self.end_training()
         for parameter in self.parameters.values():
             parameter.grad = None
         self.parameters, self.optimizer, self.signals = {}, None, IntervalSignals({})
         self._device_end = self._unread = None
+
+    def end_training(self) -> None:
+        """Take the hooks from parameters, which others may train then; it still evaluates."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
 
     def train_step(
         self,

@@ -297,17 +297,8 @@ class TrainWork(LayerWork):
         self._num_with_gradient += head_of(loss).requires_grad or not output.requires_grad
         if isinstance(loss, tuple):
             total, count = loss
-            if isinstance(count, Tensor) and count.requires_grad:
-                raise ValueError(
-                    "the count of the loss's (sum, count) has a gradient, which would be lost: "
-                    "detach it where it is a weight, or return a mean"
-                )
             self.losses.append((_precise(total), _precise(count)))
             return total / self._divisor
-        if loss.ndim != 0:
-            raise ValueError(
-                f"the loss has shape {tuple(loss.shape)}; return a 0-dim mean or (sum, count)"
-            )
         self.losses.append((_precise(loss) * num_samples, num_samples))
         return loss * (num_samples / self._divisor)
 

@@ -42,7 +42,7 @@ _PLANNED_FOR = (
 
 def plan_shape(task: Task, world: World) -> dict[str, Any]:
     """Name what a plan was made for, as plain values; another one needs another plan."""
-    workers = task.config.stage_workers
+    workers = world.stage_workers
     return {
         "num_ranks": world.size,
         "slots_per_node": world.slots_per_node,
@@ -68,6 +68,7 @@ class Decider:
         self.current: Decision | None = None
         self.frozen_since: tuple[int, ...] = ()
         self.context: FreezeContext | None = None
+        self.sureness = ""
 
     def open_journal(self, *, from_step: int | None) -> None:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
@@ -78,7 +79,8 @@ class Decider:
     def decide(self, clock: Clock, observed: Observed) -> Decision:
         """Return what holds from the coming step on. Collective.
 
-        On rank 0 `context` is then what the policy has seen.
+        On rank 0 `context` is then what the policy has seen, and `sureness` how sure a plan is
+        that differs from the one before.
 
         Raises:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
@@ -166,7 +168,7 @@ class Decider:
             self._journal.close()
 
     def _decide(self, clock: Clock, observed: Observed) -> Decision:
-        self.context = self._context(clock, observed)
+        self.context, self.sureness = self._context(clock, observed), ""
         # On a replay too: the policy's state must go on.
         freeze = checked_decision(self.policy, self.context)
         recorded, fits = self._recorded(clock.step)
@@ -175,7 +177,10 @@ class Decider:
         # Another world needs another pipeline, but what was frozen must stay what it was.
         held = recorded or freeze
         plan, use_cache = self.planner.plan(clock, held.num_frozen, self.current, held.resting)
-        return Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
+        made = Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
+        if made.changes(self.current):
+            self.sureness = self.planner.sureness(clock, self.current, made)
+        return made
 
     def _context(self, clock: Clock, observed: Observed) -> FreezeContext:
         """Return what the policy sees."""

@@ -33,8 +33,14 @@ from pipetransformer.loss import LossScale
 from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import Stage
 from pipetransformer.transition.decision import Decision
+from pipetransformer.transition.edited_weights import refuse_partial_edits
 from pipetransformer.transition.held_shards import HeldShards
-from pipetransformer.transition.ownership import WEIGHTS, Ownership, split_shard_name
+from pipetransformer.transition.ownership import (
+    WEIGHTS,
+    Ownership,
+    shard_name,
+    split_shard_name,
+)
 from pipetransformer.unflushed import UnflushedStage
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +58,10 @@ class Deployment:
         self._ownership: Ownership | None = None
         self._groups = GroupPool(
             world.rank,
-            [world.topology(length) for length in world.lengths],
+            # PipeDream's stages get their workers when the costs are known.
+            ()
+            if task.config.plan == "pipedream"
+            else [world.topology(length) for length in world.lengths],
             on_cuda=world.link_device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,
             backend=world.backend,
@@ -72,7 +81,10 @@ class Deployment:
 
         Returns:
             bytes of the shards this rank received.
+        Raises:
+            ValueError: see `refuse_partial_edits`.
         """
+        self.refuse_partial_edits()
         after = self._place(decision)
         holders = after.shards()
         # Rank 0's weights win at the start.
@@ -87,6 +99,16 @@ class Deployment:
         if signals is not None:
             self.active_stage.signals.load(signals)
         return num_bytes
+
+    def refuse_partial_edits(self) -> None:
+        """Refuse weights that were changed on some of their ranks alone. Collective.
+
+        Raises:
+            ValueError: on every rank: there are such; it names the first.
+        """
+        if self._ownership is not None:
+            held = self._ownership.held_by(self._world.rank)
+            refuse_partial_edits(self._task.model, held, self._world)
 
     def needed_shards(self, decision: Decision) -> tuple[str, ...]:
         """Name the shards that this rank holds under a decision."""
@@ -163,6 +185,35 @@ class Deployment:
                 # A frozen layer that is what it was keeps its rows in the cache.
                 if not held.is_meta and not torch.equal(held.cpu(), value):
                     held.copy_(value)
+
+    def fill_released(self) -> None:
+        """Bring from rank 0 what a run before has left other ranks without. Collective.
+
+        Raises:
+            ValueError: on every rank: rank 0 lacks something itself.
+        """
+        model = self._task.model
+        released = [
+            name
+            for index, name in enumerate(self._names)
+            if any(tensor.is_meta for tensor in model.tensors(index).values())
+        ]
+        found = gather_json(released, group=self._world.group)
+        if found[0]:
+            raise ValueError(
+                f"the model's sublayers {found[0]} have no weights on rank 0 (they are meta "
+                "tensors); give weights to the model, or let the run end that had it before"
+            )
+        lacking = {
+            name: {r for r, one in enumerate(found) if name in one} for name in sum(found, [])
+        }
+        before = {shard_name(name, WEIGHTS): frozenset([0]) for name in lacking}
+        after = {shard_name(name, WEIGHTS): frozenset({0, *lacking[name]}) for name in lacking}
+        self._held.weights_device = torch.device("cpu")  # Where one comes before a run.
+        try:
+            self._move(before, after)
+        finally:
+            self._held.weights_device = self._world.device
 
     @contextmanager
     def whole_on_rank_0(self) -> Iterator[None]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from autodp import gather_json
-from autopipe.plan import PipelinePlan, PlanRequest, stage_compute_s
+from autopipe.pipedream import pipedream_stages
+from autopipe.plan import PipelinePlan, PlanRequest, near_fastest, stage_compute_s, step_range
 from pipetransformer.config import TrainConfig
 from pipetransformer.job import Task
 from pipetransformer.measure import Measurements
@@ -22,9 +23,10 @@ from pipetransformer.planning import (
     of_length,
     planner_of,
     same_stages,
+    sureness,
 )
 from pipetransformer.position import Clock
-from pipetransformer.processes import World
+from pipetransformer.processes import World, told_by_rank_0
 from pipetransformer.stage import BatchCut
 from pipetransformer.transition.costs import Calibration, TransitionCost, rested
 from pipetransformer.transition.decision import Decision
@@ -80,6 +82,25 @@ class RunPlanner:
         self.calibration = Calibration()
         self._transition_cost = TransitionCost(world)
 
+    def choose_workers(self, clock: Clock) -> None:
+        """Let PipeDream's optimizer say each stage's workers, where it plans. Collective.
+
+        They are the run's from then on, whatever freezes.
+
+        Raises:
+            ValueError: no pipeline of its fits, on rank 0; see `agree`.
+        """
+        if self._task.config.plan != "pipedream":
+            return
+
+        def choose() -> list[int]:
+            request = self.request(clock, 0, None)
+            stages = pipedream_stages(self.measurements.profile, request)
+            return [stage.replicas for stage in stages]
+
+        workers = told_by_rank_0(choose, group=self._world.group)
+        self._world.stage_workers = tuple(workers) if len(workers) > 1 else None
+
     def plan(
         self,
         clock: Clock,
@@ -101,6 +122,28 @@ class RunPlanner:
         plan = planner_of(self._task.config.plan)(situation)
         self._check(plan, situation)
         return plan, situation.request.prefix_cached_s is not None
+
+    def sureness(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
+        """Say how sure the plan of a decision is, as `planning.sureness`; "" where none is chosen.
+
+        Args:
+            clock: of the coming step.
+            current: what held before.
+            decision: what holds from that step on.
+        """
+        plan, config = decision.plan, self._task.config
+        if self._world.size == 1 or callable(config.plan):
+            return ""
+        situation = self._situation(clock, decision.num_frozen, current, decision.resting)
+        low_s, high_s = step_range(situation.profile, of_length(situation, plan.length), plan)
+        taught, near = situation.correction(plan), []
+        # Published rules know no spread, and batches that grow are compared by the sample.
+        if config.plan == "fastest" and not situation.scale_batch:
+            near = near_fastest(situation.profile, situation.request)
+            # Of plans that were tried, more is known.
+            near = [one for one in near if situation.correction(one) == 1]
+        range_s = taught * low_s, taught * high_s
+        return sureness(range_s, near, plan, current=situation.current)
 
     def same_stages(
         self, clock: Clock, current: Decision, plan: PipelinePlan
@@ -205,7 +248,7 @@ class RunPlanner:
             lengths=self._lengths(num_frozen),
             max_replicas=config.most_replicas(),
             stage_workers=self._world.stage_workers,
-            micro_batches=None if config.micro_batches is None else (config.micro_batches,),
+            micro_batches=self._micro_batches(num_frozen),
             micro_batch_size=config.micro_batch_size,
             schedules=_schedules(config),
         )
@@ -218,6 +261,19 @@ class RunPlanner:
             rows=rows,
             reads_a_row=self._reads_a_row(clock, current),
         )
+
+    def _micro_batches(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the counts to consider; without flushes each stage's turns must come out even."""
+        config, lengths = self._task.config, self._lengths(num_frozen)
+        if config.micro_batches is not None:
+            return (config.micro_batches,)
+        if config.weight_versions is None or self._world.stage_workers is None:
+            return None
+        assert lengths is not None, "workers say how many stages there are"
+        turn = self._world.topology(lengths[0]).common_turn
+        if turn == 1:
+            return None
+        return tuple(range(turn, max(turn, 6 * self._world.size) + 1, turn))
 
     def _rows_lie_on(self) -> torch.device:
         """Return where the cache's rows will be: on this GPU, where all fit, or on the host."""
@@ -236,6 +292,8 @@ class RunPlanner:
     def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
         """Return the length that was set, or the longest below it that the active layers allow."""
         length, workers = self._task.config.pipeline_length, self._world.stage_workers
+        if self._task.config.plan == "pipedream" and workers is None:
+            return (1,)
         if length is None and workers is None:
             return None
         model = self._task.model

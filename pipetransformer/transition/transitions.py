@@ -38,6 +38,7 @@ class Change:
         predicted_s: what carrying out was predicted to take.
         bytes_moved: what all ranks received.
         step_before_s: what steps took of late, in the long run; None where that is not known.
+        sureness: how sure a new plan is, on rank 0; "" where nothing was planned.
         context: what the policy has seen, on rank 0; None where it was not asked.
         look_s: seconds of a forward of the probe batch.
         observe_s: seconds of reading all signals, a look included.
@@ -50,6 +51,7 @@ class Change:
     predicted_s: float
     bytes_moved: int
     step_before_s: float | None
+    sureness: str = ""
     context: FreezeContext | None = None
     look_s: float = 0.0
     observe_s: float = 0.0
@@ -140,6 +142,7 @@ class Transitions:
             memory_limit_bytes=limit,
             may_cache=lambda: self.deployment.feed.may_cache,
         )
+        planner.choose_workers(self.clock())
         self._decider = Decider(self._task, self._world, policy=self._policy, planner=planner)
 
     def measure(self) -> Measurements:
@@ -244,8 +247,13 @@ class Transitions:
             # What layers are to be compared with.
             look_s = probe.look(self.deployment.active_stage, step).seconds
             observe_s += look_s
-        context = self.decider.context
-        return replace(change, context=context, look_s=look_s, observe_s=observe_s)
+        return replace(
+            change,
+            sureness=self.decider.sureness,
+            context=self.decider.context,
+            look_s=look_s,
+            observe_s=observe_s,
+        )
 
     def _carry_out(self, decide: Callable[[], Decision]) -> Change:
         """Take a decision and carry it out. Collective."""

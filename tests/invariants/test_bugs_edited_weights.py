@@ -20,6 +20,7 @@ from pipetransformer import Trainer
 from tests.stand_in_gpu import CUDA, stand_in_gpu
 
 _WORDS, _SAMPLES = 50, 16
+CONTIGUOUS = torch.contiguous_format
 Edit = Callable[[Trainer, nn.Module], None]
 
 
@@ -111,6 +112,13 @@ def test_a_fingerprint_tells_signs_and_places_apart() -> None:
     seen = {fingerprint([other]) for other in (*others, flipped)}
     seen |= {fingerprint(one.split(500)), fingerprint(one.split(500)[::-1]), fingerprint([])}
     assert len(seen) == 9
+
+
+def test_a_fingerprint_is_of_values_wherever_they_lie_in_memory() -> None:
+    """A frozen vector with gaps in memory, as a slice of a parameter, ended the run."""
+    values = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for view in (values[1::3], values.view(5, 6).t(), values[::2].view(3, 5)[:, ::2]):
+        assert fingerprint([view]) == fingerprint([view.clone(memory_format=CONTIGUOUS)])
 
 
 def test_a_gpu_s_fingerprint_is_a_cpu_s() -> None:

@@ -35,7 +35,7 @@ from tests.pipetransformer.model_files.test_best_model import fit_with_marks, st
 
 SETTINGS = {"checkpoint_every_epochs": 1, "resume": "auto", "signals": ("probe_cka",)}
 CHECKED = (
-    r"launchers\.json|journal\.jsonl|checkpoints/latest|checkpoints/[^/]+/manifest\.json"
+    r"(launchers|run)\.json|journal\.jsonl|checkpoints/latest|checkpoints/[^/]+/manifest\.json"
     r"|(checkpoints/[^/]+|best|probes)/[^/]+\.safetensors"
 )
 UNCHECKED = r"lock|records\.jsonl"
@@ -65,6 +65,7 @@ def read_back(folder: Path) -> dict[str, Any]:
         "best": best.read(),
         "journal": read_journal(folder / "journal.jsonl"),
         "looks": read_looks(folder / "probes"),
+        "run": read_sealed_json(folder / "run.json"),
         "history": read_sealed_json(folder / HISTORY_FILE),
     }
 

@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 from torch import nn
+from torch.optim import SGD
 
-from pipetransformer import Trainer
+from pipetransformer import Trainer, adamw
 from pipetransformer.checkpoint import resume as resume_module
 from pipetransformer.checkpoint.resume import note_launchers, resumes
 from pipetransformer.config import TrainConfig
+from pipetransformer.optimizer import NamedParameters
 from pipetransformer.processes.world import connect
 from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
@@ -161,3 +163,78 @@ def test_a_run_goes_on_with_the_longest_pipeline_that_fewer_ranks_allow(
     ]
     with pytest.raises(ValueError, match="already holds a run"):
         check_world(dataclasses.replace(set_to, resume=False), 2, 2)
+
+
+def plain_sgd(named: NamedParameters) -> SGD:
+    return SGD([parameter for _, parameter in named], lr=0.1)
+
+
+def begin(folder: Path, **other: Any) -> None:
+    """Begin a run whose first save never comes: it is over, as if killed, after a step."""
+    given = {"model": tiny_model(), "optimizer": adamw(), "data": tiny_data(), "seed": 0, **other}
+    with Trainer(
+        given["model"],
+        given["data"],
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=given["optimizer"],
+        seed=given["seed"],
+        folder=folder,
+        checkpoint_every_epochs=1,
+        global_batch_size=6,
+        resume="auto",
+    ) as trainer:
+        trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"seed": 1}, r"had \{'seed': 0\}, but this run has \{'seed': 1\}"),
+        (
+            {"data": tiny_data(num_samples=12)},
+            r"had \{'num_samples': 26\}.*same seed and",
+        ),
+        ({"optimizer": plain_sgd}, r"had \{'optimizer': .*AdamW'.*the same optimizer"),
+        ({"model": tiny_model(num_blocks=2)}, "is of a model with the sublayers .*that was saved"),
+    ],
+    ids=["seed", "samples", "optimizer", "model"],
+)
+def test_another_run_s_journal_is_not_continued_where_nothing_was_saved(
+    tmp_path: Path, other: dict[str, Any], said: str
+) -> None:
+    """A folder whose checkpoints were refused was trained in as long as it had none."""
+    begin(tmp_path)
+    begin(tmp_path)
+    with pytest.raises(ValueError, match=f"the run that was begun in {tmp_path} {said}"):
+        begin(tmp_path, **other)
+    begin(tmp_path)
+
+
+def test_a_folder_in_which_nothing_was_decided_is_anyone_s(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / "journal.jsonl").unlink()
+    begin(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=r"had \{'seed': 1\}"):
+        begin(tmp_path)
+
+
+def test_whose_a_folder_is_must_be_as_it_was_written(tmp_path: Path) -> None:
+    begin(tmp_path)
+    noted = tmp_path / "run.json"
+    noted.write_bytes(noted.read_bytes().replace(b'"seed": 0', b'"seed": 1'))
+    with pytest.raises(ValueError, match="run.json has SHA-256"):
+        begin(tmp_path, seed=1)
+
+
+def begin_as_another(folder: str, seed: int) -> str:
+    try:
+        begin(Path(folder), seed=seed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_is_refused_another_run_s_folder(two_ranks: Pool, tmp_path: Path) -> None:
+    assert two_ranks.run(begin_as_another, str(tmp_path), 0) == ["", ""]
+    for text in two_ranks.run(begin_as_another, str(tmp_path), 1):
+        assert text.startswith(f"rank 0: the run that was begun in {tmp_path} had {{'seed': 0}}")

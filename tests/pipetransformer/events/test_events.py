@@ -316,6 +316,6 @@ def test_a_disk_that_is_full_costs_tensorboard_s_events_and_not_the_run(
 
 
 def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipetransformer.events.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("pipetransformer.extras.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"install pipetransformer\[report\]"):
         TensorBoard()

@@ -357,3 +357,41 @@ def test_a_launch_without_slots_or_cores_is_refused_before_any_process(
     )
     with pytest.raises(ValueError, match="slots and cores must be at least 1, restarts at least"):
         start(note_place, **counts)
+
+
+def wait_for_ctrl_c() -> None:
+    """Wait for Ctrl-C, which the second rank presses; the first says where it was."""
+    world = connect("cpu", timeout_s=DEADLINE_S)
+    try:
+        dist.barrier()
+        if world.rank == 1:
+            os.killpg(0, signal.SIGINT)
+        select.select([], [], [], DEADLINE_S)
+    except KeyboardInterrupt as error:
+        error.args = ("stopped at step 7",) if world.rank == 0 else ()
+        raise
+
+
+def test_ctrl_c_ends_all_ranks_and_says_last_what_rank_0_said(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from pipetransformer import launch\n"
+        "from tests.pipetransformer.processes.test_launcher import wait_for_ctrl_c\n"
+        "if __name__ == '__main__':\n"
+        # A job in the background starts without it.
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    launch(wait_for_ctrl_c, num_slots=2)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "program.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S * 2,
+        start_new_session=True,
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.strip().splitlines()[-1] == "KeyboardInterrupt: stopped at step 7"
+    assert ended.stderr.count("Traceback") == 1

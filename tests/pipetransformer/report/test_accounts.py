@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from experiments.finetune.finished_run import learning_of
-from freeze import Linear
+from freeze import FreezeContext, FreezeSchedule, Linear
 from pipetransformer import Trainer
 from pipetransformer.report import latest_branch, read_records
 from pipetransformer.report.pictures import total_breakdown
@@ -18,18 +18,20 @@ from tests.models import tiny_data, tiny_model
 
 def train(folder: Path, num_steps: int | None = None, **settings: Any) -> float:
     """Train to the end, or so many steps and then stop without it; return the report's seconds."""
+    usual: dict[str, Any] = {
+        "freeze": Linear(),
+        "signals": ["probe_cka"],
+        "freeze_interval_steps": 3,
+        "global_batch_size": 6,
+    }
     with Trainer(
         tiny_model(),
         tiny_data(),
         eval_dataset=tiny_data(),
         loss_fn=nn.CrossEntropyLoss(),
-        freeze=Linear(),
-        signals=["probe_cka"],
-        freeze_interval_steps=3,
         folder=folder,
         progress=False,
-        global_batch_size=6,
-        **settings,
+        **{**usual, **settings},
     ) as trainer:
         if num_steps is None:
             return trainer.fit().seconds
@@ -60,3 +62,21 @@ def test_what_a_kill_has_discarded_is_counted_nowhere(tmp_path: Path) -> None:
     train(tmp_path, num_steps=8, **settings)
     epochs = assert_all_are(train(tmp_path, resume="auto", **settings), tmp_path)
     assert [one["epoch"] for one in epochs] == [1, 2, 3]
+
+
+def test_what_a_run_that_froze_nothing_took_to_decide_is_no_transition(tmp_path: Path) -> None:
+    # Half of it was shown as transitions: what looking at the probe took, and deciding to go on.
+    def never(context: FreezeContext) -> int:
+        return 0
+
+    epochs = assert_all_are(train(tmp_path, freeze=never, epochs=3), tmp_path)
+    assert all(one["breakdown"]["transition"] == 0.0 for one in epochs)
+    assert all(one["breakdown"]["deciding"] > 0.0 for one in epochs)
+
+
+def test_a_transition_is_what_was_carried_out(tmp_path: Path) -> None:
+    train(tmp_path, freeze=FreezeSchedule([0, 2]), epochs=3, freeze_interval_steps=None)
+    records = read_records(tmp_path / "records.jsonl")
+    seconds = [one["seconds"] for one in records if one["kind"] == "transition" and one["step"]]
+    assert len(seconds) == 1
+    assert total_breakdown(records)["transition"] == pytest.approx(seconds[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,47 @@ def test_hits_and_misses_are_those_of_all_ranks_at_every_moment(
 def test_replicas_agree_on_every_figure_but_their_own_seconds_and_bytes(two_ranks: Pool) -> None:
     one, other = (vars(r) for r in two_ranks.run(train, None, None, {"pipeline_length": 1}))
     assert {name for name in one if one[name] != other[name]} <= {"seconds"}
+
+
+def test_a_report_prints_as_a_table_with_the_training_loss_and_k_by_r() -> None:
+    shape: dict[str, Any] = {"frozen": 2, "length": 2, "replicas": 1}
+    report = FitReport(
+        seconds=1.25,
+        samples=64,
+        cache_hits=20,
+        cache_misses=12,
+        metrics={"loss": 0.5, "accuracy": 0.9531},
+        evaluated_at=8,
+        best_metric=0.5,
+        best_step=8,
+        training_loss=0.26631,
+        **shape,
+        transitions=[{"step": 4, **shape, "micro_batches": 3, "seconds": 0.1}],
+    )
+    assert [re.split("  +", line) for line in str(report).splitlines()] == [
+        ["training loss", "0.2663"],
+        ["loss", "0.5, evaluated after step 8"],
+        ["accuracy", "0.9531, evaluated after step 8"],
+        ["best metric", "0.5, after step 8"],
+        ["seconds", "1.25"],
+        ["samples", "64"],
+        ["frozen layers' outputs", "20 samples read, 12 computed"],
+        ["frozen layers", "2"],
+        ["K x R", "2 x 1"],
+        [""],
+        ["transition", "frozen layers", "K x R", "M", "seconds"],
+        ["step 4", "2", "2 x 1", "3", "0.1"],
+    ]
+    assert repr(report).startswith("FitReport(seconds=1.25, samples=64, cache_hits=20")
+
+
+def test_a_report_tells_the_last_epoch_s_loss_and_the_last_step_s_pipeline(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    settings = {"pipeline_length": 2}
+    two_ranks.run(train, str(tmp_path), 6, settings)
+    first, second = two_ranks.run(train, str(tmp_path), None, settings)
+    assert first.training_loss == second.training_loss
+    *_, epoch = [r for r in read_records(tmp_path / RECORDS_FILE) if r["kind"] == "epoch"]
+    assert first.training_loss == epoch["loss"]
+    assert (first.frozen, first.length, first.replicas) == (2, 2, 1)

@@ -11,9 +11,11 @@ import torch
 from freeze.signals import gram, svcca
 from pipetransformer.durable_files import replace_tensors
 from pipetransformer.layer_signals import read_looks
+from pipetransformer.report.figure_style import new_figure
 from pipetransformer.report.freeze_pictures import similarities
 from pipetransformer.report.pictures import (
     CATEGORY_COLORS,
+    _draw_learning,
     breakdown_table,
     draw_report,
     total_breakdown,
@@ -87,6 +89,18 @@ def test_report_is_drawn_of_a_run_whose_metrics_are_not_accuracy(tmp_path: Path)
             record["error"] = record.pop("accuracy")
     draw_report({"elastic": records}, tmp_path / "report.png")
     assert_drawn(tmp_path / "report.png")
+
+
+def test_ticks_are_labelled_with_their_values() -> None:
+    # 24.5 % was labelled as 24 %.
+    figure, ticks = new_figure(4, 3), [0.24, 0.245, 0.25, 0.255, 0.26]
+    loss, judged = figure.subplots(2)
+    _draw_learning(loss, judged, {"elastic": run_of(2)}, "accuracy")
+    judged.set_yticks(ticks)
+    judged.set_ylim(0.24, 0.26)
+    figure.canvas.draw()
+    texts = [label.get_text().removesuffix("%") for label in judged.get_yticklabels()]
+    assert [float(text) / 100 for text in texts] == pytest.approx(ticks)
 
 
 def test_report_of_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:

@@ -25,22 +25,3 @@ def test_the_bar_ends_with_the_accuracy_of_the_last_evaluation(
         report = trainer.fit()
     shown = re.findall(r"acc=([^,]+),", capsys.readouterr().err)
     assert shown[-1] == f"{report.metrics['accuracy']:.3f}"
-
-
-def test_the_progress_says_which_weights_a_run_without_flushes_uses(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
-        epochs=1,
-        global_batch_size=6,
-        max_grad_norm=None,
-        weight_versions="stashed",
-    ) as trainer:
-        trainer.fit()
-        assert trainer.decision.plan.schedule == "1f1b"
-    shown = "".join(capsys.readouterr())
-    assert "(1f1b, stashed weights)" in shown
-    assert "gpipe" not in shown

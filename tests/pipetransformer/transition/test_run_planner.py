@@ -31,14 +31,18 @@ from tests.models import tiny_model
 CLOCK = Clock(100, 2, 1000, 50, 1e-3, 1e-3)
 
 
-def planner(**settings: Any) -> RunPlanner:
+def planner(*, num_ranks: int = 2, spread: float = 0.0, **settings: Any) -> RunPlanner:
     """Plan the tiny model's 6 sublayers, each 1 s forward and 2 s backward, on two ranks."""
     layered = adapt(tiny_model())
     config = TrainConfig(global_batch_size=12, **settings)
     names = frozenset(name for name, _ in layered.model.named_parameters())
     task = Task(layered, Loss(nn.CrossEntropyLoss()), adamw(), config, names)
-    world = World(0, 2, 2, torch.device("cpu"), None, owned=False)
-    measured = Measurements(uniform(len(layered.sublayers)), 1e9)
+    world = World(0, num_ranks, num_ranks, torch.device("cpu"), None, owned=False)
+    layers = (
+        costs.sublayer(layer, spread=(1 - spread, 1 + spread))
+        for layer in range(len(layered.sublayers))
+    )
+    measured = Measurements(costs.profile(*layers), 1e9)
     return RunPlanner(
         task,
         world,
@@ -173,3 +177,34 @@ def test_a_users_planner_may_not_return_a_schedule_that_does_not_run(
     with pytest.raises(ValueError, match=message):
         plan_of(planner(plan=as_gpipe, **settings))
     assert plan_of(planner(plan=as_gpipe)).schedule == "gpipe"
+
+
+def test_a_decision_is_told_with_its_range_and_what_cannot_be_told_from_it() -> None:
+    unsure = planner(spread=0.25)
+    plan = plan_of(unsure)
+    assert (plan.length, plan.predicted_step_s) == (1, 108.0)
+    text = unsure.sureness(CLOCK, None, Decision(0, 0, plan, False, ""))
+    assert text.startswith("a step takes 81000 ms to 135000 ms by the quartiles of what was")
+    assert "K = 1, M = 1 (108000 ms) and K = 2, M = 12 (117000 ms) cannot be told" in text
+    assert text.endswith("K = 1 is taken, the shortest pipeline")
+    assert "told apart" not in planner(spread=0.01).sureness(
+        CLOCK, None, Decision(0, 0, plan, False, "")
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"spread": 0.0}, {"num_ranks": 1, "spread": 0.25}, {"plan": fastest_plan}]
+)
+def test_nothing_is_said_of_what_was_not_measured_or_not_chosen_by_us(
+    settings: dict[str, Any],
+) -> None:
+    one = planner(**{"spread": 0.25, **settings})
+    assert one.sureness(CLOCK, None, Decision(0, 0, plan_of(one), False, "")) == ""
+
+
+def test_a_plan_that_was_tried_is_told_apart() -> None:
+    one = planner(spread=0.25)
+    plan = plan_of(one)
+    one.calibration.correct(plan, 1.5)
+    text = one.sureness(CLOCK, None, Decision(0, 0, plan, False, ""))
+    assert text == "a step takes 121500 ms to 202500 ms by the quartiles of what was measured"

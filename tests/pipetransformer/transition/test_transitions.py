@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 from torch import nn
 
 from pipetransformer import FreezeSchedule, Trainer
+from pipetransformer.measure import Measurements
 from pipetransformer.transition import transitions as steering
-from tests.measured import measuring, once
+from tests.measured import measuring, never, once
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -81,3 +86,34 @@ def test_no_stage_needs_more_than_is_free_on_the_fullest_device(two_ranks: Pool)
             assert f"memory_limit_bytes = {less}" in message
         for length, peak in two_ranks.run(plan_with, free, limit):
             assert length == 2 and peak <= less
+
+
+def unsure(*arguments: Any, **options: Any) -> Measurements:
+    """Give every sublayer one cost, with quartiles a quarter off."""
+    measured = never(*arguments, **options)
+    sublayers = tuple(replace(one, spread=(0.75, 1.25)) for one in measured.profile.sublayers)
+    return replace(measured, profile=replace(measured.profile, sublayers=sublayers))
+
+
+@measuring(unsure)
+def lines_shown() -> list[str]:
+    """Return what a run writes above its bar."""
+    shown = io.StringIO()
+    with (
+        redirect_stdout(shown),
+        Trainer(
+            tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), global_batch_size=8, epochs=1
+        ) as trainer,
+    ):
+        trainer.step()
+    return shown.getvalue().splitlines()
+
+
+def test_progress_says_how_sure_a_plan_is_and_what_cannot_be_told_from_it(two_ranks: Pool) -> None:
+    main, other = two_ranks.run(lines_shown)
+    assert other == []
+    (line,) = (line for line in main if "quartiles" in line)
+    # 4 samples x 6 sublayers x 3 ms; K = 2 takes 9 rounds of 3 of them.
+    assert line.startswith("step 0: a step takes 54 ms to 90 ms by the quartiles of what was mea")
+    assert "K = 1, M = 1 (72 ms) and K = 2, M = 8 (81 ms) cannot be told apart" in line
+    assert line.endswith("K = 1 is taken, the shortest pipeline")

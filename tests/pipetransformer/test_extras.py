@@ -1,0 +1,101 @@
+"""Prove that a missing optional package is named with the extra that installs it."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from pipetransformer import Trainer, __version__
+from pipetransformer.cli import main
+from pipetransformer.extras import _EXTRAS
+from tests.models import tiny_data, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Have packages be as if they were not installed."""
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that fails; return the one line it says."""
+    capsys.readouterr()
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    return said.err.strip()
+
+
+def test_every_package_is_in_the_extra_that_is_named() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for package, extra in _EXTRAS.items():
+        names = re.split(r"[\s>=.\d]+", config["options.extras_require"][extra])
+        assert package in names
+
+
+@pytest.mark.parametrize("options", [[], ["--freeze"]], ids=["report", "freeze"])
+def test_a_report_without_matplotlib_names_its_extra(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    with Trainer(
+        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), epochs=1, folder=tmp_path
+    ) as trainer:
+        trainer.fit()
+    hide(monkeypatch, "matplotlib")
+    assert refused(capsys, "report", str(tmp_path), *options) == (
+        "pipetransformer: drawing needs the package matplotlib; install pipetransformer[report]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "model", "extra"),
+    [
+        ("timm", "vit_tiny_patch16_224", "vision"),
+        ("transformers", "bert-base", "text"),
+        ("matplotlib", "vit_tiny_patch16_224", "report"),
+    ],
+)
+def test_a_plan_names_the_extra_of_its_model_or_picture(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    model: str,
+    extra: str,
+) -> None:
+    hide(monkeypatch, package)
+    picture = ["--picture", "plan.png"] if package == "matplotlib" else []
+    text = refused(capsys, "plan", model, "--slots", "1", *picture)
+    purpose = "--picture" if picture else f"the model {model}"
+    assert text == (
+        f"pipetransformer: {purpose} needs the package {package}; install pipetransformer[{extra}]"
+    )
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_transformers_interface_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("pipetransformer.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    hide(monkeypatch, package)
+    text = rf"^pipetransformer.hf needs the package {package}; install pipetransformer\[text\]$"
+    with pytest.raises(ImportError, match=text):
+        importlib.import_module("pipetransformer.hf")
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pipetransformer {__version__}\n"
