@@ -21,7 +21,8 @@ A row is of use only as long as the dataset gives the same sample again. Of the 
 some are checked, for as long as the cache is used: the dataset is asked for the sample, and what
 it gives is compared, by its digest, with what the row was made from. One difference condemns the
 store: nobody reads it any more, and the fetch that found it starts over without. Beside a GPU a
-thread compares, and the next fetch hears of it.
+thread compares, and the next fetch hears of it. What is known of a sample without asking for it,
+as its label may be, is compared at every read; a row that differs there is made anew.
 
 The coming step's rows can be read ahead, by a thread, while this one computes. What a thread has
 read passes the same checks; rows are written only by the step that computes them, or behind it.
@@ -278,6 +279,8 @@ class PrefixCache:
                 more.rows.update(self._uploader.send({HIDDEN: more.rows[HIDDEN]}))
                 read = read.joined(more)
             found = self._usable(read.depth, depth)
+            if self._content.changed is not None:
+                found = found.masked_fill(self._content.changed(samples.ids, read.rows), 0)
             if not found.any():
                 return found, {}
             hidden = read.rows[HIDDEN]
@@ -340,10 +343,10 @@ class PrefixCache:
             yield {name: entry.index_select(0, index) for name, entry in batch.items()}
 
     def _rounded(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Round as rows do: a sample is the same where it misses, too."""
-        if self._store is None or self._content.dtype is None:
-            return fresh
+        """Round as rows do: a sample is the same where it misses, or nothing is stored, too."""
         hidden = fresh[HIDDEN]
+        if self._content.dtype is None or not hidden.is_floating_point():
+            return fresh
         return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
 
     def _write(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from autocache.unequal_lengths import Positions, by_position, own_lengths
 
 HIDDEN, DIGEST = "hidden", "digest"
 
+Changed: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
 
 @dataclass(frozen=True)
 class RowContent:
@@ -24,7 +27,8 @@ class RowContent:
         keep: the dataset's entries that later stages need (attention mask, targets). Without a
             store, those of them that it gives.
         dtype: the hidden states' as they are stored; None as they are computed. In a smaller one
-            samples have rounded activations, the same in every epoch.
+            samples have rounded activations, the same in every epoch, stored or not. It is for
+            hidden states of floating point.
         padding_mask: a kept entry, (S,) a sample, whose zeros at the end say which of the (S, ...)
             hidden states nothing depends on: they are not stored, and read as zeros. Where these
             have other dimensions, or None is given, all count.
@@ -33,6 +37,9 @@ class RowContent:
         checks_every: whether every row that is read is checked, and not some.
         positions: where samples are padded to another length in every batch; rows then have room
             for the longest, and the hidden states count to its names.
+        changed: a function of (B,) ids and their rows' kept entries that returns (B,) bool: of
+            which samples the dataset is known, without asking it for them, to give other entries
+            by now. Those rows are not used.
     Raises:
         ValueError: `keep` names "hidden" or an entry twice, or lacks the mask.
     """
@@ -44,6 +51,7 @@ class RowContent:
     checked: bool = True
     checks_every: bool = False
     positions: Positions | None = None
+    changed: Changed | None = None
 
     def __post_init__(self) -> None:
         if len({HIDDEN, DIGEST, *self.keep}) < 2 + len(self.keep):

@@ -61,7 +61,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 def _sum_of_words(tensor: Tensor) -> Tensor:
     """Return a 0-dim int64 on the tensor's device, the same on every device."""
-    values = tensor.detach().reshape(-1).view(torch.uint8)
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
     total = values[len(words) * _WORD_BYTES :].sum()  # Up to three bytes that are left.
     factors = _factors(tensor.device)

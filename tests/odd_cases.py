@@ -31,10 +31,14 @@ EVERYTHING = {
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(
+    draw: st.DrawFn,
+    odd_parts: tuple[str, ...] = ODD_PARTS,
+    num_ranks: tuple[int, ...] = NUM_RANKS,
+) -> Case:
     """Draw a model, and a run whose pipeline and frozen layers change at some steps."""
-    odd = draw(st.sampled_from(ODD_PARTS))
-    ranks = draw(st.sampled_from(NUM_RANKS))
+    odd = draw(st.sampled_from(odd_parts))
+    ranks = draw(st.sampled_from(num_ranks))
     kinds = draw(models(odd))
     begins = draw(st.sets(st.integers(1, len(kinds) - 1), max_size=len(kinds) - 1))
     cuts = [0, *sorted(begins), len(kinds)]
@@ -140,9 +144,12 @@ def check_equal(ranks: list[Outcome], reference: Outcome) -> None:
     ours = merge(ranks)
     losses = [{"loss": torch.tensor(one.losses)} for one in (ours, reference)]
     looks = [
-        {f"evaluated {key}": torch.tensor(value) for key, value in means.items()}
+        {
+            f"{key} of evaluation {number}": torch.tensor(value)
+            for number, means in enumerate(one.extra["evaluations"])
+            for key, value in means.items()
+        }
         for one in (ours, reference)
-        for means in one.extra["evaluations"]
     ]
     # A parameter that was never trained never came to an optimizer, which might have begun it.
     initial = reference.extra["initial"]
@@ -153,7 +160,7 @@ def check_equal(ranks: list[Outcome], reference: Outcome) -> None:
     }
     wrong = [
         *differences(*losses),
-        *(differences(*looks) if looks else ()),
+        *differences(*looks),
         *differences(ours.weights, reference.weights),
         *differences(ours.states, states),
     ]

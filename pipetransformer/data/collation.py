@@ -61,7 +61,7 @@ class Collation:
         if self.function is None:
             entries = [self._named(item) for item in items]
             return {
-                name: _stack([item.get(name) for item in entries], name, ids)
+                name: stack([item.get(name) for item in entries], name, ids)
                 for name in dict.fromkeys(name for item in entries for name in item)
             }
         if self.drops_unknown:
@@ -90,7 +90,7 @@ class Collation:
         """Return an item's entries, or a collated batch's, by the model's names."""
         what = "a dataset item" if self.function is None else "what collate_fn returns"
         if isinstance(item, Mapping):
-            given = {name: _entry(item, name) for name in self.names}
+            given = {name: entry_of(item, name) for name in self.names}
             entries = {name: value for name, value in given.items() if value is not None}
         else:
             entries = self._in_order(item, what)
@@ -115,13 +115,13 @@ class Collation:
         )
 
 
-def _entry(item: Mapping[str, Any], name: str) -> Any:
+def entry_of(item: Mapping[str, Any], name: str) -> Any:
     """Return an item's entry, labels by any of their names; None where there is none."""
     others = _LABELS if name in _LABELS else ()
     return next((item[label] for label in (name, *others) if item.get(label) is not None), None)
 
 
-def _stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:
+def stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:
     """Make one tensor of the samples' values of an entry, None where a sample lacks it."""
     lacking = [index for index, value in zip(ids, values, strict=True) if value is None]
     if lacking:

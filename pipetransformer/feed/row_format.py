@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, by_position, own_lengths
 from autodp import broadcast_json
-from pipetransformer.data import Batch, Samples
+from pipetransformer.data import Batch, HeldTargets, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.processes import World
 
@@ -26,6 +26,7 @@ class RowFormat:
 
     Attributes:
         content: of rows in a store, from `agree_on_layout` on.
+        targets: what is known of samples that are not asked for.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class RowFormat:
         model = prefix.task.model
         names = (*model.sides_of(0, len(model.sublayers)), *model.targets)
         self._known = tuple(dict.fromkeys(names))
-        self.content = RowContent(())
+        self.content, self.targets = RowContent(()), HeldTargets(samples)
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
         self._pads_elsewhere = False
 
     def unstored_content(self) -> RowContent:
         """Return what is kept of samples where no store holds them."""
-        return RowContent(self._known, checked=False)
+        dtype = self._dtype if self._task.config.cache else None
+        return RowContent(self._known, dtype=dtype, checked=False)
 
     def refuse_others(self, batch: Batch) -> None:
         """Raise a ValueError for entries that rows lack, as the first sample does."""
@@ -170,6 +172,11 @@ class RowFormat:
         found = torch.tensor(lengths)
         return [int(found.argmin()), int(found.argmax())]
 
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        dtype = self._task.config.cache_dtype
+        return None if dtype is None else getattr(torch, dtype)
+
     def _first_sample(self) -> Batch:
         return self._samples.probe([0])
 
@@ -177,15 +184,16 @@ class RowFormat:
         return tuple(name for name in self._known if name in batch)
 
     def _describe(self, keep: tuple[str, ...], computed_dtype: torch.dtype) -> RowContent:
-        dtype = self._task.config.cache_dtype
         mask = self._task.model.padding_mask
         return RowContent(
             keep,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            # Whole numbers, such as tokens that a first layer hands on, are no activations.
+            dtype=self._dtype if computed_dtype.is_floating_point else None,
             computed_dtype=computed_dtype,
             padding_mask=mask if mask in keep else None,
             positions=self._positions,
             checks_every=self._task.config.cache_check == "all",
+            changed=self.targets.changed,
         )
 
 

@@ -238,6 +238,7 @@ class SampleFeed:
             batch = self._foreseen.read(wanted.tolist(), view=view)
             if self._uses_store:
                 self._rows.refuse_others(batch)
+                self._rows.targets.compare(wanted, batch)
             return batch
 
         if self._cache is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -154,6 +155,32 @@ def test_hits_ask_neither_the_dataset_nor_the_layers(tmp_path: Path) -> None:
         cache.fetch(torch.tensor([12, 3, 11]), samples.load, depth=2)
     assert samples.asked == [*range(10), 12, 11]
     assert prefix.calls == [(0, 2)] * 4
+
+
+def test_a_sample_that_is_known_to_have_changed_is_made_anew_and_stored(tmp_path: Path) -> None:
+    prefix, samples = Prefix(), Samples()
+    ids = torch.tensor([5, 2, 9])
+
+    def changed(ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return kept["y"] != samples.entries["y"][ids]
+
+    content = dataclasses.replace(CONTENT, changed=changed)
+    with make_store(tmp_path, samples) as store:
+        cache = PrefixCache(
+            prefix.run_layers,
+            chunk_size=CHUNK_SIZE,
+            store=store,
+            stamps=prefix.stamps(3),
+            device=CPU,
+            content=content,
+        )
+        cache.fetch(ids, samples.load, depth=1)
+        for asked, which in (([2], ids[1:2]), ([5, 2, 9], ids), ([], ids[:0])):
+            samples.asked.clear()
+            samples.entries["y"][which] += 1
+            found = cache.fetch(ids, samples.load, depth=2)
+            assert samples.asked == asked
+            assert_bitwise_equal(found, compute_uncached(prefix, ids, 2, samples))
 
 
 def test_an_older_row_runs_only_the_new_layers_and_is_upgraded_in_place(tmp_path: Path) -> None:

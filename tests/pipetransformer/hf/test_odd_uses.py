@@ -63,7 +63,6 @@ def found(folder: Path, kind: Any, options: dict[str, Any], **given: Any) -> dic
         *(({"eval_strategy": "steps", "eval_steps": 2}, {"callbacks": lambda e=event: [StopIn(e)]})
           for event in ("on_step_end", "on_log", "on_evaluate", "on_epoch_end")),
     ],
-    ids=str,
 )  # fmt: skip
 def test_a_run_is_transformers_own(
     tmp_path: Path, options: dict[str, Any], given: dict[str, Any]
