@@ -35,17 +35,11 @@ from experiments.digits import build_model, load_digits_split
 from experiments.ideal import ideal_seconds
 from freeze import FreezeSchedule
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
-from pipetransformer.config import make_config
-from pipetransformer.optimizer import adamw, cosine_with_warmup, polynomial_with_warmup
+from pipetransformer.checks import check_world
+from pipetransformer.config import cosine_with_warmup, make_config, polynomial_with_warmup
+from pipetransformer.model import adamw
 from pipetransformer.processes import launch
-from pipetransformer.refusals import check_world
-from pipetransformer.report import (
-    RECORDS_FILE,
-    Record,
-    breakdown_table,
-    draw_report,
-    read_records,
-)
+from pipetransformer.report import RECORDS_FILE, Record, breakdown_table, draw_report, read_records
 from pipetransformer.trainer import Trainer
 
 NUM_SLOTS = 2

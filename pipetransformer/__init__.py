@@ -7,6 +7,7 @@ All that training with `Trainer` and pipelines in one process take is here. Besi
 from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, StashedPipeline, flatten_sequential, restore_batch_norm
+from autopipe.loss import Loss
 from autopipe.plan import PipelinePlan, PlanRequest
 from autopipe.profile import Profile, Ring
 from autopipe.trace import Recorder, Span, Summary, Trace
@@ -29,8 +30,14 @@ from freeze import (
     Replay,
     Shadow,
 )
-from pipetransformer.adapters import LayeredModel, Sublayer, register_adapter
-from pipetransformer.config import TrainConfig
+from pipetransformer.checks import Verification
+from pipetransformer.config import (
+    TrainConfig,
+    cosine_with_warmup,
+    named_schedule,
+    polynomial_with_warmup,
+)
+from pipetransformer.elastic import Change, Decision, PlanSituation, fastest_plan, published_plan
 from pipetransformer.errors import (
     CallbackError,
     CorruptCheckpointError,
@@ -39,24 +46,12 @@ from pipetransformer.errors import (
     VerificationError,
     WorkerFailedError,
 )
-from pipetransformer.events import Callback, TensorBoard
-from pipetransformer.loss import Loss
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer import (
-    adamw,
-    cosine_with_warmup,
-    named_optimizer,
-    named_schedule,
-    polynomial_with_warmup,
-)
-from pipetransformer.planning import PlanSituation, fastest_plan, published_plan
-from pipetransformer.predictions import EvalPrediction, PredictionOutput
+from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
-from pipetransformer.report import FitReport
-from pipetransformer.stage import StepResult
+from pipetransformer.report import Callback, FitReport, TensorBoard
+from pipetransformer.stage import EvalPrediction, PredictionOutput, StepResult
 from pipetransformer.trainer import Trainer
-from pipetransformer.transition import Change, Decision
-from pipetransformer.verification import Verification
 
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "Callback", "CallbackError", "Change", "CorruptCheckpointError",

@@ -1,35 +1,99 @@
-"""Train a layered model elastically: the loop that everything else serves."""
+"""Train a layered model elastically: the loop that everything else serves.
+
+    decide ─► batch ─► train ─► note ─► evaluate ─► save        `Trainer._train`
+
+task: what is trained                 feed: whose samples, through the cache
+world: on which ranks                 deployment: what this rank holds of it
+timeline: where the run is            transitions: what is decided, and carried out
+evaluator: loss, metrics, outputs     selection: the best evaluation, and its weights
+state: what checkpoints hold          log: records, progress and the report
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from autodp import gather_json
+from autopipe.loss import LossFunction
 from autopipe.plan import PlanRequest
-from autopipe.trace import Trace
-from freeze import FreezePolicy, PolicyFunction
-from pipetransformer.adapters import LayeredModel
-from pipetransformer.checkpoint import Saved
-from pipetransformer.data import Batch, SizedDataset, own_random_numbers
+from autopipe.trace import Span, Trace
+from freeze import FreezePolicy, NeverFreeze, PolicyFunction, as_policy, named_policy
+from pipetransformer.checkpoint import (
+    DescribedModel,
+    Part,
+    RunState,
+    Saved,
+    Selection,
+    resumes,
+    write_model_folder,
+)
+from pipetransformer.checks import (
+    Verification,
+    check_selection,
+    check_world,
+    describe_task,
+    probe_evaluation,
+    probe_sublayers,
+    rate_of_layer,
+    refuse_differing_ranks,
+    refuse_surroundings,
+    verify,
+    warn_of_full_float32,
+    warn_of_large_batch,
+    warn_of_low_weights,
+)
+from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.durable_files import replace_tensors
-from pipetransformer.events import Callback, Events, check_callbacks
-from pipetransformer.loss import LossFunction
-from pipetransformer.measure import Measurements
-from pipetransformer.model_files import write_model_folder
-from pipetransformer.optimizer import OptimizerFactory
-from pipetransformer.predictions import PredictionOutput
-from pipetransformer.processes import on_rank_0
-from pipetransformer.refusals import refuse_surroundings
-from pipetransformer.report import FitReport
-from pipetransformer.run import Run
-from pipetransformer.stage import StepResult
-from pipetransformer.transition import Decision
-from pipetransformer.verification import Verification
+from pipetransformer.elastic import Change, Decision, Deployment, Transitions
+from pipetransformer.feed import (
+    Batch,
+    Clock,
+    ComingBatches,
+    ComingStep,
+    FrozenPrefix,
+    SampleFeed,
+    SizedDataset,
+    Timeline,
+    check_dataset,
+    own_random_numbers,
+    samples_of,
+)
+from pipetransformer.measure import Measurements, largest_micro_batch
+from pipetransformer.model import (
+    LayeredModel,
+    LentModel,
+    OptimizerFactory,
+    adapt,
+    set_frozen,
+)
+from pipetransformer.processes import (
+    World,
+    agree,
+    connect,
+    give_back_freed_memory,
+    keep_freed_memory,
+    on_rank_0,
+    slots_of_a_node,
+    world_size,
+)
+from pipetransformer.report import Callback, Events, FitReport, RunLog, check_callbacks
+from pipetransformer.stage import (
+    Evaluator,
+    PredictionOutput,
+    Stage,
+    StepResult,
+    UnflushedStage,
+)
 
 
 class Trainer:
@@ -67,23 +131,67 @@ class Trainer:
         freeze: FreezePolicy | PolicyFunction | str | None = None,
         **settings: Any,
     ) -> None:
+        # What can be refused without the other processes is refused before they meet.
         check_callbacks(settings.get("callbacks"))
-        self._run = run = Run(
-            model,
-            train_dataset,
-            eval_dataset=eval_dataset,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            freeze=freeze,
-            **settings,
+        policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
+        self.config = config = make_config(settings)
+        self._task, self._optimizer = task, traits = describe_task(
+            adapt(model), loss_fn, optimizer, config, policy
         )
+        # The loss that the model itself returns is not smoothed.
+        self._given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
+        _check(config, train_dataset, eval_dataset)
+        self._lent = LentModel(task)
+        freezes = not isinstance(policy, NeverFreeze)
+        self._caches = config.cache and freezes
+        self._timeline = timeline = Timeline(
+            config,
+            len(train_dataset),
+            traits.peak_learning_rate,
+            partial(rate_of_layer, policy, task.model.num_layers),
+        )
+        self._coming = ComingBatches(task, train_dataset, timeline)
+
+        self.world = world = _join_world(config)
+        prefix = FrozenPrefix(task)
+        self._feed = SampleFeed(
+            prefix,
+            world,
+            samples_of(task, train_dataset),
+            to_come=self._own_to_come,
+            keeps=config.cache_views or 1,
+        )
+        self._deployment = Deployment(task, world, self._feed)
+        self._evaluator = Evaluator(
+            task,
+            world,
+            prefix,
+            stage=lambda: self._stage,
+            timeline=timeline,
+            dataset=eval_dataset,
+        )
+        self._transitions = Transitions(
+            task, world, policy=policy, deployment=self._deployment, timeline=timeline
+        )
+        self._log = RunLog(world, config, freezes=freezes)
+        self.report = self._log.report
+        self._selection = Selection(config, world, self._deployment)
+        self._state = RunState(
+            task,
+            world,
+            transitions=self._transitions,
+            parts=self._saved_parts(),
+            optimizer=traits,
+        )
+        self._events = Events(self, config.callbacks, world=world, timeline=timeline)
+        if config.callbacks:
+            self._log.listen(self._events.log)
         self._is_closed = self._has_own_numbers = False
-        self.config, self.world, self.report = run.task.config, run.world, run.log.report
-        self._events = Events(
-            self, run.task.config.callbacks, world=run.world, timeline=run.timeline
-        )
-        if run.task.config.callbacks:
-            run.log.listen(self._events.log)
+        # Steps of a pipeline without flushes that are trained, and not returned yet.
+        self._stream = deque[StepResult]()
+        # Steps whose numbers a GPU still computes, to be recorded once they are known.
+        self._unrecorded = deque[Callable[[], None]]()
+        self._last_rate: float | None = None
 
     def __enter__(self) -> Trainer:
         return self
@@ -95,7 +203,7 @@ class Trainer:
         trace: object = None,
     ) -> None:
         self._is_closed = True
-        self._run.close(failed=error_type is not None)
+        self._close(failed=error_type is not None)
         if isinstance(error, KeyboardInterrupt) and not self.is_over:
             self._say_where(error)
 
@@ -116,29 +224,28 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C was pressed; on rank 0 it says at which step, which
                 checkpoint is the newest, and how to go on.
         """
-        run, events = self._run, self._events
         refuse_surroundings(trains=True)
         try:
             with own_random_numbers(self.world.device):
-                first_change = run.begin(trains=True)
-            events.tell(Callback.on_train_begin)
-            events.tell_of_change(first_change)
+                first_change = self._begin(trains=True)
+            self._events.tell(Callback.on_train_begin)
+            self._events.tell_of_change(first_change)
             with self._own_numbers():  # Once, and not at each step.
                 while not self.is_over:
                     self.step()
-            self._note_save(run.state.finish())
-            run.transitions.look_back()
-            run.log.finish()
-            run.deployment.refuse_partial_edits()
-            run.deployment.gather_weights(run.deployment.roomy_device())
-            run.selection.put_best_weights()
+            self._note_save(self._state.finish())
+            self._transitions.look_back()
+            self._log.finish()
+            self._deployment.refuse_partial_edits()
+            self._deployment.gather_weights(self._deployment.roomy_device())
+            self._selection.put_best_weights()
         except KeyboardInterrupt as error:
             self._say_where(error)
             raise
         finally:
-            run.log.stop_showing()
-            run.give_model_back()
-        events.tell(Callback.on_train_end, self.report)
+            self._log.stop_showing()
+            self._give_model_back()
+        self._events.tell(Callback.on_train_end, self.report)
         return self.report
 
     def begin(self) -> None:
@@ -167,7 +274,7 @@ class Trainer:
             ValueError: before the first step: another run trains in the folder, or what it holds
                 cannot be continued.
         """
-        return self._step()
+        return self._train()
 
     def trace_step(self) -> Trace:
         """Train on the next global batch, as `step` does, and take down what ran when. Collective.
@@ -180,8 +287,158 @@ class Trainer:
         if self.config.weight_versions is not None:
             raise ValueError("a step of a pipeline without flushes has no trace of its own")
         trace = Trace()
-        self._step(trace)
-        return self._run.joined_trace(trace)
+        self._train(trace)
+        # Of a stage of several workers it is the first one's.
+        spans = [span.to_json() for span in trace.spans] if self._stage.speaks_for_stage else []
+        gathered = gather_json(spans, group=self.world.group)
+        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
+
+    def _train(self, trace: Trace | None = None) -> StepResult:
+        """Train one step, with all that comes before and after it. Collective."""
+        had_begun = self._transitions.have_begun
+        with self._ready(trains=True):
+            self._refuse_ended_run(had_begun)
+            self._borrow_model()
+            self._events.tell_of_change(self._decide_if_due())
+            clock, (coming, next_ids) = self._clock(), self._coming.next_two(self._replicas)
+            result = self._train_batch(coming, next_ids, trace)
+            self._note_step(result, clock, len(coming.ids))
+            self._events.tell(Callback.on_step_end, result)
+            self._evaluate_if_due()
+            self._note_end()
+            self._note_save(self._state.save_if_due())
+            return result
+
+    def _decide_if_due(self) -> Change | None:
+        """Decide where a decision precedes the coming step, and carry it out.
+
+        Collective there, and at an epoch's start.
+        """
+        if self._timeline.at_epoch_start:
+            self._deployment.refuse_partial_edits()
+        report = self.report
+        change = self._transitions.decide_if_due(report.metrics, report.evaluated_at)
+        if change is not None:
+            self._log.change(change)
+        return change
+
+    def _train_batch(
+        self, coming: ComingStep, next_ids: Tensor | None, trace: Trace | None
+    ) -> StepResult:
+        """Train on the coming global batch. Collective."""
+        stage, timeline, stops = self._stage, self._timeline, self._events.wants_stop
+        if isinstance(stage, UnflushedStage):
+            return self._next_of_stream(stage, stops=stops)
+        return stage.train_step(
+            coming,
+            self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last),
+            next_ids=next_ids,
+            stops=stops,
+            recorder=None
+            if trace is None
+            else trace.recorder(stage.index, device=self.world.device),
+        )
+
+    def _next_of_stream(self, stage: UnflushedStage, *, stops: bool) -> StepResult:
+        """Return the coming step's result, of a stream that is trained to the next pause.
+
+        Args:
+            stops: whether this rank asks to end the run, which happens at a stream's end.
+        """
+        timeline = self._timeline
+        if not self._stream:
+            rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
+            steps = self._coming.to_next_pause(self._replicas, self._transitions.review_step)
+            self._stream = stage.train_stream(steps, rows)
+            timeline.note_trained(steps[-1].step)
+        result = self._stream.popleft()
+        if self._stream:
+            return result
+        return replace(result, stops=any(gather_json(stops, group=self.world.group)))
+
+    def _note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
+        """Go on to the next step, and record what this one tells. Collective after an epoch.
+
+        What a GPU is still to compute is recorded a step late, or before whatever comes between
+        two steps.
+        """
+        decision, timeline = self._transitions.decider.current, self._timeline
+        assert decision is not None
+        self._last_rate = clock.learning_rate
+        report = self.report
+        report.cache_bytes = max(report.cache_bytes, self._feed.cache_bytes)
+        told = partial(self._record_step, result, decision, clock, num_samples)
+        self._unrecorded.append(told)
+        self._record_steps(but_last=not result.is_known)
+        timeline.advance(num_samples)
+        if result.stops:
+            timeline.stop()
+        if timeline.pauses or timeline.position.step == self._transitions.review_step:
+            self._settle()
+        if timeline.at_epoch_start:
+            self._log.epoch(timeline.position.step, timeline.position.epoch)
+
+    def _settle(self) -> None:
+        """Wait for the last step, where it was not waited for, and record it.
+
+        Raises:
+            NonFiniteError: it came to a number that is not finite.
+        """
+        if self._deployment.stage is not None:
+            self._deployment.stage.settle()
+        self._record_steps(but_last=False)
+
+    def _record_steps(self, *, but_last: bool) -> None:
+        while len(self._unrecorded) > but_last:
+            self._unrecorded.popleft()()
+
+    def _record_step(
+        self, result: StepResult, decision: Decision, clock: Clock, num_samples: int
+    ) -> None:
+        self._log.step(result, decision=decision, clock=clock, num_samples=num_samples)
+        usual_s = self._transitions.note_step(result, clock.learning_rate)
+        if usual_s is not None:
+            self._log.outcome(clock.step, decision, usual_s)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate, record that and take it into account, where that follows the last step.
+
+        Collective there.
+        """
+        dataset = self._evaluator.dataset
+        if dataset is None or not self._timeline.evaluation_due():
+            return
+        position, start = self._timeline.position, time.perf_counter()
+        self._deployment.refuse_partial_edits()
+        metrics = self._evaluator.evaluate(dataset)
+        seconds = time.perf_counter() - start
+        self._log.evaluation(position.step, position.epoch, metrics, seconds)
+        self._selection.judge(metrics, position.step)
+        self._note_best()
+        self._events.tell(Callback.on_evaluate, metrics)
+
+    def _note_best(self) -> None:
+        """Report the best evaluation so far, and end a run that is out of patience."""
+        best = self._selection.best
+        self.report.best_metric, self.report.best_step = best.value, best.step
+        if best.is_out_of_patience:
+            self._timeline.stop()
+
+    def _note_end(self) -> None:
+        """Record the epoch in which the run is over, if it ended within one. Collective there.
+
+        The progress ends there, too.
+        """
+        timeline = self._timeline
+        if timeline.is_over and not timeline.at_epoch_start:
+            position = timeline.position
+            self._log.epoch(position.step, position.epoch + 1, partial=True)
+        if timeline.is_over:
+            self._log.finish()
+
+    def _note_save(self, saved: Saved | None) -> None:
+        self._log.checkpoint(saved)
+        self._events.tell_of_save(saved)
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
         """Return loss and metrics over a dataset, the eval_dataset by default. Collective.
@@ -189,9 +446,10 @@ class Trainer:
         Raises:
             ValueError: there is no dataset to evaluate.
         """
-        dataset = self._run.evaluator.choose(dataset)
+        dataset = self._evaluator.choose(dataset)
         with self._ready():
-            metrics = self._run.evaluator.evaluate(dataset)
+            self._deployment.refuse_partial_edits()
+            metrics = self._evaluator.evaluate(dataset)
         self._events.tell(Callback.on_evaluate, metrics)
         return metrics
 
@@ -204,9 +462,10 @@ class Trainer:
             CallbackError: `compute_metrics` raised.
             ValueError: outputs differ in more than their second dimension.
         """
-        dataset = self._run.evaluator.choose(dataset)
+        dataset = self._evaluator.choose(dataset)
         with self._ready():
-            return self._run.evaluator.predict(dataset)
+            self._deployment.refuse_partial_edits()
+            return self._evaluator.predict(dataset)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
@@ -214,7 +473,10 @@ class Trainer:
         Until the run is over these are copies in host memory, as training goes on with its own.
         """
         with self._ready():
-            return self._run.state_dict()
+            if not self.is_over:
+                return self._deployment.copy_weights()
+            self._deployment.gather_weights(self._deployment.roomy_device())
+            return dict(self._task.model.model.state_dict()) if self.is_main_process else {}
 
     def save_model(self, path: str | Path) -> None:
         """Write the weights as one safetensors file under the model's own names. Collective."""
@@ -232,7 +494,7 @@ class Trainer:
             folder: created if missing, on rank 0's node.
             processing_class: a tokenizer or a processor to be saved beside it.
         """
-        model, state = self._run.task.model.model, self.state_dict()
+        model, state = self._task.model.model, self.state_dict()
         write = partial(write_model_folder, model, state, Path(folder), processing_class)
         on_rank_0(write, group=self.world.group)
 
@@ -253,19 +515,22 @@ class Trainer:
             ValueError: the batch has fewer than two samples.
         """
         refuse_surroundings(trains=True)
-        with own_random_numbers(self.world.device):
-            return self._run.verify(batch)
+        task, feed, loss_fn = self._task, self._feed, self._given_loss_fn
+        with own_random_numbers(self.world.device), self._deployment.whole_on_rank_0():
+            if batch is None:
+                batch = feed.read(torch.arange(2 * max(2, self.world.size)))
+            return verify(task, self.world, model=task.model, loss_fn=loss_fn, batch=batch)
 
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         with self._ready():
-            return self._run.transitions.measure()
+            return self._transitions.measure()
 
     def plan_request(self, num_frozen: int) -> PlanRequest:
         """Return what a decision before the coming step would ask of its planner with so many
         frozen layers, from what `measure` has found.
         """
-        return self._run.transitions.plan_request(num_frozen)
+        return self._transitions.plan_request(num_frozen)
 
     @property
     def is_main_process(self) -> bool:
@@ -278,22 +543,22 @@ class Trainer:
 
         Before the first collective call of a resumed run this is not known yet: see `begin`.
         """
-        return self._run.timeline.position.step
+        return self._timeline.position.step
 
     @property
     def epoch(self) -> float:
         """Return how many epochs are done, with the share of the coming one's steps."""
-        return self._run.timeline.epochs_done(self._run.transitions.replicas)
+        return self._timeline.epochs_done(self._replicas)
 
     @property
     def learning_rate(self) -> float:
         """Return the last step's rate, of the first parameter group; the first's before any."""
-        return self._run.learning_rate
+        return self._clock().learning_rate if self._last_rate is None else self._last_rate
 
     @property
     def max_steps(self) -> int:
         """Return how many steps the whole run has, if the global batch stays what it is."""
-        return self._run.timeline.max_steps(self._run.transitions.replicas)
+        return self._timeline.max_steps(self._replicas)
 
     @property
     def is_over(self) -> bool:
@@ -301,17 +566,70 @@ class Trainer:
 
         Before the first collective call of a resumed run this is not known yet: see `begin`.
         """
-        return self._run.timeline.is_over
+        return self._timeline.is_over
 
     @property
     def measurements(self) -> Measurements | None:
         """Return what decisions are based on; None before the first step."""
-        return self._run.transitions.measurements
+        return self._transitions.measurements
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        return self._run.transitions.decision
+        return self._transitions.decision
+
+    @property
+    def _stage(self) -> Stage:
+        """Return this rank's stage, another one after each transition."""
+        return self._deployment.active_stage
+
+    @property
+    def _replicas(self) -> int:
+        """Return how many pipelines train; 1 before the first decision."""
+        return self._transitions.replicas
+
+    def _clock(self) -> Clock:
+        """Describe the coming step."""
+        return self._timeline.clock(self._replicas)
+
+    def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the epoch and this replica's samples of the coming step and of all after it."""
+        for epoch, batch in self._coming.to_the_end(self._replicas):
+            yield epoch, self._stage.share.read_of(batch)
+
+    def _begin(self, *, trains: bool = False) -> Change | None:
+        """Restore or prepare, measure, and decide, once; return what that changed. Collective.
+
+        Args:
+            trains: whether steps follow, and with them evaluations, and not a prediction alone.
+        """
+        if self._transitions.have_begun:
+            return None
+        self._lent.borrow()
+        try:
+            self._deployment.fill_released()
+            checkpoint = self._state.open()
+            self._refuse_what_runs_wrongly(trains)
+            self._state.begin(checkpoint)
+            self._log.say(self._state.continues)
+            self._selection.take_up()
+            self._note_best()  # Of another metric than the checkpoint's there is no best yet.
+            self._start_log()
+            return self._decide_if_due()
+        except BaseException:
+            self._lent.give_back()
+            raise
+
+    def _borrow_model(self) -> None:
+        """Have the model as the last decision wants it, where it was given back since."""
+        if self._lent.borrow() and (decision := self._transitions.decision) is not None:
+            set_frozen(self._task, decision.num_frozen, decision.resting)
+
+    def _give_model_back(self) -> None:
+        """Leave the user's model as it came, but for its weights; see `LentModel`."""
+        if self._timeline.is_over and self._deployment.stage is not None:
+            self._deployment.stage.end_training()
+        self._lent.give_back()
 
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
@@ -320,12 +638,12 @@ class Trainer:
             raise RuntimeError("the Trainer is closed; evaluate, predict and train before")
         refuse_surroundings(trains=trains)
         with self._own_numbers():
-            self._events.tell_of_change(self._run.begin(trains=trains))
+            self._events.tell_of_change(self._begin(trains=trains))
             if not trains:
-                self._run.settle()
+                self._settle()
             yield
             if self.is_over:  # Its user may go on with the model.
-                self._run.give_model_back()
+                self._give_model_back()
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
@@ -340,49 +658,133 @@ class Trainer:
         finally:
             self._has_own_numbers = False
 
-    def _step(self, trace: Trace | None = None) -> StepResult:
-        run, recorder = self._run, None
-        had_begun = run.transitions.have_begun
-        with self._ready(trains=True):
-            if self.is_over:
-                raise RuntimeError(
-                    f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
-                    "larger epochs=, or resume, to go on"
-                    if had_begun
-                    else "the run that was continued had ended already, at step "
-                    f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
-                    "is_over calls begin() before it"
-                )
-            run.borrow_model()
-            self._events.tell_of_change(run.decide_if_due())
-            coming, next_ids = run.next_two()
-            stage, clock = run.deployment.active_stage, run.transitions.clock()
-            if trace is not None:
-                recorder = trace.recorder(stage.index, device=self.world.device)
-            if self.config.weight_versions is not None:
-                result = run.train_in_stream(stops=self._events.wants_stop)
-            else:
-                result = stage.train_step(
-                    coming,
-                    run.feed.rows(clock.epoch, is_last=run.timeline.sees_samples_last),
-                    next_ids=next_ids,
-                    stops=self._events.wants_stop,
-                    recorder=recorder,
-                )
-            run.note_step(result, clock, len(coming.ids))
-            self._events.tell(Callback.on_step_end, result)
-            metrics = run.evaluate_if_due()
-            if metrics is not None:
-                self._events.tell(Callback.on_evaluate, metrics)
-            run.note_end()
-            self._note_save(run.state.save_if_due())
-            return result
+    def _refuse_ended_run(self, had_begun: bool) -> None:
+        if not self.is_over:
+            return
+        raise RuntimeError(
+            f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
+            "larger epochs=, or resume, to go on"
+            if had_begun
+            else "the run that was continued had ended already, at step "
+            f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
+            "is_over calls begin() before it"
+        )
+
+    def _refuse_what_runs_wrongly(self, trains: bool) -> None:
+        data, evaluated = {"train_dataset": self._feed.samples}, self._evaluator.feed
+        if evaluated is not None:
+            data["eval_dataset"] = evaluated.samples
+        refuse_differing_ranks(
+            self._task, self.world, optimizer=self._optimizer.settings, data=data
+        )
+        if self._caches:
+            self._feed.look_for_randomness()
+        self._feed.warn_of_padding()
+        if self.world.is_main:
+            warn_of_large_batch(self.config, self._timeline.num_samples)
+            warn_of_low_weights(self._task.model.model)
+            warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
+        self._coming.refuse_other_orders(self.world.group)
+        agree(self._log.open, group=self.world.group)
+        probe_sublayers(self._task, self.world, self._feed.read)
+        config = self.config
+        evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
+        if trains and evaluates and evaluated is not None:
+            probe_evaluation(self._task, self.world, evaluated.read)
+
+    def _start_log(self) -> None:
+        profile = self._transitions.decider.planner.measurements.profile
+        feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
+        ids = torch.arange(largest_micro_batch(self._task, self.world))
+        measured = self._feed.read_apart(ids) if self._caches else {}
+        cache_bytes = sum(feed.most_bytes(profile, measured) for feed in feeds if self._caches)
+        self._log.start(
+            self._clock(),
+            profile,
+            cache_bytes=cache_bytes,
+            unused=self._feed.unused_columns() if self.world.is_main else (),
+        )
+
+    def _saved_parts(self) -> dict[str, Part]:
+        """Return what saves itself into checkpoints, beside weights, moments and transitions."""
+        scale = self._deployment.loss_scale
+        parts: dict[str, Part] = {
+            "report": self.report,
+            "log": self._log,
+            "best": self._selection.best,
+            "coming": self._coming,
+            "model": DescribedModel(self._task.model.model),
+        }
+        return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 
     def _say_where(self, error: KeyboardInterrupt) -> None:
         """Have an interrupt say where it has stopped the run, as the last line of its trace."""
-        if not error.args and self._run.transitions.have_begun:
-            error.args = tuple(filter(None, [self._run.where_it_stopped()]))
+        if not error.args and self._transitions.have_begun:
+            error.args = tuple(filter(None, [self._where_it_stopped()]))
 
-    def _note_save(self, saved: Saved | None) -> None:
-        self._run.log.checkpoint(saved)
-        self._events.tell_of_save(saved)
+    def _where_it_stopped(self) -> str:
+        """Say at which step a run was left, and how it goes on; on other ranks "".
+
+        The save under way is given a moment, on all ranks.
+        """
+        newest, config = self._state.newest_checkpoint(), self.config
+        if not self.world.is_main:
+            return ""
+        stopped = f"stopped at step {self._timeline.position.step}"
+        if newest is not None:
+            return (
+                f"{stopped}; the newest checkpoint is {newest}: continue it with resume='auto', "
+                "or with train(resume_from_checkpoint=True) of pipetransformer.hf"
+            )
+        if config.folder is not None and config.saves:
+            return f"{stopped}, before the first checkpoint; resume='auto' starts the run anew"
+        return (
+            f"{stopped}; there is no checkpoint: a run that is to be continued needs folder= and "
+            "checkpoint_every_steps= or checkpoint_every_epochs="
+        )
+
+    def _close(self, *, failed: bool) -> None:
+        """Wait for a checkpoint, and let go of all but rank 0's model.
+
+        Leaving the groups after an error would end the other ranks' waits, and whoever watches
+        would blame them: then only this process's own things are put in order.
+        """
+        try:
+            if not failed:
+                self._settle()
+            self._state.close(failed=failed)
+        finally:
+            if not failed:
+                self._deployment.close()
+            self._lent.give_back()
+            self._feed.close()
+            self._evaluator.close()
+            self._transitions.close()
+            self._log.close()
+            if not failed:
+                self.world.close()
+            give_back_freed_memory()
+
+
+def _check(
+    config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
+) -> None:
+    """Refuse, before anything is started, what will not go together."""
+    check_dataset(train_dataset, "train_dataset")
+    if eval_dataset is not None:
+        check_dataset(eval_dataset, "eval_dataset")
+    check_selection(config, has_eval_dataset=eval_dataset is not None)
+    check_world(config, world_size(), slots_of_a_node())
+    resumes(config)  # Refuses a folder.
+
+
+def _join_world(config: TrainConfig) -> World:
+    """Meet the other processes, and set up this one's memory."""
+    world = replace(
+        connect(config.device, timeout_s=config.setup_timeout_s),
+        max_replicas=config.most_replicas(),
+        stage_workers=config.stage_workers and tuple(config.stage_workers),
+    )
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    return world

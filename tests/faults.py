@@ -26,29 +26,28 @@ from torch import Tensor, nn
 
 import pipetransformer.checkpoint.format
 import pipetransformer.checkpoint.saver
-import pipetransformer.transition.deployment
-import pipetransformer.transition.transitions
+import pipetransformer.elastic.deployment
+import pipetransformer.elastic.transitions
 from autocache.store import RowStore
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool
 from experiments.soak import last_checkpoint, limit, read_state, shared_files
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
-from pipetransformer.data import Samples
+from pipetransformer.elastic.decider import Decider
+from pipetransformer.elastic.deployment import Deployment
+from pipetransformer.elastic.journal import Journal
+from pipetransformer.feed import ComingStep, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.position import ComingStep
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.stage import Stage
 from pipetransformer.stage.work import TrainWork
-from pipetransformer.transition.decider import Decider
-from pipetransformer.transition.deployment import Deployment
-from pipetransformer.transition.journal import Journal
 from tests.models import tiny_data, tiny_model
 from tests.pool import suit_tests
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "measure": (pipetransformer.transition.transitions, "measure"),
+    "measure": (pipetransformer.elastic.transitions, "measure"),
     "read": (Samples, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),
@@ -60,7 +59,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "journal": (Journal, "append"),
     "decision": (Decider, "_publish"),
     "leave": (Deployment, "_leave_stage"),
-    "move": (pipetransformer.transition.deployment, "move_shards"),
+    "move": (pipetransformer.elastic.deployment, "move_shards"),
     "adopt": (Deployment, "_adopt"),
     "groups": (GroupPool, "open"),
     "cache": (FrozenPrefix, "set_depth"),

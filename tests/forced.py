@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autodp.sampler import EpochSampler, shuffled
-from autopipe.plan.pipeline_lengths import fitting_lengths, length_choices, replicas_of
+from autopipe.plan.request import fitting_lengths, length_choices, replicas_of
 from pipetransformer import Trainer
 from pipetransformer.measure.measurements import measure
 from tests.measured import measuring, once
@@ -155,9 +155,9 @@ def train_watched(scenario: Scenario) -> Outcome:
     losses = []
     with measuring(once), make_trainer(scenario, policy) as trainer:
         watch_reads(trainer, notes["read"])
-        while not trainer._run.timeline.is_over:
+        while not trainer._timeline.is_over:
             notes["read"].append([])
-            step = trainer._run.timeline.position.step
+            step = trainer._timeline.position.step
             result = trainer.step()
             losses.append(result.loss)
             notes["norms"].append(result.gradient_norm)
@@ -172,13 +172,13 @@ def train_watched(scenario: Scenario) -> Outcome:
 
 def look(trainer: Trainer) -> float:
     """Do between two steps what must change nothing; return the loss over all data."""
-    loss = trainer.evaluate(trainer._run.feed.dataset)["loss"]
+    loss = trainer.evaluate(trainer._feed.dataset)["loss"]
     trainer.state_dict()
     before = trainer.measurements
     with measuring(measure):
         trainer.measure()
     # The examples must not depend on what was measured.
-    trainer._run.transitions.decider.planner.measurements = before
+    trainer._transitions.decider.planner.measurements = before
     return loss
 
 
@@ -190,21 +190,21 @@ def train_quickly(scenario: Scenario) -> Outcome:
 
 def watch_reads(trainer: Trainer, read: list[list[int]]) -> None:
     """Add the ids that this rank asks its prefix for to the last list of `read`."""
-    fetch = trainer._run.feed.fetch
+    fetch = trainer._feed.fetch
 
     def watched(ids: Tensor, **settings: Any) -> dict[str, Tensor]:
         read[-1].extend(ids.tolist())
         return fetch(ids, **settings)
 
-    trainer._run.feed.fetch = watched  # type: ignore[method-assign]
+    trainer._feed.fetch = watched  # type: ignore[method-assign]
 
 
 def digests_of_this_rank(trainer: Trainer) -> dict[str, str]:
     """Return a digest of each tensor that this rank holds or keeps in its optimizer."""
-    model, stage = trainer._run.task.model, trainer._run.deployment.active_stage
+    model, stage = trainer._task.model, trainer._deployment.active_stage
     tensors = {
         name: tensor
-        for index in trainer._run.deployment._ownership.held_by(trainer.world.rank)
+        for index in trainer._deployment._ownership.held_by(trainer.world.rank)
         for name, tensor in model.tensors(index).items()
     }
     for name, parameter in stage.parameters.items():

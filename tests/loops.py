@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from autodp.sampler import EpochSampler, shuffled
 from freeze import FreezeSchedule
 from pipetransformer import LayeredModel, Trainer
-from pipetransformer.adapters.registry import adapt
+from pipetransformer.model.registry import adapt
 
 Build = Callable[[], nn.Module | LayeredModel]
 
@@ -80,7 +80,7 @@ def train(job: Job) -> Result:
             losses.append(trainer.step().loss)
         trained = {
             name: parameter.detach().clone()
-            for name, parameter in trainer._run.deployment.active_stage.parameters.items()
+            for name, parameter in trainer._deployment.active_stage.parameters.items()
         }
         weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     return Result(losses, weights, trained)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
+from autopipe.loss import LossFunction
 from pipetransformer import LayeredModel, Sublayer, Trainer
-from pipetransformer.loss import LossFunction
 from pipetransformer.measure.measurements import measure
-from pipetransformer.optimizer import take_state
+from pipetransformer.model import take_state
 from tests.forced import digests_of_this_rank
 from tests.measured import measuring, never
 from tests.models import IGNORED

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopipe.plan.pipeline_lengths import replicas_of
+from autopipe.plan.request import replicas_of
 from tests.forced import assert_replicas_equal
 from tests.odd import EPOCHS, Case, Pipeline, Refusal, by_hand, train
 from tests.odd_kinds import FIRST, MIDDLE, ODD_FIRST, ODD_MIDDLE

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import Trainer
-from pipetransformer.optimizer import take_state
+from pipetransformer.model import take_state
 from tests.measured import measuring, never
 from tests.models import IGNORED
 from tests.odd import (

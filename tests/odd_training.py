@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from pipetransformer.loss import LossFunction
-from pipetransformer.optimizer import NamedParameters, OptimizerFactory
+from autopipe.loss import LossFunction
+from pipetransformer.model import NamedParameters, OptimizerFactory
 from tests.models import IGNORED
 from tests.odd_layers import NUM_CLASSES
 

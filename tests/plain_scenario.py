@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
+from autopipe.loss import LossFunction
 from pipetransformer import LayeredModel
-from pipetransformer.loss import LossFunction
-from pipetransformer.optimizer import OptimizerFactory, take_state
+from pipetransformer.model import OptimizerFactory, take_state
 from tests.models import Entries
 from tests.scenario import Outcome, Scenario, build_adamw, slow_start
 

@@ -7,6 +7,7 @@ eight of them start in a second, also after a failure.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,15 +34,19 @@ _IMPORTED = ["pipetransformer", "tests.scenario", "torch._dynamo"]
 
 def suit_tests() -> None:
     """Have this process wait for every save, as steps of tests are too short for any, and measure
-    briefly: what the planner is told about tiny models takes longer than all their training.
+    briefly and seldom: what the planner is told about tiny models takes longer than all their
+    training.
     """
     from pipetransformer.checkpoint import run_state
+    from pipetransformer.elastic import transitions
     from pipetransformer.measure import link_times, measurements, reading_times, timing
+    from tests.measured import kept
 
     run_state._PATIENCE_STEPS = _PATIENCE_STEPS
     timing._DISPLACING_BYTES = 1 << 12
     link_times._TURNS = measurements._MOST_ROUNDS = 1
     reading_times._NUM_ROWS, reading_times._FETCHED = 8, 4
+    transitions.measure = kept
 
 
 def prepared() -> ForkServerContext:
@@ -170,6 +175,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     suit_tests()
     torch.set_num_threads(1)
     connect("cpu", timeout_s=60.0)
+    gc.freeze()  # What is imported stays; looking at it again and again takes seconds.
     while True:
         try:
             function, arguments = _receive(connection)

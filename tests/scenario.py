@@ -17,16 +17,14 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.messages import gather_json
-from autopipe.plan.pipeline_lengths import fitting_lengths
-from autopipe.plan.request import PipelinePlan
+from autopipe.loss import LossFunction
+from autopipe.plan.request import PipelinePlan, fitting_lengths
 from autopipe.plan.search import predict
 from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 from pipetransformer import LayeredModel, PlanSituation, Trainer
-from pipetransformer.adapters.registry import adapt
-from pipetransformer.job import trained_parameters
-from pipetransformer.loss import LossFunction
-from pipetransformer.optimizer import NamedParameters, take_state
+from pipetransformer.model import NamedParameters, take_state, trained_parameters
+from pipetransformer.model.registry import adapt
 from tests.models import (
     IGNORED,
     NUM_SAMPLES,
@@ -277,20 +275,20 @@ def train_in_two(
 def run_to_end(trainer: Trainer, num_steps: int | None) -> Outcome:
     """Take all steps that are left (or so many), and collect."""
     losses = []
-    while not trainer._run.timeline.is_over and len(losses) != num_steps:
+    while not trainer._timeline.is_over and len(losses) != num_steps:
         losses.append(trainer.step().loss)
     return collect(trainer, losses)
 
 
 def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     """Gather a trainer's weights and the optimizer state of every rank."""
-    deployment = trainer._run.deployment
+    deployment = trainer._deployment
     states: dict[str, Tensor] = {}
     for shard in deployment._held.states.values():
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
     for index in stage._trained:
-        parameters = trained_parameters(trainer._run.task, (index,))
+        parameters = trained_parameters(trainer._task, (index,))
         states.update({k: t.clone() for k, t in take_state(stage.optimizer, parameters).items()})
     weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     report = trainer.report
@@ -308,7 +306,7 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
     replicas bitwise."""
     own = {
         name: p.detach().cpu().numpy().tobytes().hex()
-        for name, p in trainer._run.deployment.active_stage.parameters.items()
+        for name, p in trainer._deployment.active_stage.parameters.items()
     }
     return gather_json(own, group=trainer.world.group)
 

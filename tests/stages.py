@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp import PeerError
-from autopipe.engine.channel import Peer, Receiver, Sender
 from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.engine.executor import StageLinks, StageWork
-from autopipe.engine.link import Payload
-from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
+from autopipe.engine.links import (
+    Payload,
+    Peer,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
+    Receiver,
+    Sender,
+)
 from tests.models import tiny_data, tiny_model
 
 NUM_LAYERS = 8

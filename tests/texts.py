@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from autodp.sampler import EpochSampler, shuffled
-from pipetransformer.adapters.registry import adapt
+from pipetransformer.model.registry import adapt
 
 PAD = 0
 

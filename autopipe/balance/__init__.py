@@ -3,4 +3,6 @@
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.balance.layer_costs import layer_seconds
 
-__all__ = ["balance_by_size", "balance_by_time", "layer_seconds"]
+__all__ = [
+    "balance_by_size", "balance_by_time", "layer_seconds",
+]  # fmt: skip

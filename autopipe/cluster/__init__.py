@@ -1,7 +1,6 @@
 """Model the costs of a machine that is only described, from counted kernels."""
 
-from autopipe.cluster.description import load_cluster, parse_bytes
-from autopipe.cluster.modelled import modelled_profile
+from autopipe.cluster.description import load_cluster, modelled_profile, parse_bytes
 
 __all__ = [
     "load_cluster", "modelled_profile", "parse_bytes",

@@ -4,7 +4,6 @@ schedule ─► executor ─► graph_cut: a local autograd graph for every micr
                └─► link ◄─ process_link ◄─ channel ◄─ stream_watchdog
 """
 
-from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.current_micro_batch import (
     ForwardPass,
     current_forward_pass,
@@ -13,8 +12,18 @@ from autopipe.engine.current_micro_batch import (
 )
 from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.engine.graph_cut import Starts, cut, total_bytes
-from autopipe.engine.link import Gradients, Link, Payload, RoutedLink
-from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
+from autopipe.engine.links import (
+    Gradients,
+    Link,
+    Payload,
+    Peer,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
+    Receiver,
+    RoutedLink,
+    Sender,
+    TensorSpec,
+)
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
 
 __all__ = [

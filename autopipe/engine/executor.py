@@ -22,7 +22,7 @@ from autopipe.engine.graph_cut import (
     total_bytes,
     versions,
 )
-from autopipe.engine.link import Gradients, Link, Payload
+from autopipe.engine.links import Gradients, Link, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
 

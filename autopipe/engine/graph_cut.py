@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.engine.link import Gradients, Payload
+from autopipe.engine.links import Gradients, Payload
 
 Starts = Sequence[Tensor] | Sequence[GradientEdge]
 """A loss, or places in the graph."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from autopipe.engine import Gradients, Payload
-from autopipe.gpipe.as_in_forward import AsInForward
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
-from autopipe.gpipe.partition_work import Ends, Partition, PartitionWork, hooks_held
+from autopipe.gpipe.partition_work import AsInForward, Ends, Partition, PartitionWork, hooks_held
 from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
 from autopipe.threads import ThreadPipeline
 from autopipe.trace import Trace

@@ -1,9 +1,16 @@
-"""Wrap a sequential module so that it runs as a pipeline of micro-batches."""
+"""Wrap a sequential module so that it runs as a pipeline of micro-batches.
+
+Give a GPipe module's state dict the names that the wrapped module has, and take both.
+
+module   partitions.0.conv.weight  partitions.1.fc.weight
+state    conv.weight               fc.weight
+"""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NoReturn
@@ -28,7 +35,6 @@ from autopipe.gpipe.partition_work import (
     needs_gradient,
     trained_tensors,
 )
-from autopipe.gpipe.state_names import name_as_partitioned, name_as_wrapped
 from autopipe.gpipe.step_loss import StepLoss
 from autopipe.loss import LossFunction, choose_loss
 from autopipe.schedule import SCHEDULES, forward_only
@@ -278,3 +284,30 @@ def _checked_schedule(name: str) -> str:
     if name not in SCHEDULES:
         raise ValueError(f"schedule is not one of {', '.join(map(repr, SCHEDULES))}: {name!r}")
     return name
+
+
+def _rename(state: Any, prefix: str, new_name: Callable[[str], str]) -> None:
+    """Rename a module's entries in a state dict; keep its order."""
+    entries = [
+        (prefix + new_name(key.removeprefix(prefix)) if key.startswith(prefix) else key, value)
+        for key, value in state.items()
+    ]
+    state.clear()
+    state.update(entries)
+
+
+def name_as_wrapped(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    for entries in (state, getattr(state, "_metadata", None) or {}):
+        _rename(entries, prefix, lambda key: re.sub(r"^partitions\.\d+\.", "", key))
+
+
+def name_as_partitioned(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Take a state dict with the names of the wrapped module or of the partitions."""
+    partitions = module.get_submodule("partitions").named_children()
+    places = {name: j for j, partition in partitions for name, _ in partition.named_children()}
+
+    def placed(key: str) -> str:
+        layer = key.split(".")[0]
+        return f"partitions.{places[layer]}.{key}" if layer in places else key
+
+    _rename(state, prefix, placed)

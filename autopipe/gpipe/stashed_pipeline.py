@@ -31,7 +31,7 @@ class StashedPipeline(GPipe):
     A GPipe whose `train_on` takes many batches as one stream: no stage waits for a batch to end.
     Each updates its weights by its own optimizer, once a batch; a micro-batch goes backward with
     the weights of its forward. Which weights those are, and so what is computed, is `versions`'
-    (`autopipe.stashing.version_rules`): with more than one stage it is not what training without
+    (`autopipe.stashing.stashed_weights`): with more than one stage it is not what training without
     a pipeline computes. Nothing is checkpointed.
 
     Args:

@@ -8,7 +8,6 @@ from autopipe.loss.joined import (
     Loss,
     LossFunction,
     LossValue,
-    as_sum_and_count,
     choose_loss,
     head_of,
     mean_of,
@@ -18,7 +17,6 @@ from autopipe.loss.joined import (
 from autopipe.loss.split_probe import SplitProbe, refuse_split
 
 __all__ = [
-    "Loss", "LossFunction", "LossValue", "SplitProbe", "as_sum_and_count",
-    "choose_loss", "head_of", "mean_of", "refuse_split",
-    "smooth_labels", "sum_over_targets",
+    "Loss", "LossFunction", "LossValue", "SplitProbe", "choose_loss", "head_of", "mean_of",
+    "refuse_split", "smooth_labels", "sum_over_targets",
 ]  # fmt: skip

@@ -5,12 +5,7 @@ plan's request ─► request_plan: the same for what a run asks
 """
 
 from autopipe.pipedream.cuts import CutState, cut_states, left_out, trimmed
-from autopipe.pipedream.request_plan import (
-    Question,
-    pipedream_stages,
-    plan_as_pipedream,
-    question_of,
-)
+from autopipe.pipedream.request_plan import pipedream_stages, plan_as_pipedream, question_of
 from autopipe.pipedream.stage_search import (
     Machines,
     ReplicatedPlan,
@@ -20,7 +15,7 @@ from autopipe.pipedream.stage_search import (
 )
 
 __all__ = [
-    "CutState", "Machines", "Question", "ReplicatedPlan", "ReplicatedStage", "cut_states",
+    "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",
     "data_parallel_s", "left_out", "optimize", "pipedream_stages", "plan_as_pipedream",
     "question_of", "trimmed",
 ]  # fmt: skip

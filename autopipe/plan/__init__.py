@@ -4,15 +4,15 @@ request ─► search ─► estimate ─► simulation
              └─ explanation       published: the rules of the paper, to compare with
 """
 
+from autopipe.plan.estimate import Tables, best_count, draw_tables, table_text
 from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
-from autopipe.plan.pipeline_lengths import fitting_lengths
 from autopipe.plan.published import (
     plan_as_published,
     published_length,
     published_split,
     throughput_tables,
 )
-from autopipe.plan.request import PipelinePlan, PlanRequest
+from autopipe.plan.request import PipelinePlan, PlanRequest, fitting_lengths
 from autopipe.plan.search import (
     AS_FAST,
     candidates,
@@ -24,7 +24,6 @@ from autopipe.plan.search import (
     step_range,
 )
 from autopipe.plan.simulation import Simulation, StageTimes, simulate
-from autopipe.plan.throughput import Tables, best_count, draw_tables, table_text
 
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",

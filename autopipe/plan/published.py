@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopipe.partition import greedy_partition
+from autopipe.plan.estimate import Table, best_first
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import predict
-from autopipe.plan.throughput import Table, best_first
 from autopipe.profile import Profile
 
 FROZEN_COST = 1 / 6

@@ -10,9 +10,15 @@ from autopipe.profile.chain import (
     storages,
     unshared,
 )
-from autopipe.profile.fit import quartiles, uncertainty
 from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
-from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
+from autopipe.profile.network import (
+    AllReduceCost,
+    LinkCost,
+    Ring,
+    RingCost,
+    quartiles,
+    uncertainty,
+)
 from autopipe.profile.profile import (
     MeasuredChain,
     Profile,
@@ -29,6 +35,6 @@ __all__ = [
     "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
     "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
-    "profile_sublayers", "quartiles", "read_graph", "saved_storages", "storages", "time_rounds",
-    "uncertainty", "unshared", "with_tuples",
+    "profile_sublayers", "quartiles", "read_graph", "saved_storages", "storages",
+    "time_rounds", "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

@@ -21,8 +21,15 @@ from autopipe.profile.chain import (
     left_as_found,
     time_chain,
 )
-from autopipe.profile.fit import EXACT, fitted, quartiles
-from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
+from autopipe.profile.network import (
+    EXACT,
+    AllReduceCost,
+    LinkCost,
+    Ring,
+    RingCost,
+    fitted,
+    quartiles,
+)
 
 
 @dataclass(frozen=True)

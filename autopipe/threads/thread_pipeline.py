@@ -1,8 +1,14 @@
-"""Run a schedule on stages that are threads of one process."""
+"""Run one job a partition at the same time, each in its own thread, as the caller would.
+
+Run a schedule on stages that are threads of one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -12,10 +18,147 @@ from torch import nn
 from autopipe.engine import StageLinks, StageRun, StageWork
 from autopipe.schedule import Op, Schedule, StageProgram
 from autopipe.skip import SkipEdge, SkipKey
-from autopipe.threads.partition_threads import CallerSettings, run_together
 from autopipe.threads.randomness import Randomness, randomness_of
-from autopipe.threads.thread_link import Crossing, ThreadLink
+from autopipe.threads.thread_link import Crossing, Stopped, ThreadLink
 from autopipe.trace import Recorder, Trace
+
+
+class CallerSettings:
+    """Hold the caller's present settings that torch keeps for each thread alone.
+
+    Of the partitions on these devices `at_once` can work at the same time; those on the CPU share
+    the caller's intra-op threads.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, at_once: int) -> None:
+        num_on_cpu = sum(device.type == "cpu" for device in devices)
+        self.num_threads = max(1, torch.get_num_threads() // max(1, min(at_once, num_on_cpu)))
+        self._inference = torch.is_inference_mode_enabled()
+        self._default_device = torch.get_default_device()
+        cuda_devices = sorted({d for d in devices if d.type == "cuda"}, key=lambda d: d.index)
+        self._streams = [torch.cuda.current_stream(device) for device in cuda_devices]
+        cached = torch.is_autocast_cache_enabled()
+        self._autocasts = [
+            partial(
+                torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cached
+            )
+            for kind in sorted({device.type for device in devices} & {"cpu", "cuda"})
+            if torch.is_autocast_enabled(kind)
+        ]
+
+    @contextmanager
+    def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
+        """Apply them to the thread of a device's partition, but for autocast and threads."""
+        with ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad_enabled and not self._inference))
+            # Handed to autograd's thread of a CUDA device, backwards would wait for the very
+            # backward that started this job.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if self._default_device != torch.get_default_device():
+                stack.enter_context(self._default_device)
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            # A stream makes its device the current one, so the partition's own comes last.
+            for stream in sorted(self._streams, key=lambda stream: stream.device == device):
+                stack.enter_context(torch.cuda.stream(stream))
+            # Off, but entered: a weight is cast once for all micro-batches of the portion, not
+            # once for each, as leaving the outermost autocast empties the cache.
+            for autocast in self._autocasts:
+                stack.enter_context(autocast(enabled=False))
+            yield
+
+    def join_streams(self) -> None:
+        """Let every device wait for all: autograd expects gradients on one stream of a node."""
+        for ours in self._streams:
+            for theirs in self._streams:
+                torch.cuda.current_stream(theirs.device).wait_stream(ours)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Apply the autocast, for one forward; `applied` empties its cache of weights before."""
+        with ExitStack() as stack:
+            for autocast in self._autocasts:
+                stack.enter_context(autocast())
+            yield
+
+
+def _run_to_the_end(
+    threads: Sequence[threading.Thread], ended: Sequence[threading.Event], stop: Callable[[], None]
+) -> None:
+    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
+    try:
+        for thread in threads:
+            thread.start()
+        for event in ended:
+            event.wait()
+    except BaseException:
+        stop()
+        raise
+    finally:
+        for thread, event in zip(threads, ended, strict=True):
+            # One without an ident never began: the caller was interrupted before.
+            while not event.wait(0.1) and thread.ident is not None:
+                pass
+            # Not by `join` alone: interrupted once, it takes the thread for ended (Python 3.11).
+            if thread.ident is not None:
+                thread.join()
+
+
+def run_together(
+    jobs: Sequence[Callable[[], None]],
+    *,
+    num_threads: int,
+    stop: Callable[[], None],
+    order: Callable[[int], int],
+) -> None:
+    """Run the jobs, all at the same time; one alone runs in the caller's thread.
+
+    A failure stops the others by `stop`, which ends every wait of a job for another; it is raised
+    when all have ended, with its own traceback. Of several it is the one that `order` says was
+    earliest in the schedule, of several as early the lowest job's.
+    """
+    if len(jobs) == 1:
+        jobs[0]()
+        return
+    failures: list[tuple[int, int, BaseException]] = []
+    ended = [threading.Event() for _ in jobs]
+    context = contextvars.copy_context()
+
+    def work(number: int) -> None:
+        try:
+            torch.set_num_threads(num_threads)
+            jobs[number]()
+        except BaseException as error:
+            stop()
+            if not isinstance(error, Stopped):
+                failures.append((order(number), number, error))
+        finally:
+            ended[number].set()
+
+    # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
+    threads = [
+        threading.Thread(
+            target=context.copy().run, args=(work, number), daemon=True, name=f"partition {number}"
+        )
+        for number in range(len(jobs))
+    ]
+    num_threads_before = torch.get_num_threads()
+    try:
+        _run_to_the_end(threads, ended, stop)
+    finally:
+        # Set in a thread, the number is also the default of threads to come.
+        torch.set_num_threads(num_threads_before)
+    if failures:
+        first = min(failures, key=lambda failure: failure[:2])[2]
+        # An error whose traceback leads back to it keeps the failed step's tensors alive.
+        failures.clear()
+        try:
+            raise first
+        finally:
+            del first
+
 
 W = TypeVar("W", bound=StageWork)
 

@@ -3,7 +3,7 @@
 recorder ─► span ─► trace (text) ─► picture, chrome, summary ◄─ text_tables
 """
 
-from autopipe.trace.picture import save_picture
+from autopipe.trace.pictures import save_picture
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
 from autopipe.trace.summary import Summary

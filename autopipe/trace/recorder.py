@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autopipe.schedule import Instruction, Op
-from autopipe.trace.kept_memory import KeptMemory
 from autopipe.trace.span import Span
+from autopipe.trace.summary import KeptMemory
 
 Moment = Callable[[], float]
 """Returns seconds of `time.perf_counter`; waits for a device to get there."""

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from autopipe.schedule import draw, named_rows
-from autopipe.trace.chrome import chrome_trace
-from autopipe.trace.picture import save_picture
+from autopipe.trace.pictures import chrome_trace, save_picture
 from autopipe.trace.recorder import Clocks, Recorder
 from autopipe.trace.span import Span, programs
 from autopipe.trace.summary import Summary, summarize

@@ -36,7 +36,7 @@ from experiments.published.setting import (
     NUM_SAMPLES,
     SPEED_UPS,
 )
-from pipetransformer.forecast import ModelChoice, described_place
+from pipetransformer.cli import ModelChoice, described_place
 from pipetransformer.report import new_figure, open_frame
 
 PUBLISHED_MODEL = "vit_base_patch16_224"

@@ -16,8 +16,9 @@ from fractions import Fraction
 
 from autopipe.plan import PipelinePlan, PlanRequest
 from experiments.ablation.parts import ABLATION, ALL, NOTHING_FROZEN, Parts, PartsRow
-from pipetransformer.forecast import Place
-from pipetransformer.planning import PlanSituation, fastest_per_sample, usual_prefix_chunk
+from pipetransformer.cli import Place
+from pipetransformer.config import usual_prefix_chunk
+from pipetransformer.elastic import PlanSituation, fastest_per_sample
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch.utils.data import Dataset
 from autodp import Shard, gather_json
 from autopipe.plan import PipelinePlan
 from pipetransformer import PlanSituation, Trainer, adamw
-from pipetransformer.planning import fastest_by_length
-from pipetransformer.transition import Decision, Deployment
+from pipetransformer.elastic import Decision, Deployment, fastest_by_length
 
 _NUM_COPIES = 3
 
@@ -229,12 +228,12 @@ def measure_on_this_rank(workload: TransitionSetting) -> TransitionTimes:
         evaluate_every_epochs=0,
     ) as trainer:
         seconds = [trainer.step().seconds for _ in range(workload.num_steps)]
-        deployment = trainer._run.deployment
+        deployment = trainer._deployment
         copy_s = copy_seconds(deployment)
         changes = watch_changes(deployment)
         after = [trainer.step().seconds for _ in range(2)]
         (change,) = changes
-        parameters = sum(p.numel() for p in trainer._run.task.model.model.parameters())
+        parameters = sum(p.numel() for p in trainer._task.model.model.parameters())
         own = {
             "step_s": median(seconds[1:]),
             "plan_s": plan.seconds,

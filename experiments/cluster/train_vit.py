@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from experiments.digits import build_model, load_digits_split
 from experiments.tasks.image_files import ImageTree
 from pipetransformer import FreezeSchedule, Trainer, adamw, cosine_with_warmup
-from pipetransformer.data import SizedDataset
+from pipetransformer.feed import SizedDataset
 
 _LOGGER = logging.getLogger(__name__)
 

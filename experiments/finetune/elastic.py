@@ -13,7 +13,7 @@ from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.finetune.usage import as_usage
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
-from pipetransformer.forecast import Place, answers_text, find_plan
+from pipetransformer.cli import Place, answers_text, find_plan
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from experiments.gpu_check.plain_loop import PlainLoop
 from experiments.gpu_check.workloads import Shuffled
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, named_optimizer
-from pipetransformer.optimizer import OptimizerFactory
+from pipetransformer.model import OptimizerFactory
 
 _LEARNING_RATE = 5e-5
 

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from experiments.benchmarks.measuring.timed_loop import RivalTask
 from experiments.gpu_check.workloads import Shuffled
-from pipetransformer.adapters import adapt
-from pipetransformer.optimizer import OptimizerFactory
+from pipetransformer.model import OptimizerFactory, adapt
 
 _HIDDEN = "hidden"
 

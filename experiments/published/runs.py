@@ -36,7 +36,7 @@ from experiments.published.setting import (
     TRANSITION_S,
     published_frozen,
 )
-from pipetransformer.forecast import Place
+from pipetransformer.cli import Place
 
 START = PlanRequest(CLUSTER.num_slots, CLUSTER.slots_per_node, 2 * BATCH, num_frozen=0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.profile import Profile
 from experiments.ablation.simulated import frozen_by_epoch
-from pipetransformer.forecast import ModelChoice, build_named, profiled
+from pipetransformer.cli import ModelChoice, build_named, profiled
 
 _DESCRIPTION = Path(__file__).parents[2] / "docs" / "clusters" / "2x8-rtx5000.toml"
 CLUSTER = load_cluster(_DESCRIPTION)

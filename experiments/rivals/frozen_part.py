@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.adapters import LayeredModel, adapt
+from pipetransformer.model import LayeredModel, adapt
 
 Forward = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 

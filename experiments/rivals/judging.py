@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer import EvalPrediction
-from pipetransformer.predictions import PredictionOutput
+from pipetransformer.stage import PredictionOutput
 
 _LABELS = ("y", "labels", "start_positions", "end_positions")
 _PADDING = -100

@@ -45,12 +45,12 @@ from experiments.rivals.saved_loop import read_plain, restore_loop, save_loop
 from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
-from pipetransformer.data import read_lengths
-from pipetransformer.model_files import write_model_folder
-from pipetransformer.optimizer import decay_by_layer
-from pipetransformer.predictions import PredictionOutput
+from pipetransformer.checkpoint import write_model_folder
+from pipetransformer.feed import read_lengths
+from pipetransformer.model import decay_by_layer
 from pipetransformer.processes import World, connect
 from pipetransformer.report import RECORDS_FILE, finite
+from pipetransformer.stage import PredictionOutput
 
 _DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 600.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autodp import mix_seed
-from pipetransformer.data import SizedDataset
+from pipetransformer.feed import SizedDataset
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipetransformer import EvalPrediction
-from pipetransformer.data import CollateFunction, SizedDataset
+from pipetransformer.config import CollateFunction
+from pipetransformer.feed import SizedDataset
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,36 @@
-"""Save a run beside training, and resume it on any number of ranks.
+"""Save a run beside training, resume it on any number of ranks, and export its weights.
 
 run_state ─► saver ─► snapshot ─► format      resume ◄─ folder_lock
+best_model: over evaluations     model_folder: what from_pretrained loads ◄─ checkpoint_export
 """
 
-from pipetransformer.checkpoint.folder_lock import LOCK_FILE, lock_folder
+from pipetransformer.checkpoint.best_model import BEST_FOLDER, BestModel, Selection
 from pipetransformer.checkpoint.format import (
     Checkpoint,
     holds_checkpoint,
     open_checkpoint,
     published,
 )
-from pipetransformer.checkpoint.resume import CHECKPOINTS, open_latest, resumes
+from pipetransformer.checkpoint.model_folder import (
+    DescribedModel,
+    add_export_parser,
+    read_weights,
+    write_model_folder,
+)
+from pipetransformer.checkpoint.resume import (
+    CHECKPOINTS,
+    LOCK_FILE,
+    lock_folder,
+    open_latest,
+    resumes,
+)
 from pipetransformer.checkpoint.run_state import Part, RunState
 from pipetransformer.checkpoint.saver import Saved
 
 __all__ = [
-    "CHECKPOINTS", "Checkpoint", "LOCK_FILE", "Part", "RunState", "Saved", "holds_checkpoint",
-    "lock_folder", "open_checkpoint", "open_latest", "published", "resumes",
+    "Selection",
+    "BEST_FOLDER", "BestModel", "CHECKPOINTS", "Checkpoint", "DescribedModel", "LOCK_FILE",
+    "Part", "RunState", "Saved", "add_export_parser", "holds_checkpoint", "lock_folder",
+    "open_checkpoint", "open_latest", "published", "read_weights", "resumes",
+    "write_model_folder",
 ]  # fmt: skip

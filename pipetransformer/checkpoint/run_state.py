@@ -17,11 +17,11 @@ import torch
 
 from autodp import gather_json
 from freeze.signals import IntervalSignals
-from pipetransformer.checkpoint.folder_lock import lock_folder
 from pipetransformer.checkpoint.format import Checkpoint, published
 from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
     check_model,
+    lock_folder,
     note_launchers,
     note_run,
     open_latest,
@@ -31,12 +31,11 @@ from pipetransformer.checkpoint.resume import (
     resumes,
 )
 from pipetransformer.checkpoint.saver import Saved, Saver
-from pipetransformer.job import Task
+from pipetransformer.elastic import Decision, Transitions, plan_shape
+from pipetransformer.feed import Position
 from pipetransformer.measure import Measurements
-from pipetransformer.optimizer import OptimizerTraits
-from pipetransformer.position import Position
+from pipetransformer.model import OptimizerTraits, Task
 from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
-from pipetransformer.transition import Decision, Transitions, plan_shape
 
 _LOGGER = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 120.0

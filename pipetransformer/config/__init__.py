@@ -1,18 +1,27 @@
-"""Name every setting of a run, and check it before anything starts."""
+"""Name every setting of a run, and check it before anything starts.
 
+train_config ─► setting_checks, other_names     schedules: how the learning rate follows the step
+"""
+
+from pipetransformer.config.schedules import (
+    LearningRateSchedule,
+    constant,
+    cosine_with_warmup,
+    named_schedule,
+    polynomial_with_warmup,
+)
 from pipetransformer.config.setting_checks import (
     EVALUATION_FIELDS,
+    PLANS,
+    CollateFunction,
     ComputeMetrics,
     Metric,
     PreprocessLogits,
 )
-from pipetransformer.config.train_config import TrainConfig, make_config
+from pipetransformer.config.train_config import TrainConfig, make_config, usual_prefix_chunk
 
 __all__ = [
-    "EVALUATION_FIELDS",
-    "ComputeMetrics",
-    "Metric",
-    "PreprocessLogits",
-    "TrainConfig",
-    "make_config",
-]
+    "CollateFunction", "ComputeMetrics", "EVALUATION_FIELDS", "LearningRateSchedule", "Metric",
+    "PLANS", "PreprocessLogits", "TrainConfig", "constant", "cosine_with_warmup",
+    "make_config", "named_schedule", "polynomial_with_warmup", "usual_prefix_chunk",
+]  # fmt: skip

@@ -13,12 +13,15 @@ from torch import Tensor
 from autopipe.schedule import SCHEDULES
 from autopipe.stashing import VERSION_RULES
 from freeze import MEASURED_SIGNALS
-from pipetransformer.optimizer import check_warmup, named_schedule
-from pipetransformer.planning import PLANS
+from pipetransformer.config.schedules import check_warmup, named_schedule
 
 if TYPE_CHECKING:  # It is checked by this as it is made.
     from pipetransformer.config.train_config import TrainConfig
 
+PLANS = ("fastest", "published", "pipedream")
+"""Planners by name."""
+
+CollateFunction = Callable[[list[Any]], Any]
 Metric = Callable[[Tensor, Any], tuple[Tensor | float, Tensor | float]]
 ComputeMetrics = Callable[[Any], Mapping[str, float]]
 """Judges an `EvalPrediction`."""
@@ -111,7 +114,7 @@ _RULES: Mapping[str, _Rule] = {
     "schedule": _one_of(None, *SCHEDULES),
     "weight_versions": _one_of(None, *VERSION_RULES),
     "plan": _Rule(
-        lambda value: callable(value) or value in tuple(PLANS),
+        lambda value: callable(value) or value in PLANS,
         f"one of {', '.join(map(repr, PLANS))}, or a function",
     ),
     "memory_limit_bytes": _optional(_COUNT),

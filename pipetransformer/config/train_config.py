@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from autopipe.plan import PipelinePlan
 from pipetransformer.config.other_names import advice_on
+from pipetransformer.config.schedules import LearningRateSchedule, constant
 from pipetransformer.config.setting_checks import (
+    CollateFunction,
     ComputeMetrics,
     Metric,
     PreprocessLogits,
     check_settings,
 )
-from pipetransformer.data import CollateFunction
-from pipetransformer.optimizer import LearningRateSchedule, constant
-from pipetransformer.planning import Planner, usual_prefix_chunk
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
+_MOST_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class TrainConfig:
             pipelines that were chosen.
         schedule: "gpipe" or "1f1b"; None lets the planner choose.
         weight_versions: trains without a flush between steps, as PipeDream does: weights are
-            "stashed", "vertical_sync" or "double_buffered" (`autopipe.stashing.version_rules`),
+            "stashed", "vertical_sync" or "double_buffered" (`autopipe.stashing.stashed_weights`),
             and with K > 1 not those of training without a pipeline. Between two pauses (a
             decision, an evaluation, a checkpoint, the end of an epoch) all steps are one stream:
             their results and events come at its end, weights are its end's, and `stop` stops
@@ -197,7 +198,7 @@ class TrainConfig:
     micro_batch_size: int | None = None
     schedule: str | None = None
     weight_versions: Literal["stashed", "vertical_sync", "double_buffered"] | None = None
-    plan: str | Planner = "fastest"
+    plan: str | Callable[..., PipelinePlan] = "fastest"
     memory_limit_bytes: int | None = None
     freeze_interval_steps: int | None = None
     freeze_interval_epochs: int = 1
@@ -305,3 +306,13 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
             f"unknown setting(s) {', '.join(map(repr, unknown))}; {advice_on(unknown, known)}"
         )
     return TrainConfig(**settings)
+
+
+def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
+    """Return how many samples the frozen prefix runs at a time, where nobody says.
+
+    A rank's share of the batch, so that whole chunks are filled whatever the number of replicas;
+    beyond 32 samples more make a layer hardly faster, and take memory. In multiples of 8, as
+    kernels compute the odd rows at a chunk's end in another way, with other last bits.
+    """
+    return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)

@@ -1,11 +1,33 @@
-"""Give stage 0 its samples, through the frozen prefix and the cache where there are.
+"""Give stage 0 its samples: read, collated, through the frozen prefix and the cache.
 
-data's workers ─► sample_feed ─► stage 0
-frozen_prefix ─────►┘  ├─ row_format, store_choice, node_store: rows, on a GPU or a node's
-                       └─ coming_fetches: what follows the one that is made
+timeline ─► coming_batches: which samples come
+samples ─► collation: one batch         workers: ahead of the steps
+sample_feed ─► stage 0
+  ├─ frozen_prefix, row_format, node_store: rows of the cache
+  └─ coming_fetches: what follows the one that is made
 """
 
+from pipetransformer.feed.collation import Batch, Collation
+from pipetransformer.feed.coming_batches import ComingBatches, ComingStep
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.held_targets import HeldTargets
+from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.sample_feed import Rows, SampleFeed, samples_of
+from pipetransformer.feed.samples import (
+    SampleError,
+    Samples,
+    SizedDataset,
+    check_dataset,
+    find_changed,
+    part_of,
+    read_lengths,
+)
+from pipetransformer.feed.timeline import Clock, Position, Timeline
+from pipetransformer.feed.workers import ForeseenSamples, Request
 
-__all__ = ["FrozenPrefix", "Rows", "SampleFeed", "samples_of"]
+__all__ = [
+    "Batch", "Clock", "Collation", "ComingBatches", "ComingStep", "ForeseenSamples",
+    "FrozenPrefix", "HeldTargets", "Position", "Request", "Rows", "SampleError", "SampleFeed",
+    "Samples", "SizedDataset", "Timeline", "check_dataset", "find_changed",
+    "own_random_numbers", "part_of", "read_lengths", "samples_of", "seed_plainly", "seed_torch",
+]  # fmt: skip

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from autocache import HIDDEN, chain_hash, fingerprint
-from pipetransformer.data import Batch
-from pipetransformer.job import Task, in_mode, modes_of, set_modes
+from pipetransformer.feed.collation import Batch
+from pipetransformer.model import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)
 

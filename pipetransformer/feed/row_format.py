@@ -11,8 +11,10 @@ from torch import Tensor
 
 from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, by_position, own_lengths
 from autodp import broadcast_json
-from pipetransformer.data import Batch, HeldTargets, Samples
+from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.held_targets import HeldTargets
+from pipetransformer.feed.samples import Samples
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)

@@ -13,12 +13,14 @@ from torch import Tensor
 from autocache import ActivationStore, CacheStats, DeviceStore, PrefixCache
 from autodp import gather_json
 from autopipe.profile import Profile
-from pipetransformer.data import Batch, Collation, ForeseenSamples, Request, Samples, SizedDataset
+from pipetransformer.feed.collation import Batch, Collation
 from pipetransformer.feed.coming_fetches import Coming, FollowedFetches, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.node_store import check_device, make_store
 from pipetransformer.feed.row_format import RowFormat
-from pipetransformer.feed.store_choice import check_device, make_store
-from pipetransformer.job import Task
+from pipetransformer.feed.samples import Samples, SizedDataset
+from pipetransformer.feed.workers import ForeseenSamples, Request
+from pipetransformer.model import Task
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from transformers.trainer_callback import (
     ProgressCallback,
 )
 
-from pipetransformer.events import Callback
 from pipetransformer.hf.kept_history import forget_history, keep_history, kept_history
 from pipetransformer.hf.pretrained_checkpoints import clear_pretrained, write_pretrained
 from pipetransformer.processes import told_by_rank_0
+from pipetransformer.report import Callback
 from pipetransformer.stage import StepResult
 
 _UNHEARD = (

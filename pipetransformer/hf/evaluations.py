@@ -1,6 +1,12 @@
 """Evaluate and predict in the methods of transformers' Trainer, which subclasses override.
 
 evaluate, predict ─► get_..._dataloader ─► evaluation_loop ─► our Trainer, over the data set
+
+Measure with samples that have no labels, where a run only evaluates and predicts.
+
+data set    collate_fn of the script         loss
+no labels   never sees that they are missed  a stand-in, of the outputs alone
+labels      as ever                          as ever
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -27,15 +34,15 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
-from pipetransformer.adapters import adapt
-from pipetransformer.data import SizedDataset, check_dataset, own_random_numbers
+from autopipe.loss import Loss, LossValue
+from pipetransformer.feed import SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.script_loss import answers_questions
-from pipetransformer.hf.unhonoured import refuse_given
-from pipetransformer.hf.unlabelled import missing_targets
-from pipetransformer.predictions import EvalPrediction as OwnPrediction
-from pipetransformer.predictions import judge
+from pipetransformer.hf.training_arguments import refuse_given
+from pipetransformer.model import adapt
 from pipetransformer.processes import world_size
+from pipetransformer.stage import EvalPrediction as OwnPrediction
+from pipetransformer.stage import judge
 from pipetransformer.trainer import Trainer
 
 _LABELS = ("label", "labels", "label_ids", "start_positions", "end_positions")
@@ -275,3 +282,79 @@ def _one_of(datasets: Any, name: str) -> SizedDataset:
         raise ValueError(f"there is no eval_dataset named {name!r}; there is {known}")
     found: SizedDataset = datasets[name]
     return found
+
+
+_LABEL_NAMES = ("labels", "label", "label_ids")
+"""Names of one and the same entry."""
+
+
+def missing_targets(item: Mapping[str, Any], targets: tuple[str, ...]) -> list[str]:
+    """Name the targets that an item, or a batch, does not have."""
+    names = {name: _LABEL_NAMES if name in _LABEL_NAMES else (name,) for name in targets}
+    return [name for name, known in names.items() if all(item.get(n) is None for n in known)]
+
+
+@final
+@dataclass(frozen=True)
+class Measured:
+    """Give a data set's samples, and say of those without labels that they have none."""
+
+    dataset: SizedDataset
+    targets: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if not isinstance(item, Mapping):
+            return item
+        return {**item, **dict.fromkeys(missing_targets(item, self.targets), _Missing())}
+
+
+@final
+@dataclass(frozen=True)
+class MeasuredCollate:
+    """Make batches by a script's function; targets that samples lack become (N, 0)."""
+
+    function: Any
+    targets: tuple[str, ...]
+
+    def __call__(self, items: list[Any]) -> Any:
+        if not items or not isinstance(items[0], Mapping):
+            return self.function(items)
+        lacks = any(isinstance(value, _Missing) for value in items[0].values())
+        given = [
+            {name: value for name, value in item.items() if not isinstance(value, _Missing)}
+            for item in items
+        ]
+        batch = self.function(given)
+        if not lacks:
+            return batch
+        missing = missing_targets(batch, self.targets)
+        return {**batch, **dict.fromkeys(missing, torch.empty(len(items), 0))}
+
+
+class _Missing:
+    """Stand for a target that a sample lacks, also in a worker's process."""
+
+
+def loss_without_targets(loss: Loss) -> Loss:
+    """Return a loss that is of the outputs alone where targets are (N, 0)."""
+
+    def compute(output: Tensor, target: Any) -> LossValue:
+        targets = target.values() if isinstance(target, Mapping) else (target,)
+        if all(one.shape[1:].numel() for one in targets):
+            return loss(output, target)
+        return output.float().square().mean()
+
+    def smoothed(share: float) -> Loss:
+        assert loss.smoothed is not None
+        return loss_without_targets(loss.smoothed(share))
+
+    return Loss(
+        compute,
+        is_exact=loss.is_exact,
+        ignore_index=loss.ignore_index,
+        smoothed=smoothed if loss.smoothed else None,
+    )

@@ -22,29 +22,34 @@ from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metrics
 
+from autopipe.loss import Loss, choose_loss
 from freeze import FreezePolicy, PolicyFunction
-from pipetransformer.adapters import LayeredModel, adapt
-from pipetransformer.checkpoint import CHECKPOINTS, holds_checkpoint, published
-from pipetransformer.data import SizedDataset, check_dataset
+from pipetransformer.checkpoint import BEST_FOLDER, CHECKPOINTS, holds_checkpoint, published
+from pipetransformer.feed import SizedDataset, check_dataset
 from pipetransformer.hf.callback_bridge import CallbackBridge
-from pipetransformer.hf.evaluations import Evaluations
+from pipetransformer.hf.evaluations import (
+    Evaluations,
+    Measured,
+    MeasuredCollate,
+    loss_without_targets,
+)
 from pipetransformer.hf.kept_history import was_over
 from pipetransformer.hf.pretrained_checkpoints import pretrained
 from pipetransformer.hf.script_loss import ScriptLoss
-from pipetransformer.hf.training_arguments import optimizer_of, refuse_unknown, settings_of
-from pipetransformer.hf.unhonoured import (
+from pipetransformer.hf.training_arguments import (
+    optimizer_of,
     refuse_given,
     refuse_more_outputs,
     refuse_other_labels,
     refuse_overrides,
     refuse_own_loss,
     refuse_shares,
+    refuse_unknown,
     refuse_unselected,
+    settings_of,
     why_missing,
 )
-from pipetransformer.hf.unlabelled import Measured, MeasuredCollate, loss_without_targets
-from pipetransformer.loss import Loss, choose_loss
-from pipetransformer.model_files import BEST_FOLDER
+from pipetransformer.model import LayeredModel, adapt
 from pipetransformer.trainer import Trainer
 
 _MADE_OF = (

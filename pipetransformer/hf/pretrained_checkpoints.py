@@ -13,9 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipetransformer.checkpoint import open_checkpoint
+from pipetransformer.checkpoint import open_checkpoint, read_weights, write_model_folder
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.model_files import read_weights, write_model_folder
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MARK = "pipetransformer_checkpoint"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
-from pipetransformer.loss import Loss, LossValue
+from autopipe.loss import Loss, LossValue
 
 
 @final

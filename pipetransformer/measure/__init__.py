@@ -1,6 +1,6 @@
 """Time the live devices, for the planner.
 
-measurements ─► kinds, stretches ─► sublayer_times, touched_rows    link_times    reading_times
+measurements ─► stretches ─► sublayer_times, touched_rows      link_times      reading_times
 """
 
 from pipetransformer.measure.measurements import Measurements, largest_micro_batch, measure

@@ -16,9 +16,9 @@ from torch import nn
 
 from autodp import broadcast_json, gather_json
 from autopipe.profile import SublayerCost, chain_bytes
-from pipetransformer.data import Batch
-from pipetransformer.job import Task
+from pipetransformer.feed import Batch
 from pipetransformer.measure.stretches import run_spans
+from pipetransformer.model import Task
 from pipetransformer.processes import World
 
 _WHOLE_S = 0.2

@@ -29,14 +29,14 @@ from autopipe.profile import (
     uncertainty,
 )
 from autopipe.profile import merge as merge_profiles
-from pipetransformer.data import Batch
-from pipetransformer.job import Task
+from pipetransformer.feed import Batch
 from pipetransformer.measure.kinds import choose_sublayers, given_to_all, within
 from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
 from pipetransformer.measure.touched_rows import untouched_bytes
+from pipetransformer.model import Task
 from pipetransformer.processes import World, free_bytes, tightest
 
 _BUDGET_S = 1.5

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autocache import HIDDEN, PrefixCache, RowContent, RowField, RowLayout, RowStore
-from pipetransformer.data import Batch
+from pipetransformer.feed import Batch
 from pipetransformer.measure.timing import displacer, typical_s
 
 _ROW = RowField(HIDDEN, (1 << 14,), torch.float32)

@@ -18,11 +18,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from autopipe.loss import head_of
 from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found
-from pipetransformer.adapters import LayeredModel
-from pipetransformer.data import Batch
-from pipetransformer.job import Task
-from pipetransformer.loss import head_of
+from pipetransformer.feed import Batch
+from pipetransformer.model import LayeredModel, Task
 
 _Result = TypeVar("_Result")
 

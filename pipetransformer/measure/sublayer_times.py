@@ -11,10 +11,9 @@ from torch import nn
 from autodp import gather_json
 from autopipe.profile import MeasuredChain, ProfiledSublayer, time_rounds
 from freeze.signals import IntervalSignals
-from pipetransformer.data import Batch
-from pipetransformer.job import Task, trained_parameters
+from pipetransformer.feed import Batch
 from pipetransformer.measure.timing import displacer, typical_s
-from pipetransformer.optimizer import take_state
+from pipetransformer.model import Task, take_state, trained_parameters
 from pipetransformer.processes import World
 
 _UPDATED_BYTES = 64 << 20

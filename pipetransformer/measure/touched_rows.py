@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from pipetransformer.adapters import large_embeddings
-from pipetransformer.data import Batch
-from pipetransformer.job import Task
+from pipetransformer.feed import Batch
 from pipetransformer.measure.stretches import forward, run_spans
+from pipetransformer.model import Task, large_embeddings
 from pipetransformer.processes import World
 
 

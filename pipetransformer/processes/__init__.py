@@ -1,17 +1,18 @@
 """Start processes, let them meet, and agree.
 
-launcher ─► world ◄─ meeting     shared_errors: what one rank finds wrong is raised on all
+launcher ─► world ◄─ meeting     agreement: what one rank finds wrong is raised on all
                                  freed_memory: kept for the next tensors
 """
 
-from pipetransformer.processes.freed_memory import give_back_freed_memory, keep_freed_memory
+from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
-from pipetransformer.processes.shared_errors import agree, on_rank_0, told_by_rank_0
 from pipetransformer.processes.world import (
     World,
     connect,
     cpu_name,
     free_bytes,
+    give_back_freed_memory,
+    keep_freed_memory,
     likely_device,
     plannable_bytes,
     slots_of_a_node,
@@ -21,6 +22,7 @@ from pipetransformer.processes.world import (
 
 __all__ = [
     "World", "agree", "connect", "cpu_name", "free_bytes", "give_back_freed_memory",
-    "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device", "on_rank_0",
-    "plannable_bytes", "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
+    "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device",
+    "on_rank_0", "plannable_bytes", "slots_of_a_node", "tightest", "told_by_rank_0",
+    "world_size",
 ]  # fmt: skip

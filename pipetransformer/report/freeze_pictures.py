@@ -13,9 +13,9 @@ from torch import Tensor
 
 from autopipe.trace import text_table
 from freeze.signals import svcca
-from pipetransformer.layer_signals import PROBE_FOLDER, read_looks
-from pipetransformer.report.decision_records import RecordedDecision, read_decisions
-from pipetransformer.report.figure_style import new_figure, open_frame, set_title, with_gaps
+from pipetransformer.elastic import PROBE_FOLDER, read_looks
+from pipetransformer.report.pictures import new_figure, open_frame, set_title, with_gaps
+from pipetransformer.report.records import RecordedDecision, read_decisions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

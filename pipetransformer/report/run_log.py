@@ -15,15 +15,13 @@ from autopipe.trace import as_bytes
 from freeze import FreezeContext
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
-from pipetransformer.position import Clock
+from pipetransformer.elastic import Change, Decision
+from pipetransformer.feed import Clock
 from pipetransformer.processes import World
-from pipetransformer.report.closing_lines import cache_line, nothing_frozen_line
-from pipetransformer.report.decision_records import decision_fields
-from pipetransformer.report.fit_report import FitReport
+from pipetransformer.report.fit_report import FitReport, cache_line, nothing_frozen_line
 from pipetransformer.report.progress import Progress
-from pipetransformer.report.records import RecordListener, Records
+from pipetransformer.report.records import RecordListener, Records, decision_fields
 from pipetransformer.stage import StepResult
-from pipetransformer.transition import Change, Decision
 
 _LOGGER = logging.getLogger(__name__)
 

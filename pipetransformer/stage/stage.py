@@ -15,31 +15,30 @@ from torch import Tensor, nn
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
 from autopipe.engine import StageReport, run_program
+from autopipe.loss import SplitProbe, mean_of
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
-from pipetransformer.adapters import large_embeddings
-from pipetransformer.data import seed_torch
 from pipetransformer.errors import NonFiniteError
-from pipetransformer.feed import Rows
-from pipetransformer.job import (
+from pipetransformer.feed import ComingStep, Rows, seed_torch
+from pipetransformer.model import (
+    LAYER,
+    LossScale,
     Task,
     build_optimizer,
     in_mode,
+    large_embeddings,
     modes_of,
     set_modes,
     trained_parameters,
 )
-from pipetransformer.loss import LossScale, SplitProbe, mean_of
-from pipetransformer.optimizer import LAYER
-from pipetransformer.position import ComingStep
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.device_end import DeviceEnd, LateNumbers, where_in
-from pipetransformer.stage.health import StageWatch
-from pipetransformer.stage.nonfinite_origin import (
+from pipetransformer.stage.refusals import (
     Origin,
+    StageWatch,
     before_the_step,
     first_cause,
     where_it_began,
@@ -59,7 +58,7 @@ from pipetransformer.stage.work import (
     MicroBatches,
     Results,
     TrainWork,
-)  # fmt: skip
+)
 
 _LOGGER = logging.getLogger(__name__)
 

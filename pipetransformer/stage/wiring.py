@@ -21,7 +21,7 @@ from autopipe.engine import (
 )
 from autopipe.plan import PipelinePlan
 from pipetransformer.errors import PeerError
-from pipetransformer.job import Task, trained_parameters
+from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender

@@ -14,15 +14,14 @@ from torch import Tensor
 from autocache import HIDDEN, CacheStats, Uploader
 from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
+from autopipe.loss import LossValue, SplitProbe, head_of
 from freeze.signals import gram
 from pipetransformer.config import Metric
-from pipetransformer.data import Batch, SampleError, seed_plainly, seed_torch
-from pipetransformer.feed import Rows
-from pipetransformer.job import Task
-from pipetransformer.loss import LossValue, SplitProbe, head_of
-from pipetransformer.predictions import KeptOutputs
-from pipetransformer.stage.bad_samples import named
+from pipetransformer.feed import Batch, Rows, SampleError, seed_plainly, seed_torch
+from pipetransformer.model import Task
 from pipetransformer.stage.batch_cut import Turn
+from pipetransformer.stage.predictions import KeptOutputs
+from pipetransformer.stage.refusals import named
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.step_result import StepSums
 

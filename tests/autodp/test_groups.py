@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autodp.groups
 from autodp.groups import GroupPool, Groups, build_groups
 from autodp.topology import Topology
-from autopipe.plan.pipeline_lengths import fitting_lengths
+from autopipe.plan.request import fitting_lengths
 from tests.pool import Pool
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from autodp.moves import Move, largest_incoming_bytes, plan_moves
 from autodp.topology import Topology
-from autopipe.plan.pipeline_lengths import fitting_lengths
-from pipetransformer.transition.ownership import OPTIMIZER, Ownership
+from autopipe.plan.request import fitting_lengths
+from pipetransformer.elastic.shards import OPTIMIZER, Ownership
 from tests.pool import Pool
 
 Holders = dict[str, frozenset[int]]

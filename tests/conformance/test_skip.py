@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopipe.engine.link import Payload
+from autopipe.engine.links import Payload
 from autopipe.schedule import Op
 from autopipe.skip.routes import Namespace
 from autopipe.skip.skip_layers import pop, skippable, stash

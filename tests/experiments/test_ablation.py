@@ -18,7 +18,7 @@ from experiments.ablation.simulated import (
     sweep,
 )
 from experiments.ablation.trained import options_of
-from pipetransformer.forecast import Place
+from pipetransformer.cli import Place
 from tests.costs import sums
 from tests.experiments.smoke_runs import frozen_from
 from tests.pipetransformer.test_planning import profile

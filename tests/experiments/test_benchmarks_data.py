@@ -21,6 +21,7 @@ from experiments.benchmarks.measuring.jpegs import Jpegs, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
 from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
+from tests.pool import prepared
 
 TINY = data.DataSetting(
     num_images=8, batch_size=4, num_pixels=64, width=32, depth=2,
@@ -83,7 +84,11 @@ def test_samples_in_another_order_are_found_by_their_losses() -> None:
         both_sides.verify_losses(replace(task, dataset=Turned()))
 
 
-def test_the_plain_loop_trains_in_a_process_of_its_own_and_leaves_none_behind() -> None:
+def test_the_plain_loop_s_own_process_ends_at_once_though_a_fork_keeps_its_pipe_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork_context, contexts = multiprocessing.get_context("fork"), {"spawn": prepared()}
+    monkeypatch.setattr(multiprocessing, "get_context", contexts.__getitem__)
     task = TINY.task(make_jpegs(8), num_workers=0, augment=False)
     before = set(multiprocessing.active_children())
     with LoopProcess(task, learning_rate=1e-3, num_threads=1) as loop:
@@ -91,18 +96,13 @@ def test_the_plain_loop_trains_in_a_process_of_its_own_and_leaves_none_behind() 
         assert loop.step() > loop.wait_s > 0
         loop.freeze(1)
         assert loop.step() > loop.wait_s > 0
-    assert set(multiprocessing.active_children()) <= before
-
-
-def test_the_plain_loop_ends_at_once_though_a_fork_keeps_its_pipe_open() -> None:
-    task = TINY.task(make_jpegs(8), num_workers=0, augment=False)
-    with LoopProcess(task, learning_rate=1e-3, num_threads=1):
-        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60.0,))
+        fork = fork_context.Process(target=time.sleep, args=(60.0,))
         fork.start()
         before_s = time.perf_counter()
     assert time.perf_counter() - before_s < 30
     fork.kill()
     fork.join()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_plain_loop_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ from experiments.benchmarks.transition_run import (
     TransitionTimes,
     measure_on_this_rank,
 )
-from pipetransformer.transition.decision import Decision
-from pipetransformer.transition.deployment import Deployment
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.deployment import Deployment
 from tests.pool import Pool
 
 TINY_VIT = TransitionSetting("test_vit", image_size=32, batch_size=4, num_steps=2)

@@ -36,10 +36,10 @@ from experiments.tasks.text_model import TextSource, load_tokenizer
 from experiments.tasks.workload import Workload
 from freeze import Replay, named_policy
 from pipetransformer import Trainer
+from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
-from pipetransformer.model_files import write_model_folder
-from pipetransformer.predictions import PredictionOutput
-from pipetransformer.transition import transitions
+from pipetransformer.elastic import transitions
+from pipetransformer.stage import PredictionOutput
 from tests.experiments.smoke_runs import smoke
 from tests.experiments.tiny_scripts import write_squad
 from tests.models import tiny_data, tiny_model

@@ -14,7 +14,7 @@ from PIL import Image
 
 from experiments.tasks.image_files import read_split
 from experiments.tasks.images import ImageSource, build_vit, image_workload, transforms
-from pipetransformer.model_files import write_model_folder
+from pipetransformer.checkpoint import write_model_folder
 
 SOURCE = ImageSource("test_vit", None, False, None, 32, False, 0, None, None, 0)
 

@@ -25,27 +25,27 @@ from tests.pool import Pool
 
 def swap(trainer: Trainer) -> None:
     """Put another block into the model."""
-    trainer._run.task.model.model[2] = Block(8, 0.0).double()  # type: ignore[index,operator]
+    trainer._task.model.model[2] = Block(8, 0.0).double()  # type: ignore[index,operator]
 
 
 def unfreeze(trainer: Trainer) -> None:
     """Let a layer train that was frozen."""
-    trainer._run.task.model.model[1].requires_grad_(True)  # type: ignore[index,union-attr]
+    trainer._task.model.model[1].requires_grad_(True)  # type: ignore[index,union-attr]
 
 
 def freeze(trainer: Trainer) -> None:
     """Freeze a layer by hand."""
-    trainer._run.task.model.model[4].requires_grad_(False)  # type: ignore[index,union-attr]
+    trainer._task.model.model[4].requires_grad_(False)  # type: ignore[index,union-attr]
 
 
 def hook(trainer: Trainer) -> None:
     """Hook a parameter late."""
-    trainer._run.task.model.model[4].inner.weight.register_hook(torch.sign)  # type: ignore[index,union-attr]
+    trainer._task.model.model[4].inner.weight.register_hook(torch.sign)  # type: ignore[index,union-attr]
 
 
 def assign(trainer: Trainer) -> None:
     """Load other parameter objects."""
-    model = trainer._run.task.model.model
+    model = trainer._task.model.model
     model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
 
 
@@ -67,12 +67,10 @@ def test_what_a_step_would_not_honour_is_refused(
     with make_trainer(replace(TINY, frozen=(2,))) as trainer:
         trainer.step()
         act(trainer)
-        before = [
-            p.detach().clone() for p in trainer._run.deployment.active_stage.parameters.values()
-        ]
+        before = [p.detach().clone() for p in trainer._deployment.active_stage.parameters.values()]
         with pytest.raises(ValueError, match=message):
             trainer.step()
-        now = list(trainer._run.deployment.active_stage.parameters.values())
+        now = list(trainer._deployment.active_stage.parameters.values())
         assert all(map(torch.equal, now, before))
 
 
@@ -86,7 +84,7 @@ def edited(cache: bool, *, at: int = 9, frozen: tuple[int, ...] = (2,)) -> dict[
         while not trainer.is_over:
             if trainer.global_step == at:
                 with torch.no_grad():
-                    trainer._run.task.model.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr]
+                    trainer._task.model.model[0].weight.mul_(0.5)  # type: ignore[index,union-attr]
             trainer.step()
         assert bool(trainer.report.cache_hits) is cache
         return {name: t.clone() for name, t in trainer.state_dict().items()}

@@ -149,9 +149,9 @@ def test_augmentation_of_few_samples_ends_the_cache(caplog: pytest.LogCaptureFix
         ) as trainer,
     ):
         trainer.fit()
-        assert trainer._run.feed._store is not None and trainer._run.feed._store.is_condemned
+        assert trainer._feed._store is not None and trainer._feed._store.is_condemned
         data.read = 0
-        trainer._run.feed.rows(4).fetch(torch.arange(8))
+        trainer._feed.rows(4).fetch(torch.arange(8))
         assert data.read == 8
     assert trainer.report.cache_hits < 3 * 64
     warnings = [r.message for r in caplog.records if "gives another sample" in r.message]

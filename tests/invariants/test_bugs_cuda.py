@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import RowContent
 from autocache.store import RowStore
-from pipetransformer.optimizer import put_state, take_state
+from pipetransformer.model import put_state, take_state
 
 META = torch.device("meta")
 

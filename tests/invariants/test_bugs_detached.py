@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipetransformer.loss import Loss
+from autopipe.loss import Loss
 from tests.invariants.test_bugs_numbers import TINY
 from tests.loops import make_trainer
 from tests.pool import Pool

@@ -19,8 +19,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.sampler import EpochSampler, shuffled
+from autopipe.loss import Loss
 from pipetransformer import Trainer
-from pipetransformer.loss import Loss
 from tests.models import IGNORED, NUM_CLASSES, tiny_data, tiny_model
 from tests.pool import Pool
 
@@ -190,7 +190,7 @@ def test_a_function_whose_means_do_not_join_is_refused_in_the_same_step_on_every
 
 def test_a_refused_step_leaves_the_weights_as_they_were() -> None:
     # What two samples before the start do not show is found in the first step that does.
-    unseen = mock.patch("pipetransformer.run.probe_sublayers")
+    unseen = mock.patch("pipetransformer.trainer.probe_sublayers")
     with unseen, make_trainer(own_loss, some_ignored()) as trainer:
         with pytest.raises(ValueError, match=r"parts of 2, 2, 2, 2"):
             trainer.step()

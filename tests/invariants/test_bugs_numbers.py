@@ -199,7 +199,7 @@ def test_the_mode_that_a_user_s_call_leaves_does_not_matter() -> None:
             while not trainer.is_over:
                 trainer.step()
                 if disturb:
-                    trainer._run.task.model.model.train(trainer.global_step % 2 == 0)
+                    trainer._task.model.model.train(trainer.global_step % 2 == 0)
             return {name: t.clone() for name, t in trainer.state_dict().items()}
 
     undisturbed = trained(False)
@@ -311,7 +311,7 @@ def use_the_model_between_steps() -> str:
         if not trainer.world.is_main:
             return "not asked"
         with pytest.raises(RuntimeError, match=r"is released: this rank does not hold it"):
-            trainer._run.task.model.model(tiny_data().tensors[0])
+            trainer._task.model.model(tiny_data().tensors[0])
         return "released"
 
 

@@ -95,7 +95,7 @@ def evaluate_for_long() -> dict[str, float]:
         progress=False,
     ) as trainer:
         trainer.step()
-        stage = trainer._run.deployment.active_stage
+        stage = trainer._deployment.active_stage
         with mock.patch.object(stage, "_timeout_s", 1.5), short_world_waits(1.5):
             return trainer.evaluate(Slow(x.repeat(2, 1), y.repeat(2)))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipetransformer import Trainer
-from pipetransformer.adapters import adapt
+from pipetransformer.model import adapt
 from tests.invariants.test_bugs_numbers import TINY, sgd
 from tests.loops import make_trainer
 from tests.models import tiny_data, tiny_model

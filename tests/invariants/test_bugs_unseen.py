@@ -182,7 +182,7 @@ def averaged(cache: bool) -> list[float]:
     job = replace(TINY, frozen=(2,), settings={**TINY.settings, "epochs": 3, "cache": cache})
     found = []
     with make_trainer(job, eval_dataset=tiny_data()) as trainer:
-        model = trainer._run.task.model.model
+        model = trainer._task.model.model
         for _ in range(5):
             found.append(trainer.step().loss)
             kept = [p.detach().clone() for p in model.parameters()]

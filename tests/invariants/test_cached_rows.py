@@ -103,7 +103,7 @@ def test_a_short_sentence_touches_only_its_own_bytes() -> None:
     ):  # fmt: skip
         for _ in range(NUM_SENTENCES // 8):
             trainer.step()
-        store = trainer._run.feed._store
+        store = trainer._feed._store
         assert store is not None
         words = store._parts[0][1].view(torch.float64).view(NUM_SENTENCES, LENGTH, -1)
         lengths = Sentences().mask.sum(1)
@@ -139,7 +139,7 @@ def test_views_are_the_training_set_s_alone() -> None:
         ) as trainer,
     ):
         trainer.fit()
-        feeds = trainer._run.feed, trainer._run.evaluator.feed
+        feeds = trainer._feed, trainer._evaluator.feed
         stores = [feed._store for feed in feeds if feed is not None]
         sizes = [store.num_rows for store in stores if store is not None]
     assert sizes == [2 * len(tiny_data()), len(tiny_data())]

@@ -26,10 +26,16 @@ from autodp.moves import Move
 from autodp.redistribute import ShardStore, _Journey
 from autodp.shard_pieces import Piece, PieceTensor, Shard
 from autodp.topology import Topology
-from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.executor import StageLinks, StageWork, run_program
-from autopipe.engine.link import Payload
-from autopipe.engine.process_link import ProcessLinkAbove, ProcessLinkBelow
+from autopipe.engine.links import (
+    Payload,
+    Peer,
+    ProcessLinkAbove,
+    ProcessLinkBelow,
+    Receiver,
+    Sender,
+    TensorSpec,
+)
 from autopipe.engine.stream_watchdog import Watchdog
 from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autodp.groups import build_groups
-from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
+from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
@@ -29,11 +29,11 @@ def train_on(device: str, scenario: Scenario, folder: str) -> None:
     """Train the scenario on this rank's slot, and leave its outcome in the folder."""
     losses = []
     with make_trainer(scenario, scenario.policy(), device=device) as trainer:
-        while not trainer._run.timeline.is_over:
+        while not trainer._timeline.is_over:
             losses.append(trainer.step().loss)
         states = {
             name: tensor.cpu()
-            for shard, tensors in trainer._run.deployment.held_shards().items()
+            for shard, tensors in trainer._deployment.held_shards().items()
             for name, tensor in tensors.items()
             if shard.endswith("/optimizer")
         }

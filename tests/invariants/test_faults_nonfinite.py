@@ -50,8 +50,7 @@ def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]
     with make_trainer(on_nonfinite, length, data=poisoned()) as trainer:
         results = [trainer.step() for _ in range(5)]
         assert all(
-            torch.isfinite(p).all()
-            for p in trainer._run.deployment.active_stage.parameters.values()
+            torch.isfinite(p).all() for p in trainer._deployment.active_stage.parameters.values()
         )
         return [(result.loss, result.skipped) for result in results]
 
@@ -136,7 +135,7 @@ def test_a_bad_loss_skips_the_step_on_all_ranks(two_ranks: Pool, length: int) ->
 
 def spoil(trainer: Trainer, names: tuple[str, ...], value: float) -> list[Any]:
     """Fill the coming gradients of this rank's parameters of those names."""
-    parameters = trainer._run.deployment.active_stage.parameters
+    parameters = trainer._deployment.active_stage.parameters
 
     def fill(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, value)
@@ -162,12 +161,12 @@ def spoil_a_step(
         with make_trainer(on_nonfinite, length) as trainer:
             for _ in range(BAD_STEP):
                 trainer.step()
-            parameters = trainer._run.deployment.active_stage.parameters
+            parameters = trainer._deployment.active_stage.parameters
             before = [p.detach().clone() for p in parameters.values()]
             hooks = spoil(trainer, bad.get(trainer.world.rank, ()), value)
             try:
                 # A user's hook on a parameter is refused; this one stands for what a kernel does.
-                with mock.patch("pipetransformer.stage.health.has_hooks", return_value=False):
+                with mock.patch("pipetransformer.stage.refusals.has_hooks", return_value=False):
                     result = trainer.step()
             except NonFiniteError as error:
                 return str(error), warnings, True

@@ -22,16 +22,16 @@ from transformers import TrainerState
 
 from pipetransformer import CorruptCheckpointError
 from pipetransformer.checkpoint import CHECKPOINTS, open_latest
+from pipetransformer.checkpoint.best_model import BestModel
 from pipetransformer.checkpoint.resume import _noted_launchers
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import read_sealed_json
+from pipetransformer.elastic import read_looks
+from pipetransformer.elastic.journal import read_journal
 from pipetransformer.hf.kept_history import HISTORY_FILE, keep_history
-from pipetransformer.layer_signals import read_looks
-from pipetransformer.model_files.best_model import BestModel
 from pipetransformer.processes import launcher_name
-from pipetransformer.transition.journal import read_journal
 from tests.marks import slow
-from tests.pipetransformer.model_files.test_best_model import fit_with_marks, stop_after
+from tests.pipetransformer.checkpoint.test_best_model import fit_with_marks, stop_after
 
 SETTINGS = {"checkpoint_every_epochs": 1, "resume": "auto", "signals": ("probe_cka",)}
 CHECKED = (

@@ -9,7 +9,7 @@ import pytest
 from torch.optim import AdamW, Optimizer
 
 from freeze import FreezeOut, Replay
-from pipetransformer.optimizer import NamedParameters
+from pipetransformer.model import NamedParameters
 from tests.measured import measuring, once
 from tests.plain_scenario import plain
 from tests.pool import Pool

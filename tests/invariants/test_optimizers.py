@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipetransformer import named_optimizer
-from pipetransformer.adapters import adapt
-from pipetransformer.optimizer import NamedParameters, OptimizerFactory
+from pipetransformer.model import NamedParameters, OptimizerFactory, adapt
 from tests.marks import slow
 from tests.measured import measuring, once
 from tests.models import tiny_data, tiny_model

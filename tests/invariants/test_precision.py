@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from autopipe.loss import LossFunction
 from pipetransformer import NonFiniteError, Trainer
-from pipetransformer.adapters.registry import adapt
-from pipetransformer.loss import LossFunction
+from pipetransformer.model.registry import adapt
 from tests.forced import train_quickly
 from tests.invariants.test_transition import (
     EVERY_2_STEPS,
@@ -149,7 +149,7 @@ def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.d
     )
     with measuring(freely), make_trainer(scenario, scenario.policy()) as trainer:
         trainer.step()
-        feed = trainer._run.feed
+        feed = trainer._feed
         assert feed._store is not None and trainer.measurements is not None
         field = feed._store.layout.fields[0]
         return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements.profile, {})
@@ -195,7 +195,7 @@ def skipped_and_scales(scenario: Scenario) -> tuple[list[tuple[bool, float]], li
     with measuring(once), make_trainer(scenario, scenario.policy()) as trainer:
         while not trainer.is_over:
             result = trainer.step()
-            steps.append((result.skipped, trainer._run.deployment.loss_scale.value))
+            steps.append((result.skipped, trainer._deployment.loss_scale.value))
         return steps, [t.clone() for t in trainer.state_dict().values()]
 
 

@@ -16,7 +16,7 @@ from autodp.sampler import EpochSampler, shuffled
 from freeze import LayerStats
 from freeze.signals import gram, linear_cka, similarity_change
 from pipetransformer import Trainer
-from pipetransformer.layer_signals import read_looks
+from pipetransformer.elastic import read_looks
 from pipetransformer.report import read_decisions
 from tests.marks import slow
 from tests.measured import measuring, once
@@ -230,7 +230,7 @@ def fit_with_a_change_within_an_interval(scenario: Scenario, folder: str) -> Non
     with trainer_of(scenario, folder) as trainer:
         for _ in range(6):
             trainer.step()
-        transitions = trainer._run.transitions
+        transitions = trainer._transitions
         decider, current = transitions.decider, trainer.decision
         assert current is not None
         plan, _ = decider.planner.plan(transitions.clock(), 0, current)

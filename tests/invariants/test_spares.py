@@ -16,7 +16,7 @@ from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import plan_pipeline
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan
-from pipetransformer.planning import fastest_per_sample
+from pipetransformer.elastic import fastest_per_sample
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.costs import sums
 from tests.invariants.test_transition import assert_resumes_with_the_same_bits, fit_until
@@ -131,9 +131,9 @@ def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float
     with make_trainer(scenario, scenario.policy(), folder=folder) as trainer:
         losses = [trainer.step().loss]
         stages = {span.stage for span in trainer.trace_step().spans}
-        while not trainer._run.timeline.is_over:
+        while not trainer._timeline.is_over:
             losses.append(trainer.step().loss)
-        loss = trainer.evaluate(trainer._run.feed.dataset)["loss"]
+        loss = trainer.evaluate(trainer._feed.dataset)["loss"]
         return collect(trainer, losses), loss, stages
 
 

@@ -16,7 +16,7 @@ from autopipe.schedule import draw, one_f_one_b
 from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezePolicy
 from pipetransformer import Trainer
-from pipetransformer.transition.deployment import Deployment
+from pipetransformer.elastic.deployment import Deployment
 from tests.marks import slow
 from tests.measured import measuring, once
 from tests.models import NUM_SAMPLES, tiny_data, tiny_model
@@ -67,7 +67,7 @@ def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) 
         outcome = collect(trainer, [0.0])
         transitions = [entry["step"] for entry in trainer.report.transitions]
         outcome.extra["report"] = [trainer.report.samples, trainer.report.metrics, transitions]
-        outcome.extra["policy"] = trainer._run.transitions.decider.policy.state_dict()
+        outcome.extra["policy"] = trainer._transitions.decider.policy.state_dict()
         return outcome
 
 
@@ -291,7 +291,7 @@ def read_by_epoch(scenario: Scenario) -> list[list[int]]:
         freeze=FreezeSchedule(scenario.frozen),
         **scenario.options,
     ) as trainer:
-        trainer._run.begin()
+        trainer.begin()
         data.read.clear()
         for _ in range(trainer.config.epochs):
             for _ in range(5):
@@ -313,7 +313,7 @@ def held_sublayers(scenario: Scenario) -> list[int]:
     with make_trainer(scenario, None, checkpoint_every_epochs=0) as trainer:
         for _ in range(6):
             trainer.step()
-        model = trainer._run.task.model
+        model = trainer._task.model
         return [
             i
             for i in range(len(model.sublayers))

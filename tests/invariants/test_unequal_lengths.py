@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from autodp.sampler import EpochSampler, shuffled, shuffled_by_length
 from pipetransformer import FreezeSchedule, LayeredModel, Loss, Sublayer, Trainer
-from pipetransformer.optimizer import NamedParameters
+from pipetransformer.model import NamedParameters
 from tests.marks import slow
 from tests.measured import freely, measuring
 from tests.pool import Pool
@@ -93,7 +93,7 @@ def test_a_batch_has_samples_of_about_equal_lengths_where_that_is_asked_for() ->
         group_by_length=True,
         progress=False,
     ) as trainer:
-        first, _ = trainer._run.next_two()
+        first, _ = trainer._coming.next_two(trainer._replicas)
     found = [len(sentences()[index]["input_ids"]) for index in first.ids.tolist()]
     assert found == sorted(found, reverse=True)
 

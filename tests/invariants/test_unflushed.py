@@ -26,8 +26,9 @@ from autopipe.schedule import (
     replicated_one_f_one_b,
 )
 from autopipe.stashing import VERSION_RULES, StagePlace
-from pipetransformer import Callback, Trainer, unflushed
-from pipetransformer.optimizer import take_state
+from pipetransformer import Callback, Trainer
+from pipetransformer.model import take_state
+from pipetransformer.stage import unflushed
 from tests.marks import slow
 from tests.measured import measuring, once
 from tests.plain_scenario import freeze_plainly, plain

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from autopipe.loss import Loss, choose_loss
 from pipetransformer import LayeredModel, Trainer
-from pipetransformer.adapters.registry import adapt
+from pipetransformer.checks.model_checks import refuse_model
+from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, make_config
-from pipetransformer.loss import Loss, choose_loss
-from pipetransformer.refusals.model_checks import refuse_model
-from pipetransformer.refusals.run_checks import check_world
+from pipetransformer.model.registry import adapt
 from tests.models import tiny_data, tiny_model
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipetransformer.adapters import adapt
+from autopipe.loss import Loss
 from pipetransformer.config import TrainConfig
-from pipetransformer.job import Task, set_frozen
-from pipetransformer.loss import Loss
-from pipetransformer.optimizer import adamw
+from pipetransformer.model import Task, adamw, adapt, set_frozen
 from tests.models import Block, tiny_data, tiny_model
 
 

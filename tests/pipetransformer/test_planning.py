@@ -13,7 +13,7 @@ from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan, published_plan
-from pipetransformer.planning import (
+from pipetransformer.elastic import (
     RowRates,
     complete_request,
     fastest_per_sample,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer import LayeredModel, Trainer
-from pipetransformer.adapters.registry import adapt
-from pipetransformer.precision import DTYPES as NAMED
-from pipetransformer.precision import computing_in, run_in
-from pipetransformer.refusals import warn_of_full_float32, warn_of_low_weights
+from pipetransformer.checks import warn_of_full_float32, warn_of_low_weights
+from pipetransformer.model import DTYPES as NAMED
+from pipetransformer.model import computing_in, run_in
+from pipetransformer.model.registry import adapt
 from tests.adapted import MODELS, batch_for, targets_for
 from tests.measured import measuring, never
 from tests.models import Entries, tiny_data, tiny_model

@@ -27,8 +27,9 @@ from autodp import EpochSampler, shuffled
 from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
 from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
-from pipetransformer.adapters import adapt
-from pipetransformer.data import CollateFunction, SizedDataset
+from pipetransformer.config import CollateFunction
+from pipetransformer.feed import SizedDataset
+from pipetransformer.model import adapt
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.balance.blocks import block_partition
+from autopipe.balance.balance import block_partition
 from autopipe.partition import greedy_partition
 from tests.autopipe.test_partition import exact_split, part_sums, vit_base_sizes
 

@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopipe.cluster.description import Cluster
+from autopipe.cluster.description import BATCH_SIZES, Cluster, modelled_profile
 from autopipe.cluster.flops import COUNTED_AS
 from autopipe.cluster.kernel_counts import Kernel, count_bytes, count_kernels
-from autopipe.cluster.modelled import BATCH_SIZES, modelled_profile
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import least_memory_plan, plan_pipeline, predict
 from autopipe.profile.chain import ProfiledSublayer, chain_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
-from pipetransformer.forecast.named_model import ModelChoice, build_named
-from pipetransformer.forecast.place import profiled
+from pipetransformer.cli.named_model import ModelChoice, build_named
+from pipetransformer.cli.places import profiled
 
 FREE = LinkCost(0.0, math.inf)
 Builder = Callable[[], nn.Module]

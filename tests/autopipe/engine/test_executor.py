@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.engine.executor import StageReport, run_program
-from autopipe.engine.link import Payload
+from autopipe.engine.links import Payload
 from autopipe.schedule import SCHEDULES, forward_only
 from tests.models import NUM_FEATURES
 from tests.pool import Pool

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
+from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.stream_watchdog import Watchdog
 from tests.pool import Pool
 

@@ -8,8 +8,7 @@ import pytest
 
 from autodp.topology import Topology
 from autopipe.plan.explanation import explain
-from autopipe.plan.pipeline_lengths import length_choices
-from autopipe.plan.request import PlanRequest
+from autopipe.plan.request import PlanRequest, length_choices
 from autopipe.plan.search import predict
 from autopipe.profile.network import LinkCost, RingCost
 from tests.costs import profile, sublayer

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopipe.plan.estimate import best_count, draw_tables, table_text
 from autopipe.plan.published import (
     plan_as_published,
     published_split,
@@ -15,7 +16,6 @@ from autopipe.plan.published import (
     throughput_tables,
 )
 from autopipe.plan.request import PlanRequest
-from autopipe.plan.throughput import best_count, draw_tables, table_text
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.costs import FREE, sums
 from tests.plain_scenario import plain

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.profile.fit import fitted, quartiles, uncertainty
+from autopipe.profile.network import fitted, quartiles, uncertainty
 
 SIZES = (1, 4, 16, 32)
 

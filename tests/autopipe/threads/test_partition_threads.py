@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
-from autopipe.threads.partition_threads import run_together
+from autopipe.threads.thread_pipeline import run_together
 
 
 class Note(nn.Module):

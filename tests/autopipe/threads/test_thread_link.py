@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.link import Payload
+from autopipe.engine.links import Payload
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
 from autopipe.skip.skip_layers import pop, skippable, stash

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.engine.executor import run_program
-from autopipe.engine.link import Payload
+from autopipe.engine.links import Payload
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import SCHEDULES, Instruction, Op, draw
 from autopipe.threads.thread_link import Crossing

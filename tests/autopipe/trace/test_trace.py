@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import SCHEDULES, Op, draw
-from autopipe.trace.chrome import chrome_trace
+from autopipe.trace.pictures import chrome_trace
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
 from tests.traced import CASES, CHUNKS, batch, model, recomputed, traced_step

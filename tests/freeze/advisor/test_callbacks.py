@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,10 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
         per_device_train_batch_size=4,
         report_to=[],
         use_cpu=True,
-        save_strategy="steps",
         save_steps=4,
         disable_tqdm=True,
         seed=3,
-        **{"num_train_epochs": 1, **further},
+        **{"num_train_epochs": 1, "save_strategy": "no", **further},
     )
     trainer = Trainer(
         model,
@@ -74,6 +74,15 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
     return trainer
 
 
+@pytest.fixture(scope="module")
+def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """Train with two layers frozen from step 4 on; return the folder and the model."""
+    folder, model = tmp_path_factory.mktemp("run"), bert()
+    advisor = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    train(folder, [advisor], model, save_strategy="steps")
+    return folder, model
+
+
 def test_a_run_of_transformers_is_watched_and_not_changed(tmp_path: Path) -> None:
     advisor, watched, alone = FreezeAdvisor(two_by_step_four, every_steps=2), bert(), bert()
     train(tmp_path / "watched", [advisor], watched)
@@ -85,11 +94,12 @@ def test_a_run_of_transformers_is_watched_and_not_changed(tmp_path: Path) -> Non
     assert all(0 < one < 1 for one in said["looks"][0]["updates"])
 
 
-def test_a_run_of_transformers_freezes_and_resumes_frozen(tmp_path: Path) -> None:
-    model = bert()
-    train(tmp_path, [FreezeAdvisor(two_by_step_four, every_steps=2, act=True)], model)
+def test_a_run_of_transformers_freezes_and_resumes_frozen(
+    tmp_path: Path, frozen_run: tuple[Path, nn.Module]
+) -> None:
+    folder, model = frozen_run
     resumed, middle = bert(), bert()
-    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint = shutil.copytree(folder / "checkpoint-4", tmp_path / "checkpoint-4")
     middle.load_state_dict(BertForSequenceClassification.from_pretrained(checkpoint).state_dict())
     again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
     train(tmp_path, [again], resumed, resume=str(checkpoint))
@@ -99,11 +109,12 @@ def test_a_run_of_transformers_freezes_and_resumes_frozen(tmp_path: Path) -> Non
     assert again.advice.num_frozen == 2 and again.advice.since == 4
 
 
-def test_a_run_of_transformers_resumes_frozen_in_another_folder(tmp_path: Path) -> None:
-    train(tmp_path / "one", [FreezeAdvisor(two_by_step_four, every_steps=2, act=True)], bert())
+def test_a_run_of_transformers_resumes_frozen_in_another_folder(
+    tmp_path: Path, frozen_run: tuple[Path, nn.Module]
+) -> None:
     again, resumed = FreezeAdvisor(lambda context: None, every_steps=2, act=True), bert()
     further = {"restore_callback_states_from_checkpoint": True, "max_steps": 6}
-    train(tmp_path / "other", [again], resumed, resume=tmp_path / "one/checkpoint-4", **further)
+    train(tmp_path, [again], resumed, resume=frozen_run[0] / "checkpoint-4", **further)
     assert again.advice.num_frozen == 2 and again.advice.since == 4
     assert not any(p.requires_grad for p in resumed.bert.encoder.layer[:2].parameters())
 
@@ -111,7 +122,7 @@ def test_a_run_of_transformers_resumes_frozen_in_another_folder(tmp_path: Path) 
 def test_a_resume_without_a_state_says_that_nothing_is_frozen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, [], bert(), max_steps=4)
+    train(tmp_path, [], bert(), max_steps=4, save_strategy="steps")
     again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
     train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", max_steps=8)
     assert "trainer_state.json has no 'freeze_advisor'" in caplog.text
@@ -120,18 +131,17 @@ def test_a_resume_without_a_state_says_that_nothing_is_frozen(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_frozen_layers_that_are_checkpointed_pass_no_gradient_on(
-    tmp_path: Path, reentrant: bool
+    tmp_path: Path, frozen_run: tuple[Path, nn.Module], reentrant: bool
 ) -> None:
-    model, plain, passed = bert(), bert(), list[bool]()
+    model, passed = bert(), list[bool]()
     highest = model.bert.encoder.layer[1]
     highest.register_forward_hook(lambda *found: passed.append(found[2].requires_grad))
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     checkpointed = {"gradient_checkpointing": True, **options}
-    advisors = [FreezeAdvisor(two_by_step_four, every_steps=2, act=True) for _ in range(2)]
-    train(tmp_path, advisors[:1], model, **checkpointed)
-    train(tmp_path, advisors[1:], plain)
+    advisor = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    train(tmp_path, [advisor], model, **checkpointed)
     assert passed[-1] is reentrant  # Which layers above need to learn.
-    assert same(state(model), state(plain))
+    assert same(state(model), state(frozen_run[1]))
 
 
 def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
@@ -168,7 +178,8 @@ def test_epochs_in_transformers_are_as_long_as_its_data(
 def test_a_resumed_run_of_transformers_knows_its_last_evaluation(tmp_path: Path) -> None:
     seen: list[FreezeContext] = []
     evaluated = {"eval_strategy": "steps", "eval_steps": 4}
-    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=2)], bert(), **evaluated)
+    saved = {"save_strategy": "steps", **evaluated}
+    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=2)], bert(), **saved)
     assert [one.evaluated_at for one in seen] == [None, None, 4, 4]
     again = FreezeAdvisor(seen.append, every_steps=2)
     train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", **evaluated)

@@ -25,7 +25,7 @@ from freeze import (
     as_policy,
     checked_decision,
 )
-from pipetransformer.transition.journal import Journal
+from pipetransformer.elastic.journal import Journal
 from tests.freeze.policies.test_rules import FALLING, make_context
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.checkpoint import saver as saving
-from pipetransformer.checkpoint.folder_lock import lock_folder
 from pipetransformer.checkpoint.format import write_shards
+from pipetransformer.checkpoint.resume import lock_folder
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool, another_process
 
@@ -168,7 +168,7 @@ def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
         with make_trainer(tmp_path, checkpoint_every_steps=1) as trainer:
             trainer.step()
             raise KeyError("the cause")
-    writer = trainer._run.state._saver._writer
+    writer = trainer._state._saver._writer
     try:
         with pytest.raises(ValueError, match="is training in folder"):
             lock_folder(tmp_path)

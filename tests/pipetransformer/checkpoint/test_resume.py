@@ -26,10 +26,10 @@ from pipetransformer.checkpoint.format import (
 )
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.snapshot import Shards, Snapshot
+from pipetransformer.elastic import transitions as steering
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.processes.shared_errors import agree
+from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect
-from pipetransformer.transition import transitions as steering
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool, suit_tests
 from tests.scenario import build_adamw
@@ -284,8 +284,8 @@ def train_and_kill(folder: Path, killed_save: int) -> None:
     suit_tests()
     # Two runs may measure the machine differently; bits depend on the plan.
     with make_trainer(folder, pipeline_length=2, micro_batches=2, schedule="1f1b") as trainer:
-        trainer._run.begin()
-        (folder / f"life-{life}").write_text(str(trainer._run.timeline.position.step))
+        trainer.begin()
+        (folder / f"life-{life}").write_text(str(trainer._timeline.position.step))
         trainer.fit()
         trainer.save_model(folder / "model.safetensors")
 

@@ -16,10 +16,10 @@ from torch.optim import SGD
 from pipetransformer import Trainer, adamw
 from pipetransformer.checkpoint import resume as resume_module
 from pipetransformer.checkpoint.resume import note_launchers, resumes
+from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
-from pipetransformer.optimizer import NamedParameters
+from pipetransformer.model import NamedParameters
 from pipetransformer.processes.world import connect
-from pipetransformer.refusals.run_checks import check_world
 from tests.models import tiny_data, tiny_model
 from tests.pipetransformer.checkpoint.test_resume import save
 from tests.pool import Pool

@@ -9,7 +9,7 @@ from torch import nn
 
 from freeze import FreezeContext, FreezeDecision
 from pipetransformer import Trainer
-from pipetransformer.data.workers import ForeseenSamples
+from pipetransformer.feed.workers import ForeseenSamples
 from tests.models import tiny_data, tiny_model
 
 NUM_SAMPLES = 60

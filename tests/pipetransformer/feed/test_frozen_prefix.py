@@ -20,14 +20,14 @@ from torch.utils.data import Dataset
 import autocache.sample_checks
 from autocache.prefix_cache import CacheStats
 from autocache.store import NamelessFilesError, RowStore
+from autopipe.loss import Loss
 from pipetransformer import adamw
-from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig
-from pipetransformer.data.samples import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.sample_feed import SampleFeed, samples_of
-from pipetransformer.job import Task
-from pipetransformer.loss import Loss
+from pipetransformer.feed.samples import Batch
+from pipetransformer.model import Task
+from pipetransformer.model.registry import adapt
 from pipetransformer.processes.world import World, connect
 from tests.models import NUM_FEATURES, tiny_data, tiny_model
 from tests.pool import Pool

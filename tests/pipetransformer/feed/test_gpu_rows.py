@@ -33,7 +33,7 @@ def make_data() -> torch.utils.data.TensorDataset:
 def run(patch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[float], type, list[int]]:
     """Train with one layer more frozen each epoch; return losses, the store's kind, and waits."""
     # It takes the stand-in's parameters for special ones.
-    patch.setattr("pipetransformer.refusals.model_checks._refuse_parameters", lambda _: None)
+    patch.setattr("pipetransformer.checks.model_checks._refuse_parameters", lambda _: None)
     model = make_model()
     with stand_in_gpu() as gpu:
         put_on_gpu(model)
@@ -53,7 +53,7 @@ def run(patch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[float], type, 
                 gpu.reset()
                 losses.append(trainer.step().loss)
                 waits.append(sum(gpu.waits.values()))
-            return losses, type(trainer._run.feed._store), waits
+            return losses, type(trainer._feed._store), waits
 
 
 def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autocache import DeviceStore, RowStore, device_bytes
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from pipetransformer.feed import store_choice
+from pipetransformer.feed import node_store as store_choice
 from pipetransformer.feed.coming_fetches import FollowedFetches
 from pipetransformer.processes.world import connect
 from tests.adapted import classifier
@@ -197,7 +197,7 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
         ) as trainer,
     ):  # fmt: skip
         trainer.fit()
-        feeds = (trainer._run.feed, trainer._run.evaluator.feed)
+        feeds = (trainer._feed, trainer._evaluator.feed)
         kinds = {type(feed._store) for feed in feeds if feed is not None}
         assert kinds == {DeviceStore if settings.get("cache", True) else type(None)}
         return trainer, trainer.state_dict()

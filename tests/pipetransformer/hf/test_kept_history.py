@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,20 @@ def whole(folder: Path, options: dict[str, Any]) -> History:
     return [entry for entry in history if "train_runtime" not in entry]
 
 
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stop a run, and give its folder, which nobody may change."""
+    folder = tmp_path_factory.mktemp("stopped")
+    stopped(folder, SAVES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Return what the same run logs that is not stopped."""
+    return whole(tmp_path_factory.mktemp("whole"), SAVES)
+
+
 def assert_same(found: History, expected: History) -> None:
     """Compare entries; another K and M may have been chosen, so that last bits differ."""
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
@@ -64,12 +79,17 @@ def change_a_digit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [tear, empty, change_a_digit, Path.unlink])
 @pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json"])
-def test_a_run_goes_on_with_what_it_had_logged_whatever_became_of_its_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+def test_a_run_goes_on_with_what_it_had_logged_whatever_became_of_its_files(  # noqa: PLR0913
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    stopped_run: Path,
+    whole_history: History,
+    name: str,
+    damage: Any,
 ) -> None:
-    stopped(tmp_path / "run", SAVES)
+    shutil.copytree(stopped_run, tmp_path / "run")
     damage(tmp_path / "run" / name)
-    assert_same(resumed(tmp_path / "run", SAVES), whole(tmp_path / "whole", SAVES))
+    assert_same(resumed(tmp_path / "run", SAVES), whole_history)
     warnings = [text for text in caplog.messages if "is taken from records.jsonl" in text]
     if name == "log_history.json":
         assert len(warnings) == 1 and name in warnings[0]
@@ -99,22 +119,22 @@ def test_what_records_tell_is_what_was_logged(tmp_path: Path, options: dict[str,
 
 
 def test_steps_between_the_last_file_and_the_checkpoint_are_taken_from_records(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped_run: Path, whole_history: History
 ) -> None:
     # Killed after the checkpoint of step 4 was complete, and before its `on_save`.
-    stopped(tmp_path / "run", SAVES)
+    shutil.copytree(stopped_run, tmp_path / "run")
     path = tmp_path / "run" / "log_history.json"
     history = json.loads(path.read_text())["content"]["history"]
     older = [entry for entry in history if entry["step"] <= 2]
     keep_history(path.parent, transformers.TrainerState(global_step=2, log_history=older))
-    assert_same(resumed(tmp_path / "run", SAVES), whole(tmp_path / "whole", SAVES))
+    assert_same(resumed(tmp_path / "run", SAVES), whole_history)
     assert "is taken from records.jsonl" not in caplog.text
 
 
 def test_without_any_file_a_run_goes_on_and_says_what_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped_run: Path
 ) -> None:
-    stopped(tmp_path, SAVES)
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
     for name in ("log_history.json", "trainer_state.json", "records.jsonl"):
         (tmp_path / name).unlink()
     assert [entry["step"] for entry in resumed(tmp_path, SAVES)] == [5, 6, 7, 8, 8]

@@ -93,10 +93,20 @@ def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
         assert trainer.train(resume_from_checkpoint=True).global_step == 8
 
 
-@pytest.mark.parametrize("given", ["True", "true", "checkpoint-5", "checkpoint-5/", ""])
-def test_a_run_goes_on_from_what_a_command_line_says(tmp_path: Path, given: str) -> None:
-    with made(tmp_path, options=SAVES, callbacks=[StopAt(5)]) as trainer:
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stop a run at step 5, and give its folder, which nobody may change."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with made(folder, options=SAVES, callbacks=[StopAt(5)]) as trainer:
         trainer.train()
+    return folder
+
+
+@pytest.mark.parametrize("given", ["True", "true", "checkpoint-5", "checkpoint-5/", ""])
+def test_a_run_goes_on_from_what_a_command_line_says(
+    tmp_path: Path, stopped_run: Path, given: str
+) -> None:
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
     asked = given if given.lower() == "true" else f"{tmp_path}/{given}"
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint=asked)

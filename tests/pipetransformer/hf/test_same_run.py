@@ -18,8 +18,8 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from pipetransformer.adapters import adapt
 from pipetransformer.hf import Trainer
+from pipetransformer.model import adapt
 from tests.adapted import hf_vit
 from tests.pipetransformer.hf.test_hf_trainer import accuracy, arguments, made, rows
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopipe.loss import choose_loss
 from autopipe.profile.profile import Profile
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw
-from pipetransformer.adapters.registry import adapt
 from pipetransformer.config import TrainConfig
-from pipetransformer.data.samples import Batch
-from pipetransformer.job import Task
-from pipetransformer.loss import choose_loss
+from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import measurements as measure_module
 from pipetransformer.measure.measurements import Measurements, measure
-from pipetransformer.optimizer import OptimizerFactory
+from pipetransformer.model import OptimizerFactory, Task
+from pipetransformer.model.registry import adapt
 from pipetransformer.processes.world import World, connect
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool
@@ -233,10 +232,10 @@ def measure_while_training() -> tuple[Measurements, list[str]]:
         progress=False,
     ) as trainer:
         trainer.step()
-        model = trainer._run.task.model.model
+        model = trainer._task.model.model
         before = {name: p for name, p in model.named_parameters() if not p.is_meta}
         values = {name: (p.detach().clone(), p.requires_grad) for name, p in before.items()}
-        measured = measure(trainer._run.task, trainer.world, read)
+        measured = measure(trainer._task, trainer.world, read)
         after = dict(model.named_parameters())
         changed = [
             name
@@ -277,7 +276,7 @@ def test_samples_to_measure_come_from_all_over_the_data_set(
         found.append(entry.flatten().tolist())
         return measure(task, world, read, **held)
 
-    monkeypatch.setattr("pipetransformer.transition.transitions.measure", note)
+    monkeypatch.setattr("pipetransformer.elastic.transitions.measure", note)
     data = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None], torch.zeros(40))
     model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Flatten(0))
     with Trainer(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autocache import PrefixCache, RowContent, RowLayout, RowStore
 from autopipe.profile.profile import MeasuredChain, SublayerCost
-from pipetransformer.data.samples import Batch
+from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import link_times, reading_times
 from pipetransformer.measure import sublayer_times as compute_module
 from pipetransformer.measure.measurements import first_sublayers

@@ -13,12 +13,12 @@ from torch import nn
 
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from pipetransformer.data.samples import Batch
-from pipetransformer.job import Task
+from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import kinds, measurements
 from pipetransformer.measure import stretches as measure_spans
 from pipetransformer.measure.measurements import measure
 from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.model import Task
 from pipetransformer.processes.world import connect
 from tests.models import tiny_data, tiny_model
 from tests.pipetransformer.measure.test_measurements import (
@@ -169,12 +169,12 @@ def present_while_measuring() -> tuple[list[int], int]:
         progress=False,
     ) as trainer:
         trainer.step()
-        model = trainer._run.task.model
+        model = trainer._task.model
         own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}
         with spans_noted() as noted:
             trainer.measure()
         trainer.step()
-        return [len({*span} - own) for span in noted], trainer._run.deployment.held_bytes()
+        return [len({*span} - own) for span in noted], trainer._deployment.held_bytes()
 
 
 def test_measuring_anew_leaves_room_for_what_is_trained(two_ranks: Pool) -> None:

@@ -55,7 +55,8 @@ def note_place(folder: str) -> None:
     Path(folder, f"rank{world.rank}.json").write_text(json.dumps(found))
 
 
-@pytest.fixture(scope="module", params=["spawn", "forkserver"])
+# A spawned world that fails has one test below, and one that is interrupted another.
+@pytest.fixture(scope="module", params=[slow("spawn"), "forkserver"])
 def places(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
@@ -218,7 +219,7 @@ def test_restarts_have_the_launch_s_name_in_common_and_launches_differ(tmp_path:
 
 def stop(folder: str) -> None:
     """Rank 1 is stopped by a signal; rank 0 waits for it until its patience ends."""
-    world = connect("cpu", timeout_s=3.0)
+    world = connect("cpu", timeout_s=1.0)
     Path(folder, f"rank{world.rank}").write_text(str(os.getpid()))
     dist.barrier()
     if world.rank == 1:
@@ -229,7 +230,10 @@ def stop(folder: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is stopped")
-def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "_GRACE_S", 0.2)  # It heeds no request to end.
     with pytest.raises(WorkerFailedError, match=r"^rank 1 of 2 .* was stopped by a signal, and"):
         start(stop, (str(tmp_path),), num_slots=2, start_method="forkserver")
     for rank in range(2):

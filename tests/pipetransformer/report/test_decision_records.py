@@ -14,7 +14,7 @@ from torch import nn
 from freeze import FreezeContext, LayerStats, Linear
 from pipetransformer import Trainer
 from pipetransformer.report import read_decisions
-from pipetransformer.report.decision_records import decision_fields
+from pipetransformer.report.records import decision_fields
 from tests.models import tiny_data, tiny_model
 
 NUM_LAYERS = 4

@@ -10,14 +10,14 @@ import torch
 
 from freeze.signals import gram, svcca
 from pipetransformer.durable_files import replace_tensors
-from pipetransformer.layer_signals import read_looks
-from pipetransformer.report.figure_style import new_figure
+from pipetransformer.elastic import read_looks
 from pipetransformer.report.freeze_pictures import similarities
 from pipetransformer.report.pictures import (
     CATEGORY_COLORS,
     _draw_learning,
     breakdown_table,
     draw_report,
+    new_figure,
     total_breakdown,
 )
 from pipetransformer.report.records import Record

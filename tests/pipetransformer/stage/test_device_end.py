@@ -27,7 +27,7 @@ _NUM, _BATCH, _CLASSES = 64, 16, 3
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [
-        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
     ]
     head = nn.Sequential(nn.Flatten(), nn.Linear(16 * 5, _CLASSES))
     return nn.Sequential(nn.Linear(8, 16), *blocks, head).double()
@@ -50,7 +50,7 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu | No
         yield None
         return
     # It takes the stand-in's parameters for special ones.
-    monkeypatch.setattr("pipetransformer.refusals.model_checks._refuse_parameters", lambda _: None)
+    monkeypatch.setattr("pipetransformer.checks.model_checks._refuse_parameters", lambda _: None)
     with stand_in_gpu() as gpu:
         yield gpu
 
@@ -63,7 +63,7 @@ def trainer_on(gpu: StandInGpu | None, data: Any, **settings: Any) -> tuple[Trai
         "loss_fn": nn.CrossEntropyLoss(),
         "optimizer": adamw(1e-2),
         "freeze": lambda context: min(2, 2 * context.epoch),
-        "epochs": 4,
+        "epochs": 3,  # Without, filling, and reading the cache.
         "global_batch_size": _BATCH,
         "pipeline_length": 1,
         **settings,
@@ -125,7 +125,7 @@ def test_a_warm_cached_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -
         trainer, _ = trainer_on(gpu, make_data(), max_grad_norm=1.0)
         elsewhere = count_elsewhere(gpu, monkeypatch)
         with trainer:
-            while trainer.epoch < 3:
+            while trainer.epoch < 2:
                 trainer.step()
             trainer.step()  # The first of an epoch follows a decision.
             gpu.reset()
@@ -231,8 +231,8 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(
     settings = {"sample_order": lambda epoch: range(_NUM), "on_nonfinite": "skip"}
     with caplog.at_level(logging.WARNING):
         ours = run("gpu", monkeypatch, data, **settings)
-    assert [skipped for _, _, skipped in ours[0]].count(True) == 4
-    assert caplog.text.count("the step is skipped on all ranks") == 4
+    assert [skipped for _, _, skipped in ours[0]].count(True) == 3
+    assert caplog.text.count("the step is skipped on all ranks") == 3
     assert_equal_runs(ours, run("cpu", monkeypatch, data, **settings))
 
 

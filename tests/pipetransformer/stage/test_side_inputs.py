@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.engine.channel import Peer, Receiver, Sender, TensorSpec
+from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from tests.pool import Pool
 

@@ -1,0 +1,194 @@
+"""Write a folder from which other programs load a model.
+
+model         files                           loaded by
+transformers  config.json, model.safetensors  from_pretrained(folder)
+timm          config.json, model.safetensors  create_model("local-dir:folder", pretrained=True)
+another       model.safetensors               load_state_dict
+
+Turn a checkpoint into a folder from which other programs load the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint
+from pipetransformer.checkpoint.resume import CHECKPOINTS, open_latest
+from pipetransformer.durable_files import replace_file, replace_tensors
+from pipetransformer.elastic import WEIGHTS, split_shard_name
+from pipetransformer.model import qualified_name
+
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+
+_PRETRAINED_MODEL = "transformers.modeling_utils.PreTrainedModel"
+_TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
+
+
+def write_model_folder(
+    model: nn.Module, state: Mapping[str, Tensor], folder: Path, processing_class: Any
+) -> None:
+    """Write a model, which may be without weights itself, with a state.
+
+    Args:
+        state: all its weights, by its own names.
+        folder: created if missing.
+        processing_class: a tokenizer or a processor to be saved beside it, or None.
+    Raises:
+        OSError: the disk is full, or nothing may be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_a(model, _PRETRAINED_MODEL):
+        _write_transformers(model, state, folder)
+    else:
+        replace_tensors(folder / WEIGHTS_FILE, state)
+        if description := _describe_timm(model):
+            replace_file(folder / CONFIG_FILE, description.encode())
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+@final
+class DescribedModel:
+    """Have checkpoints say what a model's config.json is, for `pipetransformer export`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the file's text; "" for a model that neither library describes."""
+        model: Any = self._model
+        if not _is_a(model, _PRETRAINED_MODEL):
+            return {"config": _describe_timm(model)}
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]  # As its `save_pretrained` has it.
+        return {"config": config.to_json_string()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Leave the model as it is: a run that continues is given it anew."""
+
+
+def _is_a(model: nn.Module, name: str) -> bool:
+    """Tell whether a model is of a class, by its qualified name, or of one derived from it."""
+    return any(qualified_name(kind) == name for kind in type(model).__mro__)
+
+
+def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=dict(state))
+    mode = (folder / CONFIG_FILE).stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)  # safetensors lets nobody but its owner read a file.
+
+
+def _describe_timm(model: Any) -> str:
+    """Say what timm's factory built the model from; "" for a model of another kind."""
+    description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    if "architecture" not in description:
+        return ""
+    config = {
+        "architecture": description["architecture"],
+        "num_classes": model.num_classes,
+        "model_args": _built_with(model),
+        "pretrained_cfg": {**description, "num_classes": model.num_classes},
+    }
+    return json.dumps(config, indent=2, default=str)
+
+
+def _built_with(model: Any) -> dict[str, Any]:
+    """Return what a timm model may have been built with otherwise than its architecture says."""
+    built: dict[str, Any] = {}
+    if (pixels := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
+        built["img_size"] = pixels
+    if _is_a(model, _TIMM_VIT):
+        built["depth"], built["embed_dim"] = len(model.blocks), model.embed_dim
+        built["num_heads"] = model.blocks[0].attn.num_heads
+        built["global_pool"] = model.global_pool
+    return built
+
+
+def add_export_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, help="a checkpoint, or the folder= of a run: then its newest one"
+    )
+    parser.add_argument(
+        "out",
+        type=Path,
+        help=f"gets {WEIGHTS_FILE}, and {CONFIG_FILE} for a model of transformers or timm's "
+        "factory; new, or empty",
+    )
+    parser.add_argument(
+        "--processing",
+        metavar="NAME",
+        help="a folder or the name of a transformers model whose tokenizer or image processor is "
+        "to stand beside the weights",
+    )
+    parser.set_defaults(run=run_export)
+
+
+def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None:
+    """Carry out the command.
+
+    Raises:
+        ValueError: there is no checkpoint, OUT has content, or the processing class cannot be had.
+        CorruptCheckpointError: the checkpoint is damaged.
+    """
+    out: Path = options.out
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is no empty folder; give a new one")
+    checkpoint = find_checkpoint(options.source)
+    tensors = read_weights(checkpoint)
+    processing = None if options.processing is None else _processing_class(options.processing)
+    replace_tensors(out / WEIGHTS_FILE, tensors)
+    if config := checkpoint.scalars["parts"].get("model", {}).get("config"):
+        replace_file(out / CONFIG_FILE, config.encode())
+    if processing is not None:
+        processing.save_pretrained(out)
+    show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")
+
+
+def find_checkpoint(source: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest usable one of a run."""
+    if (source / "manifest.json").exists():
+        return open_checkpoint(source)
+    for directory in (source / CHECKPOINTS, source):
+        if directory.is_dir() and (found := open_latest(directory, group=None)) is not None:
+            return found
+    raise ValueError(
+        f"{source} holds no checkpoint; give the folder= of a run that saves, or one of the "
+        f"step-* folders in its {CHECKPOINTS}"
+    )
+
+
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Read the weights by the model's own names, those that its `state_dict` has.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written.
+    """
+    held: dict[str, Tensor] = {}
+    for shard in checkpoint.records:
+        if split_shard_name(shard)[1] == WEIGHTS:
+            held.update(checkpoint.read(shard))
+    # The shards also hold buffers that are in no state_dict.
+    return {name: held[name] for name in checkpoint.scalars["state_names"] if name in held}
+
+
+def _processing_class(name: str) -> Any:
+    """Load a transformers model's tokenizer, image processor or both in one."""
+    try:
+        # Optional, and slow to import.
+        from transformers import AutoProcessor
+    except ImportError as error:
+        raise ValueError(
+            "--processing needs transformers; install pipetransformer[text], or leave it out"
+        ) from error
+    try:
+        return AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} has no tokenizer or image processor: {error}") from error

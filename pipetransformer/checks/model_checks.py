@@ -1,0 +1,207 @@
+"""Refuse models that cannot be trained in parts, by looking at them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.loss import Loss
+from pipetransformer.checks.rank_checks import attributes_of, held_tensors
+from pipetransformer.model import LayeredModel, named_tensors, refuse_hooks
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
+    """Refuse what would be lost, or mean something else, where layers move and batches are split,
+    and weights that a low precision would round at every update.
+    """
+    sides, mask = model.sides_of(0, len(model.sublayers)), model.padding_mask
+    if mask is not None and mask not in sides:
+        raise ValueError(f"padding_mask is {mask!r}; give one of the sides: {', '.join(sides)}")
+    _refuse_batch_statistics(model.model)
+    _refuse_parameters(model.model)
+    _refuse_shared_memory(model.model)
+    _refuse_references(model.model)
+    _refuse_module_hooks(model)
+    if computes_in is not None:
+        _refuse_low_weights(model.model)
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
+                "micro-batches and replicas; use LayerNorm or GroupNorm"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            for option in ("sparse", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise ValueError(
+                        f"{name!r} is an {type(module).__name__} with {option}=True, whose "
+                        "gradients cannot be summed over the parts of a batch; build it with "
+                        f"{option}=False"
+                    )
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
+                "Parameter where it moves; initialise lazy modules with one forward, and replace "
+                "special parameters by plain ones"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is complex, and norms and sums here are of real numbers; "
+                "keep its real and imaginary part as two real ones"
+            )
+        refuse_hooks(name, parameter)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse tensors over one memory: where they move, each gets its own."""
+    held = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
+        for name, tensor in named_tensors(model).items()
+        if tensor.numel() and not tensor.is_meta
+    )
+    for (_, end, name), (start, _, other) in zip(held, held[1:], strict=False):
+        if start < end:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory, but are two tensors, which would be untied "
+                "where they move; tie them by assigning the very same Parameter within one "
+                "sublayer, or copy one: nn.Parameter(tensor.detach().clone())"
+            )
+
+
+def _refuse_references(model: nn.Module) -> None:
+    """Refuse plain attributes that hold a parameter, or a view of one: they keep the old one
+    where it moves.
+    """
+    names = _names_by_memory(model)
+    for owner, module in model.named_modules():
+        for attribute, value in attributes_of(module).items():
+            if name := _first_named(names, value):
+                raise ValueError(
+                    f"attribute {attribute!r} of {owner!r} holds {name!r} beside the module that "
+                    "owns it, and would keep the old one where that moves; read it from its "
+                    "module in forward, or use nn.ParameterList"
+                )
+
+
+def refuse_captured(loss: Loss, model: nn.Module) -> None:
+    """Refuse a loss that holds parameters of the model, where these move and others train copies.
+
+    Raises:
+        ValueError: the message names one.
+    """
+    names, function = _names_by_memory(model), loss.function
+    parts = function.modules() if isinstance(function, nn.Module) else ()
+    for value in (function, *(attributes_of(part) for part in parts)):
+        if name := _first_named(names, value):
+            raise ValueError(
+                f"the loss {loss.name!r} has captured {name!r}, and would go on with what that "
+                "was at the start, without its gradient, as parameters move between processes: "
+                "decay weights by the optimizer, or compute a penalty in the last layer's forward"
+            )
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, str]:
+    return {
+        tensor.untyped_storage().data_ptr(): name
+        for name, tensor in named_tensors(model).items()
+        if tensor.numel() and not tensor.is_meta
+    }
+
+
+def _first_named(names: Mapping[int, str], value: Any) -> str | None:
+    """Return the name of the first tensor that a value holds, or holds a view of."""
+    found = (one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse)
+    return next((names[memory] for memory in found if memory in names), None)
+
+
+def _refuse_module_hooks(model: LayeredModel) -> None:
+    """Refuse hooks and compiled forwards that would not run, and hooks on parts of a gradient."""
+    called = {module for sub in model.sublayers for module in sub.module.modules()}
+    for name, module in model.model.named_modules():
+        if module not in called and (module._forward_hooks or module._forward_pre_hooks):
+            raise ValueError(
+                f"{name or type(module).__name__!r} has forward hooks that would not run, as its "
+                "sublayers are called one by one; hook the modules within it"
+            )
+        if module not in called and module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or type(module).__name__!r} was compiled in place, which would have no "
+                "effect, as its sublayers are called one by one; leave compile() out"
+            )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(
+                f"{name or type(module).__name__!r} has backward hooks, which would run on the "
+                "gradient of every micro-batch; remove them"
+            )
+
+
+def warn_of_low_weights(model: nn.Module) -> None:
+    """Say that weights which are trained in low precision lose small updates."""
+    low = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and _is_low(p)}
+    if low:
+        name, dtype = next(iter(low.items()))
+        _LOGGER.warning(
+            "parameter %r and %d others are %s, in which updates below %.1g of a weight are lost: "
+            "load the model in float32 (dtype=torch.float32 in from_pretrained, or model.float()) "
+            "and set precision=",
+            name,
+            len(low) - 1,
+            dtype,
+            torch.finfo(dtype).eps / 2,
+        )
+
+
+def warn_of_full_float32(
+    model: nn.Module, computes_in: torch.dtype | None, device: torch.device
+) -> None:
+    """Say that a GPU multiplies float32 matrices slowly, unless it was said how it is to do so.
+
+    Args:
+        computes_in: what sublayers compute in; None is as the weights are.
+        device: this process's, the current one where it is a GPU.
+    """
+    if computes_in is not None or device.type != "cuda" or not torch.cuda.is_tf32_supported():
+        return
+    # torch's older switches set this one too; reading them is an error once it was set itself.
+    is_chosen = torch.backends.cuda.matmul.fp32_precision != "none"
+    if not is_chosen and any(p.dtype == torch.float32 for p in model.parameters()):
+        _LOGGER.warning(
+            "float32 matrices are multiplied in full precision, several times slower than this "
+            'GPU can: set precision="bf16", or call torch.set_float32_matmul_precision("high") '
+            'for TF32, or ("highest") to keep full precision without this warning'
+        )
+
+
+def _is_low(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize
+
+
+def _refuse_low_weights(model: nn.Module) -> None:
+    """Refuse to compute in low precision over weights that are not in float32 themselves."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, but precision= computes in low "
+                "precision over weights in float32: call model.float() first, or leave precision "
+                "out to train the weights as they are"
+            )
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to behind its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    return (last + 1) * tensor.element_size()

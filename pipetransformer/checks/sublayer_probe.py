@@ -1,0 +1,329 @@
+"""Run two samples through the sublayers, and refuse what cannot be trained in parts.
+
+    pass          samples   mode    what must hold
+    training      b a       train   no sublayer writes into its tensors, counts its calls, or
+                                    depends on earlier ones; gradients reach the first
+    first         a b       eval    no random numbers are drawn, nothing is written
+    split         a, b      eval    each sublayer gives each sample by itself what it gave first
+
+A sublayer that does not is run with both once more, to tell what depends on how a batch is split
+from what depends on what ran before. At the end the loss of both samples is held against those of
+each. Two samples that are evaluated run once, in eval mode.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from autopipe.loss import refuse_split
+from autopipe.profile import left_as_found
+from autopipe.random_state import plain_random_state, random_state
+from pipetransformer.checks.rank_checks import Numbers, held, numbers_in, remembered
+from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
+from pipetransformer.measure import held_on
+from pipetransformer.model import Task, modes_of, set_modes
+from pipetransformer.processes import World, agree
+from pipetransformer.stage import written_text
+
+_LOGGER = logging.getLogger(__name__)
+
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
+_COARSEST = 5e-2
+"""For what is computed in low precision."""
+_KINDS = (ValueError, IndexError, TypeError, RuntimeError)
+"""Of errors that keep their kind where a sublayer's name is added."""
+
+
+def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
+    """Run the passes, on this rank's device; everything is then as it was. Collective.
+
+    No layer may be frozen yet, or held elsewhere. Ids that are read may exceed the training set.
+
+    Raises:
+        ValueError: on every rank: the message names the first sublayer, and what it does.
+    """
+
+    def run() -> _Probe:
+        probe = _Probe(task, world.device, read(torch.arange(2)))
+        probe.run()
+        return probe
+
+    probe = agree(run, group=world.group)
+    config = task.config
+    fixed = config.pipeline_length is not None and config.micro_batches is not None
+    chosen = isinstance(config.plan, str) and not fixed
+    cut_varies = world.size > 1 or config.memory_limit_bytes is not None
+    if probe.is_random and chosen and cut_varies and config.micro_batch_size is None:
+        if world.is_main:
+            _LOGGER.warning(
+                "%s draws random numbers for each micro-batch while it trains, and where a batch "
+                "is cut follows from the pipelines that are chosen: another run may draw others. "
+                "micro_batch_size=... fixes the cut",
+                probe.is_random,
+            )
+
+
+def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
+    """Evaluate two samples, so that data which cannot be fails before the first step. Collective.
+
+    Raises:
+        ValueError: on every rank: an entry is missing, or a sublayer or the loss fails.
+    """
+
+    def run() -> None:
+        try:
+            _Probe(task, world.device, read(torch.arange(2))).run_evaluation()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the eval_dataset's first samples cannot be evaluated: {error}"
+            ) from error
+
+    agree(run, group=world.group)
+
+
+@dataclass
+class _Probe:
+    task: Task
+    device: torch.device
+    samples: Batch
+    is_random: str = ""
+    """What first draws random numbers in training."""
+
+    def run(self) -> None:
+        """Run the passes; refuse what the first that fails has found."""
+        batch = {name: t.to(self.device) for name, t in self.samples.items()}
+        swapped = {name: t.flip(0) for name, t in batch.items()}
+        self._train(swapped)
+        first = self._evaluate(batch)
+        inputs: Tensor | Batch = batch
+        for index, expected in enumerate(first):
+            self._compare(index, inputs, batch, expected)
+            inputs = expected
+        self._try_loss(first[-1], self.task.model.targets_of(batch))
+
+    def _try_loss(self, output: Tensor, target: Any) -> None:
+        """Refuse a loss that depends on how a batch is split, or counts its calls."""
+        loss = self.task.loss_fn
+        before = _numbers_of(loss.function)
+        refuse_split(loss, output, target)
+        once = _numbers_of(loss.function)
+        if once != before:
+            refuse_split(loss, output, target)
+        if _numbers_of(loss.function) != once:
+            raise ValueError(
+                f"the loss {loss.name!r} changes a number that it holds in every call; here it is "
+                "called for every micro-batch, and to be tried, so that such a number counts no "
+                "steps: change it in a callback's on_step_end instead"
+            )
+
+    def run_evaluation(self) -> None:
+        """Run forwards and the loss as an evaluation does."""
+        batch = {name: t.to(self.device) for name, t in self.samples.items()}
+        self.task.loss_fn(self._evaluate(batch)[-1], self.task.model.targets_of(batch))
+
+    def _train(self, batch: Batch) -> None:
+        model = self.task.model
+        hidden: Tensor | Batch = batch
+        trains = False
+        for index, sublayer in enumerate(model.sublayers):
+            if isinstance(hidden, Tensor):
+                hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
+            with self._lent(index, training=True) as found:
+                before, plain = random_state(self.device), plain_random_state()
+                had = remembered(sublayer.module)
+                output = self._call(index, hidden, batch)
+                if not self.is_random and random_state(self.device) != before:
+                    self.is_random = _random_part(sublayer.name, sublayer.module)
+                if plain_random_state() != plain:
+                    model.plainly_random.add(index)
+                has = remembered(sublayer.module)
+                if has.numbers != had.numbers:
+                    self._refuse_counter(index, hidden, batch, had.numbers, has.numbers)
+                # What is registered is refused behind it, by its name.
+                if not (has.has_tensors_of(had) or find_changed(model.tensors(index), found)):
+                    self._refuse_memory(index, hidden, batch)
+                if trains and isinstance(hidden, Tensor):
+                    if hidden.requires_grad and output.requires_grad:
+                        # Not `grad`, which reentrant checkpointing does not allow.
+                        output.backward(torch.ones_like(output))
+                    if hidden.grad is None:
+                        raise ValueError(
+                            f"sublayer {sublayer.name!r} passes no gradient to those below it, "
+                            "some of which train; a plain loop would leave them alone, and a "
+                            "pipeline might not: set requires_grad_(False) on what is below it"
+                        )
+                trains = trains or any(p.requires_grad for p in sublayer.module.parameters())
+            hidden = output.detach()
+
+    def _refuse_counter(
+        self, index: int, value: Tensor | Batch, batch: Batch, before: Numbers, once: Numbers
+    ) -> None:
+        """Refuse numbers that change in each call; one that is set once, as a size, does no harm.
+
+        Args:
+            before, once: of the sublayer before it was called for the first time, and after that.
+        """
+        sublayer = self.task.model.sublayers[index]
+        self._call(index, value, batch)
+        twice = remembered(sublayer.module).numbers
+        for (module, name), (number, *_) in before.items():
+            if isinstance(vars(module)[name], (int, float)):
+                setattr(module, name, number)
+        if changed := [key for key in twice if twice[key] != once.get(key)]:
+            module, name = changed[0]
+            raise ValueError(
+                f"sublayer {sublayer.name!r} changes the number {name!r} of its "
+                f"{type(module).__name__} in every call in training; here it is called for every "
+                "micro-batch, and to measure, so that such a number counts no steps: keep it "
+                "outside of the model, in a callback's on_step_end for instance"
+            )
+
+    def _refuse_memory(self, index: int, value: Tensor | Batch, batch: Batch) -> None:
+        """Refuse a sublayer whose output depends on what it was given before; one that only shows
+        what it has computed, as its attention's weights, does no harm.
+        """
+        outputs = []
+        for samples in (slice(None), slice(0, 1), slice(None)):
+            with own_random_numbers(self.device):
+                torch.manual_seed(0)
+                seed_plainly(0)
+                given = part_of(value, samples), part_of(batch, samples)
+                outputs.append(self._call(index, *given).detach())
+        if self._differ(outputs[2], outputs[0]):
+            raise ValueError(
+                f"sublayer {self.task.model.sublayers[index].name!r} gives another output in "
+                "training once other samples have run: it keeps tensors in attributes, which "
+                "would be others on each replica, and lost where layers move; let forward depend "
+                "on its arguments and parameters alone"
+            )
+
+    def _evaluate(self, batch: Batch) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        value: Tensor | Batch = batch
+        for index, sublayer in enumerate(self.task.model.sublayers):
+            with self._lent(index, training=False):
+                before = random_state(self.device)
+                value = self._call(index, value, batch)
+                if random_state(self.device) != before:
+                    raise ValueError(
+                        f"sublayer {sublayer.name!r} draws random numbers in eval mode, so that "
+                        "its output as a frozen layer depends on who computes it; let it draw "
+                        "while self.training only"
+                    )
+            outputs.append(value)
+        return outputs
+
+    def _compare(self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor) -> None:
+        name, cuts = self.task.model.sublayers[index].name, (slice(0, 1), slice(1, 2))
+        with self._lent(index, training=False):
+            parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
+            if not self._differ(torch.cat(parts), expected):
+                return
+            again = self._call(index, value, batch)
+        if self._differ(again, expected):
+            raise ValueError(
+                f"sublayer {name!r} gives another output for the same input once other samples "
+                "have run: it keeps something in an attribute, or gets something beside the "
+                "hidden state; let forward depend on its arguments and tensors alone"
+            )
+        raise ValueError(
+            f"the output of sublayer {name!r} depends on how a batch is split; let it treat each "
+            "sample by itself"
+        )
+
+    def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
+        # A copy, on which a layer may work in place.
+        given = tree_map(torch.clone, value)
+        sides = batch if isinstance(given, Tensor) else given
+        model, before = self.task.model, {name: side._version for name, side in sides.items()}
+        try:
+            output = self.task.call(index, given, sides=sides)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+            raise kind(
+                f"sublayer {model.sublayers[index].name!r} fails for the input "
+                f"{_described(value)}: {error}"
+            ) from error
+        for name in model.sides_of(0, len(model.sublayers)):
+            if name in sides and sides[name]._version != before[name]:
+                raise ValueError(
+                    f"sublayer {model.sublayers[index].name!r} writes into {name!r}, which other "
+                    "stages and the cache have as it was given: let it write into a copy"
+                )
+        return output
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        if one.shape != other.shape or one.numel() == 0:
+            return one.shape != other.shape
+        if not one.is_floating_point():
+            return not torch.equal(one, other)
+        # The last sublayer's output is in float32, however it was computed.
+        computed = self.task.computes_in or one.dtype
+        allowed = _TOLERANCES.get(computed, _COARSEST) * float(other.abs().max())
+        return float((one - other).nan_to_num().abs().max()) > allowed
+
+    @contextmanager
+    def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
+        """Hold a sublayer on the device, in a mode; leave it as it was found, and refuse it if it
+        has written into its tensors. Yields them as they were.
+        """
+        model = self.task.model
+        with (
+            held_on(self.task, self.device, (index,)),
+            left_as_found([model.sublayers[index].module], self.device),
+            torch.set_grad_enabled(training),
+        ):
+            set_modes(modes_of(model, (index,), training=training))
+            before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
+            try:
+                yield before
+            finally:
+                written = _put_back(model.tensors(index), before)
+        if written:
+            raise ValueError(written_text(written, model.sublayers[index].name))
+
+
+def _numbers_of(function: Any) -> Any:
+    """Return the plain numbers that a loss holds, a module or a function that captured some."""
+    if isinstance(function, nn.Module):
+        return remembered(function).numbers
+    return numbers_in(held(function))
+
+
+def _random_part(name: str, sublayer: nn.Module) -> str:
+    """Name the dropout within a sublayer that draws random numbers, or else the sublayer."""
+    for inner, module in sublayer.named_modules(prefix=name):
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            return f"dropout ({inner!r}, p={module.p:g})"
+    return f"sublayer {name!r} ({type(sublayer).__name__})"
+
+
+def _described(value: Tensor | Batch) -> str:
+    """Return the shapes and dtypes of what a sublayer gets."""
+    entries = {"": value} if isinstance(value, Tensor) else value
+    texts = (f"{name} {tuple(t.shape)} {t.dtype}".strip() for name, t in entries.items())
+    return ", ".join(texts).replace("torch.", "")
+
+
+def _put_back(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
+    """Undo what was written into parameters; name the first tensor that was written, if any."""
+    written = find_changed(tensors, before)
+    if written:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if isinstance(tensor, nn.Parameter):
+                    tensor.copy_(before[name])
+    return written

@@ -1,0 +1,17 @@
+"""Serve the command line: plan, report, score, export.
+
+main ─┬─► plan_command ─► place (described), measured_here ─► plan_answer ─► plan_table
+      └─► score_command ─► policy_scores
+"""
+
+from pipetransformer.cli.main import main
+from pipetransformer.cli.named_model import ModelChoice, build_named
+from pipetransformer.cli.places import Place, described_place, profiled
+from pipetransformer.cli.plan_answer import find_plan
+from pipetransformer.cli.plan_table import answers_text
+from pipetransformer.cli.score import recorded_score, score
+
+__all__ = [
+    "ModelChoice", "Place", "answers_text", "build_named", "described_place", "find_plan",
+    "main", "profiled", "recorded_score", "score",
+]  # fmt: skip

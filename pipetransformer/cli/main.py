@@ -1,0 +1,68 @@
+"""Offer the framework on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipetransformer import __version__
+from pipetransformer.checkpoint import add_export_parser
+from pipetransformer.cli.plan_command import add_plan_parser
+from pipetransformer.cli.score import add_score_parser
+from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
+from pipetransformer.report import draw_folder, draw_freezing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the process's exit status."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True)
+    add_plan_parser(
+        commands.add_parser(
+            "plan", help="say what pipeline a model would get, here or on a described cluster"
+        )
+    )
+    report = commands.add_parser(
+        "report", help="draw a run: loss and metrics, frozen layers, K and R, where the time went"
+    )
+    report.add_argument("folder", type=Path, help="the folder= of the run")
+    report.add_argument(
+        "--freeze", action="store_true", help="draw what the policy saw of each layer, and decided"
+    )
+    report.set_defaults(run=_report)
+    add_score_parser(
+        commands.add_parser(
+            "score", help="say what freeze policies would have frozen in a run, and saved"
+        )
+    )
+    add_export_parser(
+        commands.add_parser(
+            "export", help="turn a checkpoint into a folder that other programs load"
+        )
+    )
+    options = parser.parse_args(arguments)
+    try:
+        is_answered = options.run(options, print)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has seen enough, as `head` has; the process's end would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (CorruptCheckpointError, ImportError, OSError, ValueError, WorkerFailedError) as error:
+        print(f"pipetransformer: {error}", file=sys.stderr)
+        return 1
+    return 1 if is_answered is False else 0
+
+
+def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    say(str(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Say what planning for a place needs to know, and get it for a cluster that is described.
+
+Measure the costs of a model on the machine at hand, in a process for each of its slots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopipe.cluster import load_cluster, modelled_profile
+from autopipe.loss import Loss, choose_loss
+from autopipe.plan import PlanRequest
+from autopipe.profile import Profile, ProfiledSublayer
+from pipetransformer.cli.named_model import ModelChoice, NamedModel, build_named
+from pipetransformer.config import TrainConfig, usual_prefix_chunk
+from pipetransformer.elastic import RowRates, complete_request
+from pipetransformer.measure import Measurements, measure
+from pipetransformer.model import LayeredModel, Task, adamw
+from pipetransformer.processes import connect, launch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Hold what planning for a place needs.
+
+    Args:
+        num_slots, slots_per_node: device slots that would train.
+        memory_bytes: of a slot; None where it is not known.
+        cache_bytes_per_s: at which cached activations are read; None where it is not known.
+        reads_ahead: whether they are read while the step before computes, as on a GPU.
+    """
+
+    name: str
+    profile: Profile
+    num_slots: int
+    slots_per_node: int
+    memory_bytes: int | None
+    cache_bytes_per_s: float | None
+    reads_ahead: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """Count the nodes, the last of which may not be full."""
+        return -(-self.num_slots // self.slots_per_node)
+
+
+def described_place(choice: ModelChoice, cluster_file: str) -> Place:
+    """Model the costs for a cluster's file.
+
+    Raises:
+        ValueError: file or model cannot be read or counted; see `load_cluster`, `build_named` and
+            `modelled_profile`.
+    """
+    cluster = load_cluster(cluster_file)
+    named = build_named(choice, device="meta")
+    return Place(
+        cluster.name,
+        modelled_profile(profiled(named.model), named.sample, cluster),
+        cluster.num_slots,
+        cluster.slots_per_node,
+        cluster.memory_bytes,
+        cluster.cache_bytes_per_s,
+        reads_ahead=True,
+    )
+
+
+def profiled(model: LayeredModel) -> list[ProfiledSublayer]:
+    """Present a model's sublayers to be counted, without its loss."""
+    return [
+        ProfiledSublayer(sub.name, sub.layer, sub.module, partial(_call, model, index))
+        for index, sub in enumerate(model.sublayers)
+    ]
+
+
+def _call(
+    model: LayeredModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
+) -> Tensor:
+    return model.call(index, batch if hidden is None else hidden, sides=batch)
+
+
+def make_request(
+    place: Place,
+    *,
+    global_batch: int,
+    num_frozen: int,
+    memory_limit_bytes: int | None,
+    cached: bool,
+    stage_workers: tuple[int, ...] | None = None,
+) -> PlanRequest:
+    """State what the Trainer would ask of its planner.
+
+    Args:
+        memory_limit_bytes: of a slot; None is what the place has.
+        cached: whether the frozen prefix's activations may come from the cache.
+        stage_workers: of each stage of one pipeline of all slots, to be considered, too.
+    Raises:
+        ValueError: a value is out of range, or the place does not say how fast a cache is.
+    """
+    most = max(cost.layer for cost in place.profile.sublayers)
+    if num_frozen > most:
+        raise ValueError(
+            f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
+            f"head, which never freezes: give 0 to {most}"
+        )
+    if cached and place.cache_bytes_per_s is None:
+        raise ValueError(
+            f"{place.name} does not say how fast a cache is read; add "
+            "cache_bytes_per_s to its file, or leave --cached out"
+        )
+    request = PlanRequest(
+        place.num_slots,
+        place.slots_per_node,
+        global_batch,
+        num_frozen,
+        memory_limit_bytes=place.memory_bytes
+        if memory_limit_bytes is None
+        else memory_limit_bytes,
+        prefix_chunk=usual_prefix_chunk(global_batch, place.num_slots),
+        stage_workers=stage_workers,
+    )
+    rate, rows = place.cache_bytes_per_s, None
+    if cached and rate is not None:
+        # What is read without end pays for any writing.
+        rows = RowRates(rate, rate, place.reads_ahead)
+    return complete_request(request, place.profile, rows=rows)
+
+
+def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:
+    """Measure the costs on this machine, in one process per slot.
+
+    Args:
+        global_batch: samples of a step; micro-batches of it are measured.
+    Raises:
+        ValueError: the model cannot be built, or there is no slot.
+        WorkerFailedError: measuring failed.
+    """
+    if not choice.is_own:  # A mistake is better found here than by every process.
+        build_named(choice, device="meta")
+    with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
+        answer = Path(folder) / "answer.json"
+        launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
+        values = json.loads(answer.read_text())
+    measured = Measurements.from_json(values)
+    return Place(
+        f"this machine, a {values['device'].upper()} for each slot",
+        # The sample is made up, so that reading it tells nothing of a dataset.
+        replace(measured.profile, read_s=0.0, fetch_s=0.0),
+        num_slots,
+        num_slots,
+        values["memory_bytes"],
+        measured.cache_bytes_per_s,
+        reads_ahead=values["device"] == "cuda",
+    )
+
+
+def default_slots() -> int:
+    """Count the GPUs of this machine or, without any, the cores that this process may use."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
+    """Measure on this rank; rank 0 writes the figures down."""
+    named = build_named(choice, device="cpu")
+    # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
+    config = TrainConfig(global_batch_size=global_batch, progress=False, on_nonfinite="skip")
+    world = connect(config.device, timeout_s=config.setup_timeout_s)
+    device, memory_bytes = world.device, None
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    try:
+        measured = measure(_task(named, config), world, lambda ids: named.batch(len(ids)))
+        if world.is_main:
+            place = {"device": device.type, "memory_bytes": memory_bytes}
+            Path(answer).write_text(json.dumps({**measured.to_json(), **place}))
+    finally:
+        world.close()
+
+
+def _task(named: NamedModel, config: TrainConfig) -> Task:
+    model = named.model
+    missing = [name for name in model.targets if name not in named.sample]
+    if missing:
+        raise ValueError(
+            f"the sample batch has {', '.join(named.sample)}, but lacks the targets "
+            f"{', '.join(missing)}; give them too"
+        )
+    trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
+    # What it costs hardly counts.
+    stand_in = Loss(lambda output, target: output.square().mean(), is_exact=True)
+    loss_fn = choose_loss(None, model.loss_fn or stand_in, model=type(model.model).__name__)
+    return Task(model, loss_fn, adamw(), config, trainable)

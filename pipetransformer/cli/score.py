@@ -1,0 +1,194 @@
+"""Ask a policy at every decision of a recorded run.
+
+Offer `pipetransformer score`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from autopipe.trace import text_table
+from freeze import (
+    POLICY_HELP,
+    FreezeDecision,
+    FreezePolicy,
+    checked_decision,
+    frozen_since,
+    named_policy,
+)
+from pipetransformer.report import RecordedDecision, new_figure, open_frame, read_decisions
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold what would have been frozen.
+
+    Attributes:
+        frozen: layers frozen from each recorded decision on, by step.
+        reasons: why, by step.
+        train_s: predicted seconds of the whole run's steps.
+        unfrozen_s: the same if nothing froze.
+        unseen: decisions at which a policy that needs signals was not asked, as the run itself had
+            layers frozen or resting, thus without signals, that the policy still trained.
+        rests: whether layers rested at some decision; their seconds are those of training.
+    """
+
+    name: str
+    frozen: dict[int, int]
+    reasons: dict[int, str]
+    train_s: float
+    unfrozen_s: float
+    unseen: int
+    rests: bool
+
+    @property
+    def share(self) -> float:
+        """Return the seconds over those of training everything."""
+        return self.train_s / self.unfrozen_s
+
+
+def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
+    """Ask a policy what it would have frozen, on the run's own signals.
+
+    Signals are those of a run that froze what it froze: where it froze more than the policy, those
+    of some layers are missing, and a policy that needs signals is not asked and keeps what is
+    frozen; where it froze less, layers above would have had others.
+
+    The steps until the next decision take what the planner predicted at this one, see
+    `RecordedDecision`. It takes the cache to be read where that pays for layers that freeze only
+    then. So of a run that has nothing frozen it predicts the last epoch, in which filling does not
+    pay, as uncached, and earlier ones as cached. That charges a policy that freezes for good with
+    filling just once, if at the end and not in the first epoch at each depth, where it belongs.
+
+    Not counted are transitions, what resting layers save, filling for layers that thaw again, and
+    all filling where the run itself has layers cached in its last epoch, or has no predictions of
+    that epoch.
+
+    Raises:
+        TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,
+            or no pipeline was found for what it would freeze.
+    """
+    have = frozenset[str]().union(*(recorded.signals for recorded in decisions))
+    if missing := policy.signals - have:
+        raise ValueError(
+            f"{policy.name} needs {sorted(missing)}, which the run has not recorded; train with "
+            f"signals={sorted(missing)}"
+        )
+    since, resting = tuple[int, ...](), tuple[int, ...]()
+    frozen, reasons, unseen, rests = {}, {}, 0, False
+    for recorded in decisions:
+        seen = recorded.context
+        unknown = {*range(seen.num_frozen), *seen.resting}
+        if policy.signals and not unknown <= {*range(len(since)), *resting}:
+            unseen += 1
+            why = "not asked: the run had more layers frozen or resting"
+            decision = FreezeDecision(len(since), why, resting)
+        else:
+            decision = checked_decision(policy, seen.as_frozen(since, resting))
+        since = frozen_since(since, decision.num_frozen, seen.step)
+        resting, rests = decision.resting, rests or bool(decision.resting)
+        frozen[seen.step], reasons[seen.step] = decision.num_frozen, decision.reason
+    return _scored(policy.name, decisions, frozen, reasons, unseen=unseen, rests=rests)
+
+
+def recorded_score(decisions: Sequence[RecordedDecision]) -> Score:
+    """Return what the run itself froze, by the same predicted times."""
+    frozen = {one.context.step: one.num_frozen for one in decisions}
+    reasons = {one.context.step: one.reason for one in decisions}
+    rests = any(one.context.resting for one in decisions)
+    return _scored("the run", decisions, frozen, reasons, unseen=0, rests=rests)
+
+
+def _scored(
+    name: str,
+    decisions: Sequence[RecordedDecision],
+    frozen: dict[int, int],
+    reasons: dict[int, str],
+    *,
+    unseen: int,
+    rests: bool,
+) -> Score:
+    train_s = unfrozen_s = 0.0
+    steps = [*frozen, decisions[-1].context.max_steps]
+    for decision, (begin, end) in zip(decisions, pairwise(steps), strict=True):
+        predict = decision.context.predict
+        train_s += (end - begin) * predict(frozen[begin])
+        unfrozen_s += (end - begin) * predict(0)
+    return Score(name, frozen, reasons, train_s, unfrozen_s, unseen, rests)
+
+
+def add_score_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the folder= of a run")
+    parser.add_argument("--policy", nargs="+", default=[], metavar="POLICY", help=POLICY_HELP)
+    parser.add_argument(
+        "--picture", type=Path, help="draw frozen layers over steps into this file"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_score)
+
+
+def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    """Score policies on a run's records; one that fails, or lacks a signal, is reported as such.
+
+    Raises:
+        ValueError: there are no decisions, or a policy is not known.
+    """
+    decisions = read_decisions(options.folder)
+    policies = {name: named_policy(name) for name in ["none", *options.policy]}
+    scores, failed = {"the run": recorded_score(decisions)}, {}
+    for name, policy in policies.items():
+        try:
+            scores[name] = score(decisions, policy)
+        except (TypeError, ValueError) as error:  # What a policy raises is a PolicyError.
+            failed[name] = str(error)
+    if options.picture is not None:
+        _draw(scores, options.picture, decisions[-1].context.max_steps)
+    if options.json:
+        scored = {name: {**asdict(one), "share": one.share} for name, one in scores.items()}
+        say(json.dumps({**scored, **{name: {"error": text} for name, text in failed.items()}}))
+        return
+    say(_table(scores, failed))
+    for name, text in failed.items():
+        say(f"{name}: {text}")
+    for name, result in scores.items():
+        if result.unseen:
+            had = "the run had more layers frozen or resting"
+            say(f"{name}: not asked {result.unseen} times, when {had}")
+        if result.rests:
+            say(f"{name}: layers rest, which is not counted: they take as long as in training")
+
+
+def _table(scores: dict[str, Score], failed: Iterable[str]) -> str:
+    rows = [["policy", "frozen from step on", "predicted s", "of nothing frozen"]]
+    for name, one in scores.items():
+        rows.append([name, _changes(one.frozen), f"{one.train_s:.4g}", f"{one.share:.2f}"])
+    return text_table([*rows, *([name, "failed"] for name in failed)])
+
+
+def _changes(frozen: dict[int, int]) -> str:
+    """Write where the number of frozen layers changes."""
+    before, parts = 0, []
+    for step, num in frozen.items():
+        if num != before:
+            parts.append(f"{num} @ {step}")
+        before = num
+    return ", ".join(parts) or "-"
+
+
+def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
+    figure = new_figure(9, 4)
+    axes = figure.add_subplot()
+    for name, result in scores.items():
+        steps: Sequence[int] = [*result.frozen, max_steps]
+        values = [*result.frozen.values(), list(result.frozen.values())[-1]]
+        label = f"{name}: {result.share:.0%} of the time"
+        axes.plot(steps, values, drawstyle="steps-post", label=label)
+    axes.set(xlabel="step", ylabel="frozen layers", ylim=(0, None))
+    open_frame(axes)
+    axes.legend(frameon=False)
+    figure.savefig(path)

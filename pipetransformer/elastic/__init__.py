@@ -1,0 +1,31 @@
+"""Decide at a step boundary, write it down, and carry it out.
+
+observing, probe ─► transitions ─► decider ─► decision ─► journal
+                       │             └─► run_planner ─► planners, costs
+                       └─────► deployment ─► ownership, held_shards
+"""
+
+from pipetransformer.elastic.decider import plan_shape
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.deployment import Deployment
+from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
+from pipetransformer.elastic.planners import (
+    PlanSituation,
+    RowRates,
+    complete_request,
+    fastest_by_length,
+    fastest_per_sample,
+    fastest_plan,
+    planner_of,
+    published_plan,
+    sureness,
+)
+from pipetransformer.elastic.shards import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
+from pipetransformer.elastic.transitions import Change, Transitions
+
+__all__ = [
+    "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
+    "RowRates", "Transitions", "WEIGHTS", "complete_request", "fastest_by_length",
+    "fastest_per_sample", "fastest_plan", "plan_shape", "planner_of", "published_plan",
+    "read_looks", "shard_name", "split_shard_name", "sureness",
+]  # fmt: skip

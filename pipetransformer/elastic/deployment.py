@@ -1,0 +1,306 @@
+"""Hold what this rank holds under the current plan, and change it at a transition.
+
+    decision -> topology -> leave the stage -> move shards -> freeze -> groups, optimizer -> cache
+
+The same ranks regroup: nothing is spawned or killed, and a sublayer that stays where it is is not
+touched. The old stage's gradients are gone before the first shard comes, and shards are placed and
+dropped as they travel: a rank never holds all of what it had and all of what it gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autodp import (
+    ROUND_BYTES,
+    GroupPool,
+    Holders,
+    Shard,
+    broadcast_tensor,
+    gather_json,
+    move_shards,
+)
+from freeze.signals import IntervalSignals
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.edited_weights import refuse_partial_edits
+from pipetransformer.elastic.shards import (
+    WEIGHTS,
+    HeldShards,
+    Ownership,
+    shard_name,
+    split_shard_name,
+)
+from pipetransformer.feed import SampleFeed
+from pipetransformer.model import LossScale, Task, set_frozen
+from pipetransformer.processes import World, free_bytes
+from pipetransformer.stage import Stage, UnflushedStage
+
+_LOG = logging.getLogger(__name__)
+
+
+class Deployment:
+    """Hold a rank's sublayers, their optimizer state, its stage and its share of the cache."""
+
+    def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
+        self._task = task
+        self._world = world
+        self.feed = feed
+        self._names = tuple(sublayer.name for sublayer in task.model.sublayers)
+        self._held = HeldShards(task, world.rank, world.device)
+        self._ownership: Ownership | None = None
+        self._groups = GroupPool(
+            world.rank,
+            # PipeDream's stages get their workers when the costs are known.
+            ()
+            if task.config.plan == "pipedream"
+            else [world.topology(length) for length in world.lengths],
+            on_cuda=world.link_device.type == "cuda",
+            timeout_s=task.config.setup_timeout_s,
+            backend=world.backend,
+        )
+        # Stages come and go.
+        self.loss_scale = LossScale(is_dynamic=task.config.precision == "fp16")
+        self.stage: Stage | None = None
+
+    @property
+    def active_stage(self) -> Stage:
+        """Return the stage; there is one from the first decision on."""
+        assert self.stage is not None
+        return self.stage
+
+    def change(self, decision: Decision) -> int:
+        """Carry out a decision; every rank of the world calls it at the same step.
+
+        Returns:
+            bytes of the shards this rank received.
+        Raises:
+            ValueError: see `refuse_partial_edits`.
+        """
+        self.refuse_partial_edits()
+        after = self._place(decision)
+        holders = after.shards()
+        # Rank 0's weights win at the start.
+        at_first = dict.fromkeys(holders, frozenset([0]))
+        before = self._ownership.shards() if self._ownership else at_first
+        signals = self._unfinished_signals(decision)
+        self._leave_stage()
+        self._held.release_others(before)
+        self._held.park(after.parked_by(self._world.rank))
+        num_bytes = self._move(before, holders)
+        self._adopt(decision, after)
+        if signals is not None:
+            self.active_stage.signals.load(signals)
+        return num_bytes
+
+    def refuse_partial_edits(self) -> None:
+        """Refuse weights that were changed on some of their ranks alone. Collective.
+
+        Raises:
+            ValueError: on every rank: there are such; it names the first.
+        """
+        if self._ownership is not None:
+            held = self._ownership.held_by(self._world.rank)
+            refuse_partial_edits(self._task.model, held, self._world)
+
+    def needed_shards(self, decision: Decision) -> tuple[str, ...]:
+        """Name the shards that this rank holds under a decision."""
+        return self._place(decision).shards_of(self._world.rank)
+
+    def restore(self, decision: Decision, shards: dict[str, Shard]) -> None:
+        """Start with the shards that `needed_shards` named; every rank of the world calls it."""
+        after = self._place(decision)
+        self._held.release_others(after.shards())
+        self._held.park(after.parked_by(self._world.rank))
+        for name, tensors in shards.items():
+            self._held.put(name, tensors)
+        self._adopt(decision, after)
+
+    def held_shards(self) -> dict[str, Shard]:
+        """Return the shards that this rank holds; tensors are the live ones."""
+        assert self._ownership is not None
+        names = self._ownership.shards_of(self._world.rank)
+        return {name: self._held.read(name) for name in names}
+
+    def held_bytes(self) -> int:
+        """Return the bytes of weights, gradients and optimizer state on this rank's device."""
+        if self.stage is None:
+            return 0
+        tensors = [t for shard in self.held_shards().values() for t in shard.values()]
+        tensors += [p.grad for p in self.stage.parameters.values() if p.grad is not None]
+        return sum(t.nbytes for t in tensors if t.device == self._world.device)
+
+    def owned_shards(self) -> dict[str, Shard]:
+        """Return the shards that this rank owns, to be saved; tensors are the live ones."""
+        assert self._ownership is not None
+        rank, ranks_of = self._world.rank, self._ownership.shards()
+        return {name: self._held.read(name) for name in ranks_of if min(ranks_of[name]) == rank}
+
+    def gather_weights(self, device: torch.device) -> None:
+        """Bring all weights to rank 0's model, on a device if it lacks them. Collective."""
+        assert self._ownership is not None
+        before = {
+            shard: ranks
+            for shard, ranks in self._ownership.shards().items()
+            if split_shard_name(shard)[1] == WEIGHTS
+        }
+        self._held.weights_device = device
+        try:
+            self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
+        finally:
+            self._held.weights_device = self._world.device
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
+
+        Rank 0's model then holds what it held before: the other layers' weights would be old after
+        the next step.
+        """
+        assert self._ownership is not None
+        model, state = self._task.model, dict[str, Tensor]()
+        held = {id(t) for i in self._ownership.held_by(0) for t in model.tensors(i).values()}
+        with self.whole_on_rank_0():
+            if self._world.is_main:
+                for name, tensor in model.model.state_dict(keep_vars=True).items():
+                    state[name] = tensor.detach().to("cpu", copy=id(tensor) in held)
+        return state
+
+    def put_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Give rank 0's values of the model's state to all who hold it, in place. Collective.
+
+        The others' argument is ignored.
+        """
+        main, group = self._world.is_main, self._world.group
+        with torch.no_grad():
+            for name, held in self._task.model.model.state_dict(keep_vars=True).items():
+                value = state[name] if main else torch.empty(held.shape, dtype=held.dtype)
+                broadcast_tensor(value, 0, group=group, what="the best weights")
+                # A frozen layer that is what it was keeps its rows in the cache.
+                if not held.is_meta and not torch.equal(held.cpu(), value):
+                    held.copy_(value)
+
+    def fill_released(self) -> None:
+        """Bring from rank 0 what a run before has left other ranks without. Collective.
+
+        Raises:
+            ValueError: on every rank: rank 0 lacks something itself.
+        """
+        model = self._task.model
+        released = [
+            name
+            for index, name in enumerate(self._names)
+            if any(tensor.is_meta for tensor in model.tensors(index).values())
+        ]
+        found = gather_json(released, group=self._world.group)
+        if found[0]:
+            raise ValueError(
+                f"the model's sublayers {found[0]} have no weights on rank 0 (they are meta "
+                "tensors); give weights to the model, or let the run end that had it before"
+            )
+        lacking = {
+            name: {r for r, one in enumerate(found) if name in one} for name in sum(found, [])
+        }
+        before = {shard_name(name, WEIGHTS): frozenset([0]) for name in lacking}
+        after = {shard_name(name, WEIGHTS): frozenset({0, *lacking[name]}) for name in lacking}
+        self._held.weights_device = torch.device("cpu")  # Where one comes before a run.
+        try:
+            self._move(before, after)
+        finally:
+            self._held.weights_device = self._world.device
+
+    @contextmanager
+    def whole_on_rank_0(self) -> Iterator[None]:
+        """Hold the whole model on rank 0 meanwhile, what it does not train in host memory.
+
+        Collective, at both ends.
+        """
+        if self._ownership is None:  # Every rank still has all of its own.
+            yield
+            return
+        self.gather_weights(torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._held.release_others(self._ownership.shards())
+
+    def roomy_device(self) -> torch.device:
+        """Return this rank's device if the whole model fits there; else the CPU.
+
+        Rank 0, whose alone matters, warns.
+        """
+        model, device = self._task.model, self._world.device
+        tensors = [t for i in range(len(self._names)) for t in model.tensors(i).values()]
+        lacking = sum(t.nbytes for t in tensors if t.device != device)
+        free = free_bytes(device)
+        if free is None or lacking + ROUND_BYTES <= free:
+            return device
+        if self._world.is_main:
+            _LOG.warning(
+                f"the model does not fit on {device}, which has {free} bytes left for layers of "
+                f"{lacking} bytes: they are in host memory; model.cpu() brings the others there"
+            )
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        """Let go of the stage, and destroy the groups."""
+        self._leave_stage()
+        self._held.states.clear()
+        self._groups.close()
+
+    def _place(self, decision: Decision) -> Ownership:
+        plan = decision.plan
+        return Ownership(self._names, self._world.topology(plan.length), plan.boundaries)
+
+    def _move(self, before: Holders, after: Holders) -> int:
+        return move_shards(
+            before,
+            after,
+            self._held,
+            group=self._world.group,
+            device=self._world.device,
+            slots_per_node=self._world.slots_per_node,
+        )
+
+    def _leave_stage(self) -> None:
+        """Keep the optimizer's state, and let go of all else: gradients, buckets, links.
+
+        What comes needs their memory.
+        """
+        self._held.take_back()
+        if self.stage is not None:
+            self.stage.close()
+            self.stage = None
+
+    def _unfinished_signals(self, decision: Decision) -> dict[str, Any] | None:
+        """Return what all stages measured in an interval that goes on; None for a new one."""
+        if self.stage is None or self.stage.plan.boundaries[0] != decision.plan.boundaries[0]:
+            return None
+        states = gather_json(self.stage.signals.state(), group=self._world.group)
+        return IntervalSignals.joined(states) if states[0]["num_steps"] else None
+
+    def _adopt(self, decision: Decision, after: Ownership) -> None:
+        """Become what a decision asks for; the shards are there."""
+        rank = self._world.rank
+        self._held.settle(after.held_by(rank))
+        set_frozen(self._task, decision.num_frozen, decision.resting)
+        self._ownership = after
+        limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
+        build = Stage if self._task.config.weight_versions is None else UnflushedStage
+        self.stage = build(
+            self._task,
+            self._world,
+            plan=decision.plan,
+            topology=after.topology,
+            groups=self._groups.open(after.topology, timeout_s=limit_s),
+            loss_scale=self.loss_scale,
+        )
+        self._held.give_to(self.stage.optimizer, after.trained_by(rank), self.stage.signals)
+        self.feed.prefix.set_depth(
+            decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
+        )
+        self.feed.follow_prefix()

@@ -1,0 +1,328 @@
+"""Plan a run's pipeline with what is known of costs by now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from autodp import gather_json
+from autopipe.pipedream import pipedream_stages
+from autopipe.plan import PipelinePlan, PlanRequest, near_fastest, stage_compute_s, step_range
+from pipetransformer.config import TrainConfig
+from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.planners import (
+    PlanSituation,
+    RowRates,
+    complete_request,
+    of_length,
+    planner_of,
+    same_stages,
+    sureness,
+)
+from pipetransformer.feed import Clock
+from pipetransformer.measure import Measurements
+from pipetransformer.model import Task
+from pipetransformer.processes import World, told_by_rank_0
+from pipetransformer.stage import BatchCut
+
+
+def row_rates(
+    measured: Measurements, device: torch.device, *, rows_lie_on: torch.device
+) -> RowRates:
+    """Return how fast rows of the cache are read and written.
+
+    Args:
+        device: on which is trained.
+        rows_lie_on: where they will be. In a GPU's own memory they are copied within it, either
+            way, and nobody needs to read them ahead.
+    """
+    on_device = measured.cache_device_bytes_per_s
+    if rows_lie_on.type == "cuda" and on_device is not None:
+        return RowRates(on_device, on_device)
+    read = measured.cache_bytes_per_s
+    # What an older version measured holds no other rate: writing took as long as reading there.
+    write = measured.cache_write_bytes_per_s or read
+    return RowRates(read, write, reads_ahead=device.type == "cuda")
+
+
+def _schedules(config: TrainConfig) -> tuple[str, ...]:
+    """Return the schedules that a run may have, the preferred one first."""
+    if config.weight_versions is not None:
+        return ("1f1b",)  # Asynchronous; see `UnflushedStage`.
+    return (config.schedule,) if config.schedule else PlanRequest.schedules
+
+
+class RunPlanner:
+    """Ask the run's planner, and correct the costs it is given.
+
+    Args:
+        memory_limit_bytes: what a device slot may use; None for no limit.
+        may_cache: tells whether activations may come from the cache.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        measurements: Measurements,
+        memory_limit_bytes: int | None,
+        may_cache: Callable[[], bool],
+    ) -> None:
+        self._task, self._world = task, world
+        self._may_cache = may_cache
+        self.measurements = measurements
+        self._memory_limit_bytes = memory_limit_bytes
+        self.calibration = Calibration()
+        self._transition_cost = TransitionCost(world)
+
+    def choose_workers(self, clock: Clock) -> None:
+        """Let PipeDream's optimizer say each stage's workers, where it plans. Collective.
+
+        They are the run's from then on, whatever freezes.
+
+        Raises:
+            ValueError: no pipeline of its fits, on rank 0; see `agree`.
+        """
+        if self._task.config.plan != "pipedream":
+            return
+
+        def choose() -> list[int]:
+            request = self.request(clock, 0, None)
+            stages = pipedream_stages(self.measurements.profile, request)
+            return [stage.replicas for stage in stages]
+
+        workers = told_by_rank_0(choose, group=self._world.group)
+        self._world.stage_workers = tuple(workers) if len(workers) > 1 else None
+
+    def plan(
+        self,
+        clock: Clock,
+        num_frozen: int,
+        current: Decision | None,
+        resting: Collection[int] = (),
+    ) -> tuple[PipelinePlan, bool]:
+        """Return the pipeline for a number of frozen layers, and whether the prefix is cached.
+
+        Args:
+            clock: of the coming step.
+            num_frozen: frozen layers.
+            current: what holds so far.
+            resting: layers above them whose weights do not train.
+        Raises:
+            ValueError: no pipeline is possible, or a user's planner returns one that is not.
+        """
+        situation = self._situation(clock, num_frozen, current, resting)
+        plan = planner_of(self._task.config.plan)(situation)
+        self._check(plan, situation)
+        return plan, situation.request.prefix_cached_s is not None
+
+    def sureness(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
+        """Say how sure the plan of a decision is, as `planning.sureness`; "" where none is chosen.
+
+        Args:
+            clock: of the coming step.
+            current: what held before.
+            decision: what holds from that step on.
+        """
+        plan, config = decision.plan, self._task.config
+        if self._world.size == 1 or callable(config.plan):
+            return ""
+        situation = self._situation(clock, decision.num_frozen, current, decision.resting)
+        low_s, high_s = step_range(situation.profile, of_length(situation, plan.length), plan)
+        taught, near = situation.correction(plan), []
+        # Published rules know no spread, and batches that grow are compared by the sample.
+        if config.plan == "fastest" and not situation.scale_batch:
+            near = near_fastest(situation.profile, situation.request)
+            # Of plans that were tried, more is known.
+            near = [one for one in near if situation.correction(one) == 1]
+        range_s = taught * low_s, taught * high_s
+        return sureness(range_s, near, plan, current=situation.current)
+
+    def same_stages(
+        self, clock: Clock, current: Decision, plan: PipelinePlan
+    ) -> PipelinePlan | None:
+        """Predict a plan's stages with the layers that are frozen now; None if they do not fit."""
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
+        return same_stages(situation, plan)
+
+    def calibrate(
+        self, clock: Clock, current: Decision, *, measured_s: float, computed_s: float
+    ) -> None:
+        """Correct the costs by what live steps take. Collective.
+
+        Args:
+            clock: of the coming step.
+            current: what holds.
+            measured_s: what its steps take, without fetching samples.
+            computed_s: in how many of these seconds this rank computed.
+        """
+        if self._world.device.type != "cpu":
+            computed_s = 0.0  # It is the time to launch, which tells nothing of a device's speed.
+        all_computed_s = gather_json(computed_s, group=self._world.group)
+        self.calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
+        predicted = self.same_stages(clock, current, current.plan) or current.plan
+        self.calibration.compare_steps(predicted, measured_s)
+
+    def use(self, measurements: Measurements) -> None:
+        """Start over with what was measured anew."""
+        self.measurements, self.calibration = measurements, Calibration()
+
+    def note_transition(self, before: PipelinePlan, after: PipelinePlan, seconds: float) -> None:
+        """Learn from what a transition took."""
+        profile = self.measurements.profile
+        self._transition_cost.note(profile, before, after, seconds=seconds)
+
+    def predict_transition_s(self, before: PipelinePlan | None, after: PipelinePlan) -> float:
+        """Return the seconds that going from one plan to another is predicted to cost."""
+        if before is None:
+            return 0.0
+        return self._transition_cost.predict_s(self.measurements.profile, before, after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {
+            "transition_cost": self._transition_cost.state_dict(),
+            "calibration": asdict(self.calibration),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._transition_cost.load_state_dict(state["transition_cost"])
+        taught = state["calibration"]
+        self.calibration = Calibration(**{**taught, "slowness": tuple(taught["slowness"])})
+
+    def _situation(
+        self, clock: Clock, num_frozen: int, current: Decision | None, resting: Collection[int]
+    ) -> PlanSituation:
+        """Describe to a planner what holds."""
+        before = current.plan if current else None
+        return PlanSituation(
+            clock.step,
+            clock.max_steps - clock.step,
+            rested(self.calibration.applied_to(self.measurements.profile), resting),
+            self.request(clock, num_frozen, current),
+            before,
+            partial(self.predict_transition_s, before),
+            self._task.config.scale_batch,
+            self.calibration.correction,
+        )
+
+    def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
+        """Return what each rank is expected to compute in a step; 0 for one that waits."""
+        plan, config = current.plan, self._task.config
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
+        stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
+        topology = self._world.topology(plan.length)
+        cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)
+        slices = cut.slices(config.global_batch(topology.replicas))
+        expected = []
+        for rank in range(self._world.size):
+            if topology.is_spare(rank):
+                expected.append(0.0)
+                continue
+            stage, share = topology.stage_of(rank), slices[topology.replica_of(rank)] / slices[0]
+            count = topology.workers[stage]
+            own = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
+            expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
+        return expected
+
+    def request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
+        """Return what a planner is asked; see `plan`."""
+        config, measured = self._task.config, self.measurements
+        request = PlanRequest(
+            self._world.size,
+            self._world.slots_per_node,
+            config.global_batch_size,
+            num_frozen,
+            memory_limit_bytes=self._memory_limit_bytes,
+            prefix_chunk=config.prefix_chunk_of(
+                self._world.size, on_gpu=self._world.device.type == "cuda"
+            ),
+            lengths=self._lengths(num_frozen),
+            max_replicas=config.most_replicas(),
+            stage_workers=self._world.stage_workers,
+            micro_batches=self._micro_batches(num_frozen),
+            micro_batch_size=config.micro_batch_size,
+            schedules=_schedules(config),
+        )
+        rows = None
+        if self._may_cache():
+            rows = row_rates(measured, self._world.device, rows_lie_on=self._rows_lie_on())
+        return complete_request(
+            request,
+            measured.profile,
+            rows=rows,
+            reads_a_row=self._reads_a_row(clock, current),
+        )
+
+    def _micro_batches(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the counts to consider; without flushes each stage's turns must come out even."""
+        config, lengths = self._task.config, self._lengths(num_frozen)
+        if config.micro_batches is not None:
+            return (config.micro_batches,)
+        if config.weight_versions is None or self._world.stage_workers is None:
+            return None
+        assert lengths is not None, "workers say how many stages there are"
+        turn = self._world.topology(lengths[0]).common_turn
+        if turn == 1:
+            return None
+        return tuple(range(turn, max(turn, 6 * self._world.size) + 1, turn))
+
+    def _rows_lie_on(self) -> torch.device:
+        """Return where the cache's rows will be: on this GPU, where all fit, or on the host."""
+        wanted, device = self._task.config.cache_device, self._world.device
+        alone = wanted == "auto" and self._world.size == 1
+        on_gpu = device.type == "cuda" and (alone or wanted == "cuda")
+        return device if on_gpu else torch.device("cpu")
+
+    def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
+        """Return how often a sample comes again in the run, after it was computed and stored."""
+        if current is not None and current.use_cache:
+            return math.inf  # What is stored by now serves deeper layers, too.
+        fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
+        return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
+
+    def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the length that was set, or the longest below it that the active layers allow."""
+        length, workers = self._task.config.pipeline_length, self._world.stage_workers
+        if self._task.config.plan == "pipedream" and workers is None:
+            return (1,)
+        if length is None and workers is None:
+            return None
+        model = self._task.model
+        most = len(model.sublayers) - model.first_active(num_frozen)
+        most = min(most, length or len(workers or ()))
+        return (max(one for one in self._world.lengths if one <= most),)
+
+    def _check(self, plan: PipelinePlan, situation: PlanSituation) -> None:
+        """Refuse what a user's planner may not return."""
+        config, num_frozen = self._task.config, situation.request.num_frozen
+        first = self._task.model.first_active(num_frozen)
+        if plan.boundaries[0] != first:
+            raise ValueError(
+                f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
+                f"frozen layers the first active sublayer is {first}; plan the active ones"
+            )
+        request = of_length(situation, plan.length)
+        if plan.schedule not in (allowed := request.schedules_of(plan.length)):
+            raise ValueError(
+                f"the planner wants the schedule {plan.schedule!r}, but this run's are "
+                f"{', '.join(map(repr, allowed))}: let it return one of them, or leave out "
+                "schedule=, weight_versions= and stage_workers="
+            )
+        if config.micro_batch_size is None:
+            return
+        sizes = request.sizes_of(plan.length, plan.num_micro_batches)
+        if plan.num_micro_batches != len(sizes):
+            raise ValueError(
+                f"the planner wants {plan.num_micro_batches} micro-batches, but micro_batch_size "
+                f"{config.micro_batch_size} makes {len(sizes)} of a replica's samples; let it "
+                "return as many, or leave micro_batch_size out"
+            )

@@ -1,0 +1,161 @@
+"""Make a batch of samples: pick the entries that the model takes, and put them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from pipetransformer.config import CollateFunction
+
+Batch = dict[str, Tensor]
+
+_LABELS = ("labels", "label", "label_ids")
+"""Names by which data sets call one and the same entry."""
+
+
+@dataclass(frozen=True)
+class Collation:
+    """Collate the items of a dataset.
+
+    Args:
+        names: entries the model knows; others are left out.
+        inputs: those of `names` that must be there.
+        targets: those that the loss takes.
+        needs_targets: whether they must be there, too.
+        function: makes a mapping, or a tuple in the order of inputs and targets, of a list of
+            items, as torch's and transformers' collate functions do; None stacks entries of equal
+            shapes.
+        drops_unknown: whether that function gets no entries that the model does not know.
+    """
+
+    names: tuple[str, ...]
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    needs_targets: bool = True
+    function: CollateFunction | None = None
+    drops_unknown: bool = True
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Name the entries that must be there."""
+        return (*self.inputs, *(self.targets if self.needs_targets else ()))
+
+    def unused(self, item: Any) -> tuple[str, ...]:
+        """Name the entries of an item that the model does not know."""
+        known = self._known()
+        names = item if isinstance(item, Mapping) else ()
+        return tuple(name for name in names if name not in known)
+
+    def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
+        """Return entries by name, (B, ...) each on the CPU.
+
+        Raises:
+            ValueError: an item lacks a required entry or one that another has, an entry is no
+                tensor, shapes are unequal, or the function fails or returns something else.
+        """
+        if self.function is None:
+            entries = [self._named(item) for item in items]
+            return {
+                name: stack([item.get(name) for item in entries], name, ids)
+                for name in dict.fromkeys(name for item in entries for name in item)
+            }
+        if self.drops_unknown:
+            known = self._known()
+            items = [
+                {name: value for name, value in item.items() if name in known}
+                if isinstance(item, Mapping)
+                else item
+                for item in items
+            ]
+        try:
+            collated = self.function(items)
+        except Exception as error:
+            raise ValueError(
+                f"collate_fn fails for the samples {list(ids[:4])}...: {error!r}"
+            ) from error
+        return {
+            name: _checked(value, name, len(ids)) for name, value in self._named(collated).items()
+        }
+
+    def _known(self) -> set[str]:
+        labels = _LABELS if set(_LABELS) & set(self.names) else ()
+        return {*self.names, *labels}
+
+    def _named(self, item: Any) -> dict[str, Any]:
+        """Return an item's entries, or a collated batch's, by the model's names."""
+        what = "a dataset item" if self.function is None else "what collate_fn returns"
+        if isinstance(item, Mapping):
+            given = {name: entry_of(item, name) for name in self.names}
+            entries = {name: value for name, value in given.items() if value is not None}
+        else:
+            entries = self._in_order(item, what)
+        missing = [name for name in self.required if name not in entries]
+        if missing:
+            advice = ""
+            if self.function is not None and self.drops_unknown:
+                advice = "; where it needs others than these, set remove_unused_columns=False"
+            raise ValueError(
+                f"{what} lacks {missing}; the model needs {list(self.required)}{advice}"
+            )
+        return entries
+
+    def _in_order(self, item: Any, what: str) -> dict[str, Any]:
+        whole = (*self.inputs, *self.targets)
+        if isinstance(item, (tuple, list)) and len(item) in (len(whole), len(self.required)):
+            return dict(zip(whole, item, strict=False))
+        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ValueError(
+            f"{what} is a {type(item).__name__}{size}; give a mapping with the entries "
+            f"{list(self.required)}, or a tuple of {len(self.required)} in that order"
+        )
+
+
+def entry_of(item: Mapping[str, Any], name: str) -> Any:
+    """Return an item's entry, labels by any of their names; None where there is none."""
+    others = _LABELS if name in _LABELS else ()
+    return next((item[label] for label in (name, *others) if item.get(label) is not None), None)
+
+
+def stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:
+    """Make one tensor of the samples' values of an entry, None where a sample lacks it."""
+    lacking = [index for index, value in zip(ids, values, strict=True) if value is None]
+    if lacking:
+        raise ValueError(
+            f"samples {lacking[:4]} lack the entry {name!r}, which others of their "
+            "batch have; give it in all or in none"
+        )
+    try:
+        # default_collate would take a list apart: one tensor for each position.
+        whole = [torch.as_tensor(v) if isinstance(v, (list, tuple)) else v for v in values]
+        batch = default_collate(whole)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the entry {name!r} of the samples {list(ids[:4])}... cannot be stacked into a batch "
+            f"({error}); give tensors, arrays or numbers, padded to one length, or a collate_fn= "
+            "that pads them, such as transformers' DataCollatorWithPadding(tokenizer)"
+        ) from error
+    if not isinstance(batch, Tensor):
+        raise ValueError(
+            f"the entry {name!r} of the samples {list(ids[:4])}... is a "
+            f"{type(values[0]).__name__}; give tensors, arrays or numbers"
+        )
+    return batch.cpu()
+
+
+def _checked(value: Any, name: str, num: int) -> Tensor:
+    """Return an entry that collate_fn gave for so many samples."""
+    if isinstance(value, (np.ndarray, list, tuple)):
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != num:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ""
+        raise ValueError(
+            f"collate_fn gives {name!r} as {type(value).__name__} {shape} for {num} samples; "
+            f"let it return a tensor of ({num}, ...)"
+        )
+    return value.cpu()

@@ -1,0 +1,129 @@
+"""Say whose samples the coming steps train on: those of one, of a stream, of the whole run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+
+from autodp import EpochSampler, checked_order, gather_json, shuffled, shuffled_by_length
+from pipetransformer.feed.samples import SizedDataset, read_lengths
+from pipetransformer.feed.timeline import Timeline
+from pipetransformer.model import Task
+
+_MOST_STEPS_A_STREAM = 64
+"""So that results keep coming."""
+
+
+@dataclass(frozen=True)
+class ComingStep:
+    """Say what is trained on in a step.
+
+    Args:
+        ids: (B,) int64, the whole global batch.
+        step: position in the run.
+        learning_rate_factor: maps a layer, None for the head, to what its own learning rate is
+            multiplied by.
+    """
+
+    ids: Tensor
+    step: int
+    learning_rate_factor: Callable[[int | None], float]
+
+
+class ComingBatches:
+    """Cut a data set's epochs into the global batches that follow where a run is."""
+
+    def __init__(self, task: Task, dataset: SizedDataset, timeline: Timeline) -> None:
+        config, num = task.config, len(dataset)
+        if config.sample_order is not None:
+            order = checked_order(num, config.sample_order)
+        elif config.group_by_length:
+            lengths = read_lengths(dataset, task.model.inputs[0])
+            order = shuffled_by_length(
+                lengths, seed=config.seed, batch_size=config.global_batch_size
+            )
+        else:
+            order = shuffled(num, seed=config.seed)
+        self._is_given = config.sample_order is not None
+        self._sampler, self._timeline = EpochSampler(num, order), timeline
+
+    def next_two(self, replicas: int) -> tuple[ComingStep, Tensor | None]:
+        """Return the coming step, and the samples of the next where nothing comes between."""
+        timeline, position = self._timeline, self._timeline.position
+        size = timeline.global_batch(replicas)
+        ids = self._sampler.global_batch(position.epoch, position.sample, size)
+        coming = ComingStep(ids, position.step, partial(timeline.learning_rate_factor, replicas))
+        sample = position.sample + len(ids)
+        if sample >= timeline.num_samples or timeline.decision_follows():
+            return coming, None
+        return coming, self._sampler.global_batch(position.epoch, sample, size)
+
+    def to_next_pause(self, replicas: int, review_step: int | None) -> list[ComingStep]:
+        """Return the steps up to the next pause, as far as their batches have one size.
+
+        Args:
+            replicas: how many pipelines train.
+            review_step: before which their plan is looked at once more.
+        """
+        ahead = self._timeline.ahead()
+        steps: list[ComingStep] = []
+        while len(steps) < _MOST_STEPS_A_STREAM:
+            at, now = ahead.position, ahead.ahead()
+            if steps and (ahead.pauses or at.step == review_step):
+                break
+            ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
+            if steps and len(ids) != len(steps[0].ids):
+                break
+            steps.append(ComingStep(ids, at.step, partial(now.learning_rate_factor, replicas)))
+            ahead.advance(len(ids))
+        return steps
+
+    def to_the_end(self, replicas: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the epoch and the samples of the coming step and of all after it."""
+        # Read by a thread of its own, which is an epoch ahead.
+        sampler, ahead = copy.copy(self._sampler), self._timeline.ahead()
+        while not ahead.is_over:
+            at = ahead.position
+            ids = sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
+            yield at.epoch, ids
+            ahead.advance(len(ids))
+
+    def refuse_other_orders(self, group: dist.ProcessGroup | None) -> None:
+        """Raise a ValueError where ranks were given different orders. Collective."""
+        if not self._is_given:
+            return
+        order = self._sampler.global_batch(0, 0, self._timeline.num_samples)
+        if len(set(gather_json(_hash(order), group=group))) > 1:
+            raise ValueError(
+                "sample_order gives ranks other orders, so that samples would be left out; let it "
+                "depend on nothing but the epoch"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what tells the samples of an epoch that goes on, as plain values."""
+        at = self._timeline.position
+        if at.sample == 0:
+            return {"seen": ""}
+        seen = self._sampler.global_batch(at.epoch, 0, at.sample)
+        return {"seen": _hash(seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where an epoch would go on in another order, and miss samples."""
+        if state != self.state_dict():
+            raise ValueError(
+                f"{self._timeline.position.sample} samples of the epoch were trained on in "
+                "another order, so that others would be left out: resume with the sample_order, "
+                "group_by_length and, where that is set, global_batch_size of the save, or from "
+                "the end of an epoch"
+            )
+
+
+def _hash(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().data).hexdigest()

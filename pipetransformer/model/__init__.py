@@ -1,0 +1,51 @@
+"""Say what is trained: the model's sublayers, its loss, precision and optimizer.
+
+task: all of it in one value
+layered_model: a model as a row of sublayers        registry: which adapter knows a model
+timm_vit, transformers_*: the adapters              precision: autocast, and the scale of float16
+optimizers, layer_decay, optimizer_state: built anew wherever layers go, with their state by name
+lent_model: the user's model, given back as it came
+"""
+
+from pipetransformer.model.layered_model import (
+    LayeredModel,
+    Sublayer,
+    has_hooks,
+    large_embeddings,
+    named_tensors,
+    refuse_hooks,
+)
+from pipetransformer.model.lent_model import LentModel
+from pipetransformer.model.optimizers import (
+    LAYER,
+    NamedParameters,
+    OptimizerFactory,
+    OptimizerTraits,
+    adamw,
+    decay_by_layer,
+    named_optimizer,
+    put_state,
+    split_by_layer,
+    take_state,
+)
+from pipetransformer.model.precision import DTYPES, LossScale, computing_in, run_in
+from pipetransformer.model.registry import adapt, register_adapter
+from pipetransformer.model.task import (
+    Task,
+    build_optimizer,
+    in_mode,
+    modes_of,
+    set_frozen,
+    set_modes,
+    trained_parameters,
+)
+from pipetransformer.model.transformer import qualified_name
+
+__all__ = [
+    "DTYPES", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
+    "OptimizerFactory", "OptimizerTraits", "Sublayer", "Task", "adamw", "adapt",
+    "build_optimizer", "computing_in", "decay_by_layer", "has_hooks", "in_mode",
+    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "put_state",
+    "qualified_name", "refuse_hooks", "register_adapter", "run_in", "set_frozen", "set_modes",
+    "split_by_layer", "take_state", "trained_parameters",
+]  # fmt: skip

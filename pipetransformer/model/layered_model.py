@@ -1,0 +1,435 @@
+"""Present a model as a sequence of sublayers that share its very parameters.
+
+One tensor, the hidden state, goes from each sublayer to the next::
+
+    batch[inputs] -> embedding -> attention -> MLP -> ... -> head -> output
+    layer                0            0         0             num_layers
+
+Sublayers are modules of the model or thin wrappers around them, and own no tensor: checkpoints,
+optimizers and moves between ranks all speak the original model's `state_dict` names.
+
+Name a model's tensors, compare them, and say what must hold of those that move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from autopipe.loss import LossFunction
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """Name one unit that is owned, moved and partitioned.
+
+    Args:
+        name: unique in the model, such as "blocks.3.attention".
+        layer: the layer it freezes with; never falls from one sublayer to the next. The
+            embedding's is 0, the head's (the last sublayer's) is the number of layers.
+        module: takes the hidden state (the first one: the model's inputs) and returns one Tensor.
+        sides: batch entries its forward also takes, as keywords, if the batch has them.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    sides: tuple[str, ...] = ()
+
+
+@final
+class LayeredModel:
+    """Run, empty and refill a model sublayer by sublayer.
+
+    Forward hooks of the modules inside a sublayer fire as ever; those of a module that spans
+    several (a whole block, the model) do not, as its own forward is not called. From here on put
+    other tensor objects into the model by `replace` only: wrappers may hold the same ones.
+
+    Where samples have unequal lengths, set `padding_mask`, or they are not cached. An example is
+    in docs/own-models.md.
+
+    Args:
+        model: keeps working as it is, and keeps its `state_dict` names.
+        sublayers: in forward order; together they hold every parameter and buffer of the model.
+        inputs: batch entries of the first sublayer: the first is required and goes in by
+            position, the others by keyword if the batch has them.
+        targets: batch entries of the loss.
+        loss_fn: the loss to take where the user gives none.
+        unused: names of parameters and buffers that no forward reads (a pooler nobody asks).
+    Attributes:
+        plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
+            generators while they train.
+    Raises:
+        ValueError: a tensor is in no sublayer, in several (tied), or not the model's; a name is
+            used twice; layers fall, skip a number, or leave the head no layer of its own.
+    """
+
+    padding_mask: str | None = None
+    """Names one of the sides, (N, S): 1 on tokens, 0 on padding, the reverse of torch's
+    `key_padding_mask`. Zeros at a sample's end mark positions on whose hidden states, (N, S, ...),
+    neither the loss nor a gradient depends; None where there are none such."""
+
+    optional_masks: tuple[str, ...] = ()
+    """Names sides, (N, S) masks, that the sublayers can do without where all of it is 1: a step in
+    whose samples nothing is padding goes without them, and attention takes faster kernels."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sublayers: Sequence[Sublayer],
+        *,
+        inputs: Sequence[str],
+        targets: Sequence[str],
+        loss_fn: LossFunction | None = None,
+        unused: Sequence[str] = (),
+    ) -> None:
+        self.model = model
+        self.sublayers = tuple(sublayers)
+        self.inputs = tuple(inputs)
+        self.targets = tuple(targets)
+        self.loss_fn = loss_fn
+        self.unused = tuple(unused)
+        _check_order(self.sublayers)
+        if not self.inputs:
+            raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
+        self._names = _assign_names(model, self.sublayers, self.unused)
+        self._slots = _find_slots(model, self.sublayers)
+        self._guards: dict[int, list[RemovableHandle]] = {}
+        self._flags = _mode_flags(model, self.sublayers)
+        self.plainly_random: set[int] = set()
+
+    @property
+    def num_layers(self) -> int:
+        """Count the layers that can freeze; the head's layer has this number."""
+        return self.sublayers[-1].layer
+
+    def flags(self, *, training: bool) -> Mapping[nn.Module, bool]:
+        """Say which flag `train()` or `eval()` of the model gives each module."""
+        return self._flags[training]
+
+    def first_active(self, num_frozen: int) -> int:
+        """Find the first sublayer above frozen layers 0..num_frozen-1; the head at the latest."""
+        if not 0 <= num_frozen <= self.num_layers:
+            raise ValueError(
+                f"num_frozen is {num_frozen}, but the model has {self.num_layers} "
+                f"layers that can freeze; give 0 to {self.num_layers}"
+            )
+        return next(i for i, sub in enumerate(self.sublayers) if sub.layer >= num_frozen)
+
+    def sides_of(self, first: int, last: int) -> tuple[str, ...]:
+        """Name the batch entries that sublayers first..last-1 take beside the hidden state."""
+        return tuple(dict.fromkeys(chain(*(sub.sides for sub in self.sublayers[first:last]))))
+
+    def targets_of(self, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Return a batch's targets as a loss takes them: a tensor, or a mapping of several."""
+        if len(self.targets) == 1:
+            return batch[self.targets[0]]
+        return {name: batch[name] for name in self.targets}
+
+    def call(
+        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run one sublayer.
+
+        Args:
+            value: the batch for sublayer 0, else the hidden state its predecessor returned.
+            sides: at least those entries of the batch that the sublayer names; the batch will do.
+        Raises:
+            TypeError: a batch where a hidden state is due or the reverse, or the sublayer returned
+                something else than one Tensor.
+            ValueError: the batch lacks the model's input.
+            RuntimeError: the sublayer was released.
+        """
+        sublayer = self.sublayers[index]
+        keywords = {name: sides[name] for name in sublayer.sides if name in sides}
+        if isinstance(value, Tensor) == (index == 0):
+            due = "the batch (a mapping)" if index == 0 else "the hidden state (a Tensor)"
+            raise TypeError(
+                f"sublayer {index} ({sublayer.name!r}) got a {type(value).__name__}; give it {due}"
+            )
+        if not isinstance(value, Tensor):
+            if self.inputs[0] not in value:
+                raise ValueError(
+                    f"the batch has entries {list(value)}, but the model takes "
+                    f"{self.inputs[0]!r}; name the dataset's entry so"
+                )
+            keywords.update((name, value[name]) for name in self.inputs[1:] if name in value)
+            value = value[self.inputs[0]]
+        output = sublayer.module(value, **keywords)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"sublayer {sublayer.name!r} returned a {type(output).__name__}; one "
+                "Tensor goes from sublayer to sublayer: wrap its module"
+            )
+        return output
+
+    def run(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        first: int = 0,
+        last: int | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Run sublayers first..last-1, all by default, and return what the last one returned.
+
+        Args:
+            batch: the model's inputs (read where first is 0) and the sublayers' sides.
+            last: exclusive; None is the end.
+            hidden: what sublayer first-1 returned; None exactly if first is 0.
+        Raises:
+            ValueError: an empty or impossible range.
+            TypeError: hidden does not fit first.
+        """
+        last = len(self.sublayers) if last is None else last
+        if not 0 <= first < last <= len(self.sublayers):
+            raise ValueError(
+                f"run of sublayers {first}..{last}, exclusive, of "
+                f"{len(self.sublayers)}; give 0 <= first < last"
+            )
+        value = self.call(first, batch if hidden is None else hidden, sides=batch)
+        for index in range(first + 1, last):
+            value = self.call(index, value, sides=batch)
+        return value
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Collect a sublayer's parameters and buffers, persistent or not, by their model names."""
+        return {name: self.tensor(name) for name in self._names[index]}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer by its model name, as it is now."""
+        module, attribute = self.holder(name)
+        # Asked for each parameter in each step; a module finds its own ones slowly.
+        tensor = module._parameters.get(attribute)
+        tensor = getattr(module, attribute) if tensor is None else tensor
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def holder(self, name: str) -> tuple[nn.Module, str]:
+        """Return the first module that holds a tensor, given by its model name, and as what."""
+        return self._slots[name][0]
+
+    def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
+        """Put other tensors in the place of a sublayer's, wherever the model holds them.
+
+        A parameter stays a parameter and keeps `requires_grad`, but is another object, without a
+        gradient: an optimizer or DDP that knew the old one must be built anew. None stands for a
+        meta tensor; until it is replaced in turn, calling a module that holds it is an error.
+
+        Attributes and strides (channels_last, for instance) stay those of the tensor it replaces.
+
+        Raises:
+            ValueError: a name is not of this sublayer, shape or dtype differ, or a parameter has
+                hooks of its own.
+        """
+        for name, tensor in tensors.items():
+            self._check_fit(index, name, tensor)
+        for name, tensor in tensors.items():
+            # `param.data = ` would keep the object, but torch refuses to set it to a meta tensor.
+            old = self.tensor(name)
+            fresh = torch.empty_like(old, device="meta")
+            if tensor is not None:
+                fresh = laid_out_as(fresh, tensor.detach())
+            if isinstance(old, nn.Parameter):
+                refuse_hooks(name, old)
+                fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
+            self._put(name, fresh)
+        self._guard(index)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Give all floating tensors a dtype, in host memory; released ones stay released."""
+        for tensor in map(self.tensor, self._slots):
+            device = "meta" if tensor.is_meta else "cpu"
+            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            # The objects stay: whoever else holds one sees the same.
+            tensor.data = tensor.data.to(device, wanted)
+
+    def release(self, index: int) -> None:
+        """Free a sublayer's memory: its tensors become meta tensors, and its forward an error."""
+        self.replace(index, dict.fromkeys(self._names[index]))
+
+    def materialize(self, index: int, device: torch.device | str) -> None:
+        """Give a sublayer's released tensors memory on a device; uninitialised, so fill it."""
+        absent = {name: t for name, t in self.tensors(index).items() if t.is_meta}
+        self.replace(index, {n: torch.empty_like(t, device=device) for n, t in absent.items()})
+
+    def _put(self, name: str, fresh: Tensor) -> None:
+        """Put a tensor in another's place, wherever the model holds that."""
+        # What a user has noted on it, such as that it is not to decay.
+        vars(fresh).update(vars(self.tensor(name)))
+        for module, attribute in self._slots[name]:
+            setattr(module, attribute, fresh)
+
+    def _check_fit(self, index: int, name: str, tensor: Tensor | None) -> None:
+        if name not in self._names[index]:
+            raise ValueError(
+                f"{name!r} is no tensor of sublayer {self.sublayers[index].name!r}, "
+                f"which has {list(self._names[index])}"
+            )
+        old = self.tensor(name)
+        if tensor is not None and (tensor.shape != old.shape or tensor.dtype != old.dtype):
+            raise ValueError(
+                f"{name!r} is {tuple(old.shape)} {old.dtype}, and cannot be replaced "
+                f"by {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+    def _guard(self, index: int) -> None:
+        """Make calls of modules that hold a released tensor fail.
+
+        With torch 2.15, a convolution or an embedding with meta weights returns garbage instead.
+        """
+        for handle in self._guards.pop(index, ()):
+            handle.remove()
+        absent = [name for name, tensor in self.tensors(index).items() if tensor.is_meta]
+        holders = {module: name for name in absent for module, _ in self._slots[name]}
+        if absent:
+            holders.setdefault(self.sublayers[index].module, absent[0])
+        self._guards[index] = [
+            module.register_forward_pre_hook(partial(_refuse_forward, name, *self.holder(name)))
+            for module, name in holders.items()
+        ]
+
+
+Builders: TypeAlias = dict[type[nn.Module] | str, Callable[[Any], LayeredModel]]
+"""By class, or "module.Class", what presents its models; Any, as adapters import no library."""
+
+
+def _mode_flags(
+    model: nn.Module, sublayers: Sequence[Sublayer]
+) -> dict[bool, dict[nn.Module, bool]]:
+    """Note what the model's own `train()` and `eval()` do, and leave it as it was."""
+    every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
+    before = {module: module.training for module in every}
+    wrappers = before.keys() - set(model.modules())
+    flags = {}
+    for training in (True, False):
+        model.train(training)
+        for module in wrappers:
+            module.training = training
+        flags[training] = {module: module.training for module in before}
+    for module, flag in before.items():
+        module.training = flag
+    return flags
+
+
+def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
+    names = [sub.name for sub in sublayers]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"sublayer names {sorted(twice)} are used twice; make them unique")
+    layers = [sub.layer for sub in sublayers]
+    steps = [after - before for before, after in pairwise(layers)]
+    if len(layers) < 2 or layers[0] != 0 or not set(steps) <= {0, 1} or steps[-1] != 1:
+        raise ValueError(
+            f"layers of the sublayers are {layers}; they begin at 0, rise by 0 or 1 "
+            "from one to the next, and the last (the head) is alone in its layer"
+        )
+
+
+def _assign_names(
+    model: nn.Module, sublayers: tuple[Sublayer, ...], unused: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """List each sublayer's tensors by their model names, proving that each has one sublayer."""
+    name_of = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    owner: dict[str, str] = {}
+    for sub in sublayers:
+        for local_name, tensor in named_tensors(sub.module).items():
+            name = name_of.get(id(tensor))
+            if name is None:
+                raise ValueError(
+                    f"{local_name!r} of sublayer {sub.name!r} is not of the model; "
+                    "a sublayer must share the model's own tensors"
+                )
+            if name in owner:
+                raise ValueError(
+                    f"{name!r} is tied: sublayers {owner[name]!r} and {sub.name!r} "
+                    "share it, but may train on different devices; untie it, giving "
+                    "one of them nn.Parameter(tensor.detach().clone())"
+                )
+            owner[name] = sub.name
+    free = set(name_of.values()) - set(owner)
+    if free != set(unused):
+        raise ValueError(
+            f"in no sublayer: {sorted(free - set(unused))}, declared unused but not "
+            f"so: {sorted(set(unused) - free)}; put each parameter and buffer into "
+            "one sublayer, or its name into unused if no forward reads it"
+        )
+    return [tuple(name for name in owner if owner[name] == sub.name) for sub in sublayers]
+
+
+def _find_slots(
+    model: nn.Module, sublayers: tuple[Sublayer, ...]
+) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Find, for each name, every (module, attribute) that holds the tensor, wrappers included."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
+    for module in dict.fromkeys(every):
+        for attribute, tensor in chain(
+            module.named_parameters(recurse=False, remove_duplicate=False),
+            module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            slots.setdefault(id(tensor), []).append((module, attribute))
+    return {name: slots[id(tensor)] for name, tensor in named_tensors(model).items()}
+
+
+def _refuse_forward(
+    name: str, holder: nn.Module, attribute: str, module: nn.Module, _args: Any
+) -> None:
+    if not getattr(holder, attribute).is_meta:
+        return  # Another run has filled the model since.
+    raise RuntimeError(
+        f"{name!r} of this {type(module).__name__} is released: this rank does not "
+        "hold it; run the layers it holds, or materialize() and fill it"
+    )
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers, persistent or not, each under its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+_LEAST_TABLE_BYTES = 1 << 20
+
+
+def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embedding]:
+    """Return the embeddings of whose gradients replicas on a device sum the touched rows alone."""
+    if device.type != "cpu":  # Finding the rows was never timed on another.
+        return []
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Embedding) and part.weight.nbytes >= _LEAST_TABLE_BYTES
+    ]
+
+
+def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of another of its shape; itself where it has them."""
+    strides = torch.empty_like(pattern, device="meta").stride()
+    if tensor.stride() == strides:
+        return tensor
+    laid_out = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor)
+
+
+def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
+    """Tell whether a parameter has tensor hooks; a reducer's own one is left out if asked."""
+    # torch has no public way to ask.
+    late = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    return bool(parameter._backward_hooks) or len(late) > int(but_ours)
+
+
+def refuse_hooks(name: str, parameter: Tensor) -> None:
+    """Raise a ValueError for hooks on a parameter: they would stay behind where it moves."""
+    if has_hooks(parameter):
+        raise ValueError(
+            f"parameter {name!r} has tensor hooks, which run on parts of a batch's gradient and "
+            "would be lost where the parameter moves; remove them, and put what they do into the "
+            "loss, the module or the optimizer"
+        )

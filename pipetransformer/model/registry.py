@@ -1,0 +1,126 @@
+"""Find the adapter of a model by its class; that of an `nn.Sequential` stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from pipetransformer.model import (
+    timm_vit,
+    transformers_bert,
+    transformers_modernbert,
+    transformers_vit,
+)
+from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
+from pipetransformer.model.transformer import qualified_name
+
+
+def _take_children(model: nn.Sequential) -> LayeredModel:
+    """Take each child of a Sequential as a sublayer and a layer, the last one as the head."""
+    if len(model) < 2:
+        raise ValueError(
+            f"nn.Sequential has {len(model)} children; a pipeline needs at least two "
+            "(the last one is the head): give the layers one by one"
+        )
+    # named_children() leaves out the second use of a module, such as one ReLU() used twice.
+    sublayers = [
+        Sublayer(name, layer, child)
+        for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))
+    ]
+    # As in a dataset of (x, y) pairs.
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
+
+
+_BUILDERS: Builders = {
+    nn.Sequential: _take_children,
+    timm_vit.CLASS: timm_vit.build,
+    **transformers_bert.builders(),
+    **transformers_modernbert.builders(),
+    **transformers_vit.builders(),
+}
+
+_WRAPPED = ("_orig_mod", "module", "base_model.model")
+"""Where torch.compile, DataParallel and its kin, and PEFT hold the model that they wrap."""
+
+
+def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
+    """Present a model as a sequence of sublayers, by the adapter of its class or nearest base.
+
+    A LayeredModel is returned as it is.
+
+    Raises:
+        TypeError: no adapter knows the model, or it overrides the forward that its adapter
+            stands for.
+        ValueError: the model has a setting or tied tensors that its sublayers cannot honour.
+    """
+    if isinstance(model, LayeredModel):
+        return model
+    kind = _known_kind(model)
+    if kind is None:
+        raise TypeError(f"no adapter knows a {qualified_name(type(model))}{_way_out(model)}")
+    _check_forward(model, kind)
+    build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
+    return build(model)
+
+
+def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
+    """Make `adapt` present models of a class by `build(model)`; the last registration counts.
+
+    Args:
+        kind: the class, or its "module.Class" where importing it here would be slow. Covers
+            subclasses that have no adapter of their own and do not override `forward`.
+    """
+    _BUILDERS[kind] = build
+
+
+def _known_kind(model: object) -> type[Any] | None:
+    """Return a model's class, or the nearest base, that has an adapter; None if none has."""
+    kinds = type(model).__mro__
+    return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
+
+
+def _way_out(model: nn.Module) -> str:
+    """Say what to give instead: what a wrapper holds, or a model of another kind."""
+    for path in _WRAPPED:
+        held: Any = model
+        for name in path.split("."):
+            held = getattr(held, name, None)
+        if _known_kind(held) is not None:
+            return (
+                f", but one knows the {type(held).__name__} that it wraps: give model.{path} (a "
+                "wrapper's own forward would not be called)"
+            )
+    return (
+        f"; known: {', '.join(_known_names())}. Give an nn.Sequential, a LayeredModel built from "
+        "its sublayers, or call register_adapter(class, build)"
+    )
+
+
+def _known_names() -> list[str]:
+    """Name what has an adapter, families of transformers that have the same tasks together."""
+    tasks_of: dict[str, list[str]] = {}
+    for kind in _BUILDERS:
+        name = kind if isinstance(kind, str) else qualified_name(kind)
+        if name.startswith("transformers.models."):
+            family, _, task = name.rpartition(".")[2].partition("For")
+            tasks_of.setdefault(family, []).append(f"For{task}")
+        else:
+            tasks_of[name] = []
+    families_of: dict[str, list[str]] = {}
+    for family, tasks in tasks_of.items():
+        families_of.setdefault("/".join(tasks), []).append(family)
+    return [
+        f"{'/'.join(families)} {tasks}" if tasks else ", ".join(families)
+        for tasks, families in families_of.items()
+    ]
+
+
+def _check_forward(model: nn.Module, kind: type[Any]) -> None:
+    # __func__ also tells a forward that was set on the object, as hooking libraries do.
+    if getattr(model.forward, "__func__", None) is not kind.forward:
+        raise TypeError(
+            f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but its adapter "
+            "would ignore that; call register_adapter for it, or give a LayeredModel"
+        )

@@ -1,0 +1,199 @@
+"""Share what the adapters of Transformer models have in common: the cut, a wrapper, the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopipe.loss import Loss, LossValue, sum_over_targets
+from pipetransformer.model.layered_model import Sublayer
+
+
+@dataclass(frozen=True)
+class Family:
+    """Say how transformers' models of one kind are called.
+
+    Args:
+        package: of transformers.models.
+        prefix: of its classes' names.
+        encoder: the attribute of a model that holds its encoder.
+    """
+
+    package: str
+    prefix: str
+    encoder: str
+
+    def qualified(self, name: str) -> str:
+        """Spell one of its classes as "module.Class"."""
+        module = f"transformers.models.{self.package}.modeling_{self.package}"
+        return f"{module}.{self.prefix}{name}"
+
+    def encoder_of(self, model: nn.Module) -> Any:
+        """Return a model's encoder, of exactly the family's class."""
+        encoder = getattr(model, self.encoder)
+        require_class(self.qualified("Model"), encoder)
+        return encoder
+
+
+@final
+class FirstOf(nn.Module):
+    """Return a module's output, or the first of several, as attention without its weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.module(hidden)
+        first: Tensor = output if isinstance(output, Tensor) else output[0]
+        return first
+
+
+@final
+class FirstToken(nn.Module):
+    """Take the first token of each sample: (N, S, D) to (N, D)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[:, 0]
+
+
+@final
+class Residual(nn.Module):
+    """Add to the hidden state what a chain of the model's modules makes of it."""
+
+    def __init__(self, *branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*branch)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.branch(hidden)
+
+
+def transformer_sublayers(
+    embedding: nn.Module,
+    blocks: Sequence[tuple[nn.Module, nn.Module]],
+    head: nn.Module,
+    *,
+    attention_sides: tuple[str, ...] = (),
+) -> tuple[Sublayer, ...]:
+    """Name the sublayers of a Transformer: an embedding, (attention, MLP) of each block, a head.
+
+    The cut falls between residual sums only, so no skip connection crosses it.
+    Source: PipeTransformer, the unit of its partition (AutoPipe); the embedding freezes with
+    block 0, the head never.
+    """
+    sublayers = [Sublayer("embedding", 0, embedding)]
+    for layer, (attention, mlp) in enumerate(blocks):
+        sublayers += [
+            Sublayer(f"blocks.{layer}.attention", layer, attention, attention_sides),
+            Sublayer(f"blocks.{layer}.mlp", layer, mlp),
+        ]
+    return (*sublayers, Sublayer("head", len(blocks), head))
+
+
+def qualified_name(kind: type[Any] | FunctionType) -> str:
+    """Spell a class as "module.Class".
+
+    Adapters know classes by this name, as importing timm or transformers takes seconds.
+    """
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def require_class(name: str, *modules: nn.Module) -> None:
+    """Raise a TypeError for a module that is not exactly of the class "module.Class".
+
+    A subclass may have another forward than the one its wrappers stand for, and so may an object
+    that was given methods of its own.
+    """
+    for module in modules:
+        if (found := qualified_name(type(module))) != name:
+            raise TypeError(
+                f"the model holds a {found} where its adapter can take apart a {name} only; build "
+                "a LayeredModel for this model yourself"
+            )
+        refuse_replaced(module)
+
+
+def refuse_replaced(*modules: nn.Module) -> None:
+    """Raise a TypeError for a module with methods of its own, which would not be called.
+
+    They are those that its class has, too, as where `forward` was replaced on the object.
+    """
+    for module in modules:
+        own = (name for name, value in vars(module).items() if callable(value))
+        if name := next(
+            (name for name in own if callable(getattr(type(module), name, None))), None
+        ):
+            raise TypeError(
+                f"{name} of a {type(module).__name__} was replaced, but its parts are called one "
+                "by one, so that this would have no effect: build a LayeredModel for this model "
+                "yourself"
+            )
+
+
+def refuse_checkpointing(model: nn.Module) -> None:
+    """Raise a ValueError if activations are recomputed: blocks' own forwards are not called."""
+    flags = ("grad_checkpointing", "gradient_checkpointing")
+    if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
+        raise ValueError(
+            f"gradient checkpointing of this {type(model).__name__} is on, but would "
+            "have no effect here, as sublayers are called one by one; switch it off"
+        )
+
+
+def refuse_own_loss(model: Any) -> None:
+    """Raise a ValueError if a transformers model was given a loss, which would not be called."""
+    if hasattr(model, "_loss_function"):
+        raise ValueError(
+            "model.loss_function was set, and would not be called; give loss_fn= to "
+            "pipetransformer.Trainer"
+        )
+
+
+def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
+    """Build the loss of a transformers classifier from its configuration.
+
+    Source: BertForSequenceClassification.forward of transformers, which guesses a problem that
+    has no type; ours returns the cross entropy as (sum, count), so that targets of -100 stay
+    exact when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
+    """
+
+    def guess(target: Tensor) -> str:
+        if config.num_labels == 1:
+            return "regression"
+        integer = target.dtype in (torch.int64, torch.int32)
+        return "single_label_classification" if integer else "multi_label_classification"
+
+    def loss(output: Tensor, target: Tensor) -> LossValue:
+        # What is saved says it, too: a pipeline turns scores into probabilities by it.
+        problem = config.problem_type = config.problem_type or guess(target)
+        if problem == "regression":
+            if target.numel() != output.numel():
+                raise ValueError(
+                    f"a regression with num_labels={config.num_labels} has outputs of shape "
+                    f"{tuple(output.shape)}, but targets are {tuple(target.shape)}; give each "
+                    "sample num_labels values, or build the model with another num_labels"
+                )
+            return F.mse_loss(output, target.reshape(output.shape))
+        if problem == "single_label_classification":
+            keywords = {"label_smoothing": label_smoothing}
+            return sum_over_targets(F.cross_entropy, output, target.reshape(-1), keywords)
+        if label_smoothing:
+            raise ValueError(
+                f"label_smoothing is {label_smoothing}, but the targets are {target.dtype}; give "
+                "classes as integers, or leave it out"
+            )
+        return F.binary_cross_entropy_with_logits(output, target)
+
+    may_have_classes = config.problem_type == "single_label_classification" or (
+        config.problem_type is None and config.num_labels > 1
+    )
+    smoothed = partial(classification_loss, config) if may_have_classes else None
+    return Loss(loss, is_exact=True, smoothed=smoothed)

@@ -1,0 +1,175 @@
+"""Share what the adapters of transformers' text encoders have in common: tasks, losses, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopipe.loss import Loss, sum_over_targets
+from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
+from pipetransformer.model.transformer import (
+    Family,
+    classification_loss,
+    refuse_checkpointing,
+    refuse_own_loss,
+)
+
+MASK = "attention_mask"
+
+
+def token_loss(
+    output: Tensor, target: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor | int]:
+    """Sum the tokens' cross entropy, and count the tokens whose target is not -100.
+
+    Args:
+        output: (N, S, classes) logits.
+        target: (N, S) int64.
+    Source: BertForTokenClassification.forward of transformers, whose mean is over such tokens.
+    """
+    keywords = {"label_smoothing": label_smoothing}
+    return sum_over_targets(F.cross_entropy, output.flatten(0, 1), target.flatten(), keywords)
+
+
+def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum the cross entropy of answers' starts and ends, and count both together.
+
+    Args:
+        output: (N, S, 2) start and end logits.
+        target: start_positions and end_positions, (N,) or (N, 1) int64; positions from S on are
+            beyond a truncated text and ignored.
+    Source: BertForQuestionAnswering.forward of transformers, which halves the mean over starts
+        plus the mean over ends. Ours is equal where as many starts as ends count. Where texts are
+        cut within an answer it weighs all positions alike: two means cannot be joined from parts.
+    """
+    length = output.shape[1]
+    total, count = output.new_zeros(()), output.new_zeros((), dtype=torch.int64)
+    for column, name in enumerate(("start_positions", "end_positions")):
+        positions = target[name].reshape(-1).clamp(0, length)
+        total = total + F.cross_entropy(
+            output[..., column], positions, ignore_index=length, reduction="sum"
+        )
+        count = count + (positions != length).sum()
+    return total, count
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Say what a text encoder with a head is trained for.
+
+    Args:
+        model: the end of such models' class names.
+        loss_of: builds the loss from a model's configuration.
+    """
+
+    model: str
+    targets: tuple[str, ...]
+    loss_of: Callable[[Any], Loss]
+    padding_mask: str | None = None
+
+    def present(
+        self,
+        model: Any,
+        sublayers: Sequence[Sublayer],
+        inputs: Sequence[str],
+        *,
+        unused: Sequence[str] = (),
+    ) -> LayeredModel:
+        """Present a model as sublayers with the task's targets and loss."""
+        loss_fn = self.loss_of(model.config)
+        layered = LayeredModel(
+            model, sublayers, inputs=inputs, targets=self.targets, loss_fn=loss_fn, unused=unused
+        )
+        layered.padding_mask = self.padding_mask
+        layered.optional_masks = (MASK,)
+        return layered
+
+
+TEXTS = TextTask("ForSequenceClassification", ("labels",), classification_loss, MASK)
+TOKENS = TextTask(
+    "ForTokenClassification",
+    ("labels",),
+    lambda config: Loss(
+        token_loss,
+        is_exact=True,
+        smoothed=lambda share: Loss(partial(token_loss, label_smoothing=share), is_exact=True),
+    ),
+)
+ANSWERS = TextTask(
+    "ForQuestionAnswering",
+    ("start_positions", "end_positions"),
+    lambda config: Loss(span_loss, is_exact=True),
+)
+
+Build: TypeAlias = Callable[[Family, TextTask, Any], LayeredModel]
+"""Takes a model of a family, with the head of a task, apart."""
+
+
+def text_builders(build: Build, *families: Family) -> Builders:
+    """Return what takes the models of each family and task apart."""
+    return {
+        family.qualified(task.model): partial(build, family, task)
+        for family in families
+        for task in (TEXTS, TOKENS, ANSWERS)
+    }
+
+
+def refuse_text_settings(model: Any) -> None:
+    """Raise a ValueError for settings that sublayers, called one by one, would not follow."""
+    refuse_checkpointing(model)
+    refuse_own_loss(model)
+    config = model.config
+    if getattr(config, "is_decoder", False):
+        raise ValueError(
+            "config.is_decoder is True, but the adapter knows "
+            f"{type(model).__name__} as an encoder; set it to False"
+        )
+    if config.chunk_size_feed_forward:
+        raise ValueError(
+            f"chunk_size_feed_forward is {config.chunk_size_feed_forward}, but would "
+            "have no effect here; set it to 0 in the configuration"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"the attention implementation is {config._attn_implementation!r}; load "
+            "the model with attn_implementation='sdpa' or 'eager'"
+        )
+
+
+def expanded_mask(
+    mask: Tensor | None, hidden: Tensor, config: Any, *, within: int | None = None
+) -> Tensor | None:
+    """Turn a (N, S) mask, 1 for tokens and 0 for padding, into the (N, 1, S, S) of attention.
+
+    Args:
+        within: how far away a token may be that another attends to; None for any distance.
+
+    Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU. What
+    trains is given none then; frozen layers always are, as a cached sample's numbers are not to
+    depend, in the last bits, on the padding of its neighbours.
+    """
+    length = hidden.shape[1]
+    if mask is None:
+        if within is None:
+            return None
+        mask = hidden.new_ones((1, length))
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}; give (samples, tokens), "
+            "1 for tokens and 0 for padding"
+        )
+    keep = mask.to(torch.bool)[:, None, None, :].expand(-1, 1, length, -1)
+    if within is not None:
+        places = torch.arange(length, device=hidden.device)
+        keep = keep & ((places[:, None] - places).abs() <= within)
+    # Read at each call: set_attn_implementation may have been called in between.
+    if config._attn_implementation == "sdpa":
+        return keep
+    lowest = torch.finfo(hidden.dtype).min
+    return hidden.new_zeros(()).where(keep, lowest)

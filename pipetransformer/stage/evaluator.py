@@ -1,0 +1,132 @@
+"""Find out what the model makes of a data set: losses, metrics, and where asked the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import final
+
+from torch import Tensor
+
+from autodp import gather_json
+from pipetransformer.feed import (
+    FrozenPrefix,
+    SampleFeed,
+    SizedDataset,
+    Timeline,
+    check_dataset,
+    samples_of,
+)
+from pipetransformer.model import Task
+from pipetransformer.processes import World
+from pipetransformer.stage.predictions import (
+    OUTPUT,
+    EvalPrediction,
+    KeptOutputs,
+    PredictionOutput,
+    as_labels,
+    gather_outputs,
+    judge,
+)
+from pipetransformer.stage.stage import Stage
+from pipetransformer.stage.work import Results
+
+
+@final
+class Evaluator:
+    """Run the deployed model over data sets; all of it is collective.
+
+    Args:
+        dataset: that of the evaluations, which goes through a cache of its own; None without any.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        prefix: FrozenPrefix,
+        *,
+        stage: Callable[[], Stage],
+        timeline: Timeline,
+        dataset: SizedDataset | None,
+    ) -> None:
+        self.dataset = dataset
+        self._task, self._world, self._prefix = task, world, prefix
+        self._stage, self._timeline = stage, timeline
+        self.feed = None if dataset is None else self._feed_of(dataset, keeps=1)
+
+    def choose(self, dataset: SizedDataset | None) -> SizedDataset:
+        """Return what to evaluate, that of the evaluations by default, if it can be.
+
+        Raises:
+            TypeError, ValueError: it has no length or no samples, or there is none.
+        """
+        chosen = self.dataset if dataset is None else dataset
+        if chosen is None:
+            raise ValueError(
+                "there is no eval_dataset; give one to Trainer, or a dataset to evaluate"
+            )
+        check_dataset(chosen, "dataset")
+        return chosen
+
+    def evaluate(self, dataset: SizedDataset) -> dict[str, float]:
+        """Return loss and metrics; outputs are kept only for `compute_metrics`."""
+        if self._task.config.compute_metrics is not None:
+            return self._predict(dataset, self._task.model.targets).metrics
+        return self._collect(dataset, self._task.model.targets)
+
+    def predict(self, dataset: SizedDataset) -> PredictionOutput:
+        """Return all outputs in order; a data set may have no targets, and then no metrics."""
+        names = self._task.model.targets
+        first = samples_of(self._task, dataset, needs_targets=False, evaluates=True).probe([0])
+        return self._predict(dataset, names if first.keys() >= set(names) else ())
+
+    def close(self) -> None:
+        """Unmap the cache."""
+        if self.feed is not None:
+            self.feed.close()
+
+    def _predict(self, dataset: SizedDataset, targets: tuple[str, ...]) -> PredictionOutput:
+        config, group = self._task.config, self._world.group
+        kept = KeptOutputs(config.preprocess_logits_for_metrics)
+        metrics = self._collect(dataset, targets, kept)
+        arrays = gather_outputs(kept, group=group)
+        label_ids = as_labels(arrays[name] for name in targets)
+        if config.compute_metrics is not None and targets:
+            judged = EvalPrediction(arrays[OUTPUT], label_ids)
+            metrics |= judge(config.compute_metrics, judged, group=group)
+        return PredictionOutput(arrays[OUTPUT], label_ids, metrics)
+
+    def _collect(
+        self, dataset: SizedDataset, targets: tuple[str, ...], kept: KeptOutputs | None = None
+    ) -> dict[str, float]:
+        """Return the means over a data set, NaN for those of nothing; keep outputs where asked."""
+        own, joined = Results(kept=kept), Results()
+        feed, is_last = self.feed, self._timeline.is_over
+        is_whole = targets == self._task.model.targets
+        if feed is None or feed.dataset is not dataset or not is_whole:
+            feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
+        feed.follow_prefix()
+        stage = self._stage()
+        feed.prefix.look_closely()
+        stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
+        feed.prefix.look_closely()  # When training goes on.
+        if feed is not self.feed:
+            feed.close()
+        for totals in gather_json(own.read(), group=self._world.group):
+            for name, (total, count) in totals.items():
+                joined.add(name, total, count)
+        means = joined.read().items()
+        return {name: total / count if count else math.nan for name, (total, count) in means}
+
+    def _feed_of(
+        self, dataset: SizedDataset, *, keeps: int = 0, needs_targets: bool = True
+    ) -> SampleFeed:
+        """Return what serves a data set's samples, by default once."""
+
+        def to_come() -> Iterator[tuple[int, Tensor]]:
+            stage = self._stage()
+            return ((0, stage.share.read_of_slice(ids)) for ids in stage.rounds(len(dataset)))
+
+        samples = samples_of(self._task, dataset, needs_targets=needs_targets, evaluates=True)
+        return SampleFeed(self._prefix, self._world, samples, to_come=to_come, keeps=keeps)

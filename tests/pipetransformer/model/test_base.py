@@ -1,0 +1,250 @@
+"""A LayeredModel shares its model's tensors, and refuses what it cannot split without harm."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipetransformer.model.layered_model import LayeredModel, Sublayer
+from pipetransformer.model.registry import adapt, register_adapter
+from tests.models import sequential
+from tests.pool import another_process
+
+
+def test_sequential_children_are_layers_even_where_a_module_is_used_twice() -> None:
+    layered = adapt(sequential())
+    assert [(sub.name, sub.layer) for sub in layered.sublayers] == [
+        ("0", 0),
+        ("1", 1),
+        ("2", 2),
+        ("3", 3),
+        ("4", 4),
+    ]
+    assert (layered.inputs, layered.targets, layered.loss_fn) == (("x",), ("y",), None)
+
+
+def test_impossible_ranges_and_inputs_are_refused() -> None:
+    layered = adapt(sequential())
+    hidden = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="num_frozen is 5, but the model has 4 layers"):
+        layered.first_active(5)
+    with pytest.raises(ValueError, match="give 0 <= first < last"):
+        layered.run({}, first=3, last=3, hidden=hidden)
+    with pytest.raises(TypeError, match="sublayer 1 .* got a dict; give it the hidden state"):
+        layered.run({}, first=1)
+    with pytest.raises(TypeError, match="sublayer 0 .* got a Tensor; give it the batch"):
+        layered.run({}, hidden=hidden)
+    with pytest.raises(ValueError, match=r"the batch has entries \['image'\].*takes 'x'"):
+        layered.run({"image": hidden})
+    with pytest.raises(TypeError, match="sublayer 0 .* got a Tensor; give it the batch"):
+        layered.call(0, hidden, sides={})
+    with pytest.raises(TypeError, match="sublayer 1 .* got a dict; give it the hidden state"):
+        layered.call(1, {"x": hidden}, sides={})
+
+
+def test_a_sublayer_that_returns_a_tuple_is_refused() -> None:
+    layered = adapt(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 2)))
+    with pytest.raises(TypeError, match="sublayer '0' returned a tuple"):
+        layered.run({"x": torch.zeros(1, 2, 4)})
+
+
+def test_materialize_leaves_held_tensors_alone() -> None:
+    layered = adapt(sequential())
+    held = layered.tensors(0)
+    layered.materialize(0, "cpu")
+    assert all(tensor is held[name] for name, tensor in layered.tensors(0).items())
+
+
+def test_replacement_that_does_not_fit_changes_nothing() -> None:
+    layered = adapt(sequential())
+    before = layered.tensors(0)
+    with pytest.raises(ValueError, match="'4.bias' is no tensor of sublayer '0'"):
+        layered.replace(0, {"4.bias": None})
+    with pytest.raises(ValueError, match=r"cannot be replaced by \(7,\) torch.float32"):
+        layered.replace(0, {"0.weight": None, "0.bias": torch.zeros(7)})
+    with pytest.raises(ValueError, match="cannot be replaced by .* torch.float64"):
+        layered.replace(0, {"0.bias": torch.zeros(8, dtype=torch.float64)})
+    assert all(tensor is before[name] for name, tensor in layered.tensors(0).items())
+
+
+class Tied(nn.Module):
+    """A language model with the usual tie between its embedding and its last linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.classifier = nn.Linear(4, 7)
+        self.classifier.weight = self.embedding.weight
+
+    def sublayers(self) -> list[Sublayer]:
+        return [Sublayer("words", 0, self.embedding), Sublayer("head", 1, self.classifier)]
+
+
+def test_tied_weights_are_refused_until_untied() -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match="'embedding.weight' is tied: sublayers 'words' and"):
+        LayeredModel(model, model.sublayers(), inputs=["x"], targets=["y"])
+    model.classifier.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    layered = LayeredModel(model, model.sublayers(), inputs=["x"], targets=["y"])
+    assert layered.run({"x": torch.zeros(2, 3, dtype=torch.long)}).shape == (2, 3, 7)
+    shared = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="'0.weight' is tied: sublayers '0' and '1'"):
+        adapt(nn.Sequential(shared, shared, nn.Linear(4, 2)))
+
+
+def test_tensors_tied_within_a_sublayer_stay_tied() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    block[1].weight = block[0].weight
+    block[0].alias = block[0].weight
+    layered = adapt(nn.Sequential(block, nn.Linear(4, 2)))
+    assert list(layered.tensors(0)) == ["0.0.weight", "0.0.bias", "0.1.bias"]
+    layered.replace(0, {"0.0.weight": torch.zeros(4, 4)})
+    assert block[1].weight is block[0].weight is block[0].alias
+
+
+class Functional(nn.Module):
+    """Reads the weight of a child that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x, self.convolution.weight)
+
+
+def test_released_weight_of_a_child_that_is_not_called_is_refused_too() -> None:
+    layered = adapt(nn.Sequential(Functional(), nn.Flatten()))
+    layered.release(0)
+    # A convolution with a meta weight would return numbers.
+    with pytest.raises(RuntimeError, match="convolution.weight' of this Functional is released"):
+        layered.run({"x": torch.zeros(2, 4, 4)})
+
+
+def test_every_tensor_must_be_in_a_sublayer_or_declared_unused() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "extra": nn.BatchNorm1d(2)})
+    names = {"a": 0, "b": 1}
+    sublayers = [Sublayer(name, layer, model[name]) for name, layer in names.items()]
+    extra = [
+        name
+        for name, _ in chain(model.named_parameters(), model.named_buffers())
+        if name.startswith("extra.")
+    ]
+    with pytest.raises(ValueError, match=r"in no sublayer: \['extra.bias', .*'extra.weight'\]"):
+        LayeredModel(model, sublayers, inputs=["x"], targets=["y"])
+    with pytest.raises(ValueError, match=r"declared unused but not so: \['a.bias'\]"):
+        LayeredModel(model, sublayers, inputs=["x"], targets=["y"], unused=[*extra, "a.bias"])
+    layered = LayeredModel(model, sublayers, inputs=["x"], targets=["y"], unused=extra)
+    assert layered.unused == tuple(extra)
+    alien = [sublayers[0], Sublayer("b", 1, nn.Linear(2, 2))]
+    with pytest.raises(ValueError, match="'weight' of sublayer 'b' is not of the model"):
+        LayeredModel(model, alien, inputs=["x"], targets=["y"], unused=extra)
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [([0, 0], "ab"), ([1, 2], "ab"), ([0, 2], "ab"), ([0, 1, 0], "abc"), ([0], "a")],
+)
+def test_layers_out_of_order_are_refused(layers: list[int], names: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    sublayers = [
+        Sublayer(name, layer, model[name]) for name, layer in zip(names, layers, strict=True)
+    ]
+    with pytest.raises(ValueError, match="layers of the sublayers are"):
+        LayeredModel(model, sublayers, inputs=["x"], targets=["y"])
+
+
+def test_sublayer_names_used_twice_and_missing_inputs_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    twice = [Sublayer("a", index, child) for index, child in enumerate(model)]
+    with pytest.raises(ValueError, match=r"sublayer names \['a'\] are used twice"):
+        LayeredModel(model, twice, inputs=["x"], targets=["y"])
+    with pytest.raises(ValueError, match="inputs is empty"):
+        LayeredModel(model, adapt(model).sublayers, inputs=[], targets=["y"])
+    with pytest.raises(ValueError, match="has 1 children; a pipeline needs at least two"):
+        adapt(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_unknown_models_are_refused_until_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipetransformer.model.registry._BUILDERS", {nn.Sequential: adapt})
+    model = Tied()
+    model.classifier.weight = nn.Parameter(torch.zeros(7, 4))
+    with pytest.raises(
+        TypeError,
+        match="knows a .*Tied; known: torch.nn.*Sequential. Give an "
+        "nn.Sequential, .* or call register_adapter",
+    ):
+        adapt(model)
+    register_adapter(
+        Tied, lambda tied: LayeredModel(tied, tied.sublayers(), inputs=["x"], targets=["y"])
+    )
+    layered = adapt(model)
+    assert layered.model is model and adapt(layered) is layered
+
+
+def wrapped_as_by_peft(model: nn.Module) -> nn.Module:
+    outer, inner = nn.Module(), nn.Module()
+    outer.base_model, inner.model = inner, model
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (torch.compile, "_orig_mod"),
+        (nn.DataParallel, "module"),
+        (wrapped_as_by_peft, "base_model.model"),
+    ],
+)
+def test_of_a_wrapper_the_model_in_it_is_asked_for(wrap: Any, path: str) -> None:
+    model = sequential()
+    wrapper = wrap(model)
+    with pytest.raises(TypeError, match=rf"Sequential that it wraps: give model\.{path} "):
+        adapt(wrapper)
+    assert adapt(operator.attrgetter(path)(wrapper)).model is model
+    with pytest.raises(TypeError, match="no adapter knows a .*; known: "):
+        adapt(wrap(Tied()))
+
+
+def test_known_models_are_named_by_family_and_task() -> None:
+    texts = "ForSequenceClassification/ForTokenClassification/ForQuestionAnswering"
+    families = "Bert/Roberta/XLMRoberta/Camembert/Electra/DistilBert/ModernBert"
+    images = "ViT/DeiT/Dinov2/Dinov2WithRegisters ForImageClassification"
+    with pytest.raises(TypeError, match=f"known: .*, {families} {texts}, {images}. Give"):
+        adapt(Tied())
+
+
+class Doubled(nn.Sequential):
+    """A Sequential that is not one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = 2 * super().forward(x)
+        return doubled
+
+
+def test_models_with_a_forward_of_their_own_are_refused() -> None:
+    with pytest.raises(TypeError, match="Doubled overrides forward of Sequential"):
+        adapt(Doubled(nn.Linear(2, 2), nn.Linear(2, 2)))
+    hooked = sequential()
+    hooked.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="overrides forward of Sequential"):
+        adapt(hooked)
+
+
+def imported_without_model_libraries() -> None:
+    """Fail where this process, which has imported the package, has imported one."""
+    assert "pipetransformer.model" in sys.modules
+    assert not {"timm", "transformers"} & set(sys.modules)
+
+
+def test_importing_the_package_imports_neither_timm_nor_transformers() -> None:
+    process = another_process(imported_without_model_libraries)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
