@@ -56,7 +56,7 @@ KILLS_A_RUN = 10
 ATTEMPT_LIMIT_S = 60.0
 IMPORTED = ("pipetransformer", "torch._dynamo", "experiments.soak_run", "experiments.soak_hf")
 MOMENTS = {
-    "transition": ("decider", "deployment", "held_shards", "journal", "moves", "redistribute",
+    "transition": ("elasticity", "deployment", "held_shards", "journal", "moves", "redistribute",
                    "transitions"),
     "checkpoint": ("best_model", "durable_files", "format", "run_state", "saver", "snapshot"),
     "evaluation": ("evaluations", "evaluator", "selection", "step_result"),

@@ -4,7 +4,7 @@
 
 task: what is trained                 feed: whose samples, through the cache
 world: on which ranks                 deployment: what this rank holds of it
-timeline: where the run is            transitions: what is decided, and carried out
+timeline: where the run is            elastic: what is decided, and carried out
 evaluator: loss, metrics, outputs     selection: the best evaluation, and its weights
 state: what checkpoints hold          log: records, progress and the report
 """
@@ -54,7 +54,7 @@ from pipetransformer.checks import (
 )
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.durable_files import replace_tensors
-from pipetransformer.elastic import Change, Decision, Deployment, Transitions
+from pipetransformer.elastic import Change, Decision, Deployment, Elasticity
 from pipetransformer.feed import (
     Batch,
     Clock,
@@ -170,7 +170,7 @@ class Trainer:
             timeline=timeline,
             dataset=eval_dataset,
         )
-        self._transitions = Transitions(
+        self._elastic = Elasticity(
             task, world, policy=policy, deployment=self._deployment, timeline=timeline
         )
         self._log = RunLog(world, config, freezes=freezes)
@@ -179,7 +179,7 @@ class Trainer:
         self._state = RunState(
             task,
             world,
-            transitions=self._transitions,
+            elastic=self._elastic,
             parts=self._saved_parts(),
             optimizer=traits,
         )
@@ -234,7 +234,7 @@ class Trainer:
                 while not self.is_over:
                     self.step()
             self._note_save(self._state.finish())
-            self._transitions.look_back()
+            self._elastic.look_back()
             self._log.finish()
             self._deployment.refuse_partial_edits()
             self._deployment.gather_weights(self._deployment.roomy_device())
@@ -295,7 +295,7 @@ class Trainer:
 
     def _train(self, trace: Trace | None = None) -> StepResult:
         """Train one step, with all that comes before and after it. Collective."""
-        had_begun = self._transitions.have_begun
+        had_begun = self._elastic.have_begun
         with self._ready(trains=True):
             self._refuse_ended_run(had_begun)
             self._borrow_model()
@@ -317,7 +317,7 @@ class Trainer:
         if self._timeline.at_epoch_start:
             self._deployment.refuse_partial_edits()
         report = self.report
-        change = self._transitions.decide_if_due(report.metrics, report.evaluated_at)
+        change = self._elastic.decide_if_due(report.metrics, report.evaluated_at)
         if change is not None:
             self._log.change(change)
         return change
@@ -348,7 +348,7 @@ class Trainer:
         timeline = self._timeline
         if not self._stream:
             rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
-            steps = self._coming.to_next_pause(self._replicas, self._transitions.review_step)
+            steps = self._coming.to_next_pause(self._replicas, self._elastic.review_step)
             self._stream = stage.train_stream(steps, rows)
             timeline.note_trained(steps[-1].step)
         result = self._stream.popleft()
@@ -362,7 +362,7 @@ class Trainer:
         What a GPU is still to compute is recorded a step late, or before whatever comes between
         two steps.
         """
-        decision, timeline = self._transitions.decider.current, self._timeline
+        decision, timeline = self._elastic.decision, self._timeline
         assert decision is not None
         self._last_rate = clock.learning_rate
         report = self.report
@@ -373,7 +373,7 @@ class Trainer:
         timeline.advance(num_samples)
         if result.stops:
             timeline.stop()
-        if timeline.pauses or timeline.position.step == self._transitions.review_step:
+        if timeline.pauses or timeline.position.step == self._elastic.review_step:
             self._settle()
         if timeline.at_epoch_start:
             self._log.epoch(timeline.position.step, timeline.position.epoch)
@@ -396,7 +396,7 @@ class Trainer:
         self, result: StepResult, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
         self._log.step(result, decision=decision, clock=clock, num_samples=num_samples)
-        usual_s = self._transitions.note_step(result, clock.learning_rate)
+        usual_s = self._elastic.note_step(result, clock.learning_rate)
         if usual_s is not None:
             self._log.outcome(clock.step, decision, usual_s)
 
@@ -524,13 +524,13 @@ class Trainer:
     def measure(self) -> Measurements:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         with self._ready():
-            return self._transitions.measure()
+            return self._elastic.measure()
 
     def plan_request(self, num_frozen: int) -> PlanRequest:
         """Return what a decision before the coming step would ask of its planner with so many
         frozen layers, from what `measure` has found.
         """
-        return self._transitions.plan_request(num_frozen)
+        return self._elastic.plan_request(num_frozen)
 
     @property
     def is_main_process(self) -> bool:
@@ -571,12 +571,12 @@ class Trainer:
     @property
     def measurements(self) -> Measurements | None:
         """Return what decisions are based on; None before the first step."""
-        return self._transitions.measurements
+        return self._elastic.measurements
 
     @property
     def decision(self) -> Decision | None:
         """Return what holds now: frozen layers and pipeline; None before the first step."""
-        return self._transitions.decision
+        return self._elastic.decision
 
     @property
     def _stage(self) -> Stage:
@@ -586,7 +586,7 @@ class Trainer:
     @property
     def _replicas(self) -> int:
         """Return how many pipelines train; 1 before the first decision."""
-        return self._transitions.replicas
+        return self._elastic.replicas
 
     def _clock(self) -> Clock:
         """Describe the coming step."""
@@ -603,7 +603,7 @@ class Trainer:
         Args:
             trains: whether steps follow, and with them evaluations, and not a prediction alone.
         """
-        if self._transitions.have_begun:
+        if self._elastic.have_begun:
             return None
         self._lent.borrow()
         try:
@@ -622,7 +622,7 @@ class Trainer:
 
     def _borrow_model(self) -> None:
         """Have the model as the last decision wants it, where it was given back since."""
-        if self._lent.borrow() and (decision := self._transitions.decision) is not None:
+        if self._lent.borrow() and (decision := self._elastic.decision) is not None:
             set_frozen(self._task, decision.num_frozen, decision.resting)
 
     def _give_model_back(self) -> None:
@@ -693,7 +693,7 @@ class Trainer:
             probe_evaluation(self._task, self.world, evaluated.read)
 
     def _start_log(self) -> None:
-        profile = self._transitions.decider.planner.measurements.profile
+        profile = self._elastic.planner.measurements.profile
         feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
         ids = torch.arange(largest_micro_batch(self._task, self.world))
         measured = self._feed.read_apart(ids) if self._caches else {}
@@ -719,7 +719,7 @@ class Trainer:
 
     def _say_where(self, error: KeyboardInterrupt) -> None:
         """Have an interrupt say where it has stopped the run, as the last line of its trace."""
-        if not error.args and self._transitions.have_begun:
+        if not error.args and self._elastic.have_begun:
             error.args = tuple(filter(None, [self._where_it_stopped()]))
 
     def _where_it_stopped(self) -> str:
@@ -759,7 +759,7 @@ class Trainer:
             self._lent.give_back()
             self._feed.close()
             self._evaluator.close()
-            self._transitions.close()
+            self._elastic.close()
             self._log.close()
             if not failed:
                 self.world.close()

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 import pipetransformer.checkpoint.format
 import pipetransformer.checkpoint.saver
 import pipetransformer.elastic.deployment
-import pipetransformer.elastic.transitions
+import pipetransformer.elastic.elasticity
 from autocache.store import RowStore
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool
 from experiments.soak import last_checkpoint, limit, read_state, shared_files
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
-from pipetransformer.elastic.decider import Decider
+from pipetransformer.elastic.elasticity import Elasticity
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.journal import Journal
 from pipetransformer.feed import ComingStep, Samples
@@ -47,7 +47,7 @@ from tests.pool import suit_tests
 from tests.scenario import Forced, Shape, build_adamw, slow_start
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "measure": (pipetransformer.elastic.transitions, "measure"),
+    "measure": (pipetransformer.elastic.elasticity, "measure"),
     "read": (Samples, "read"),
     "step": (Stage, "train_step"),
     "forward": (TrainWork, "forward"),
@@ -57,7 +57,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "policy": (FreezeSchedule, "decide"),
     "planner": (Forced, "__call__"),
     "journal": (Journal, "append"),
-    "decision": (Decider, "_publish"),
+    "decision": (Elasticity, "_publish"),
     "leave": (Deployment, "_leave_stage"),
     "move": (pipetransformer.elastic.deployment, "move_shards"),
     "adopt": (Deployment, "_adopt"),

@@ -178,7 +178,7 @@ def look(trainer: Trainer) -> float:
     with measuring(measure):
         trainer.measure()
     # The examples must not depend on what was measured.
-    trainer._transitions.decider.planner.measurements = before
+    trainer._elastic.planner.measurements = before
     return loss
 
 

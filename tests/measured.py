@@ -16,7 +16,7 @@ from torch import nn
 from autodp.messages import gather_json
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
-from pipetransformer.elastic import transitions as steering
+from pipetransformer.elastic import elasticity as steering
 from pipetransformer.measure.measurements import Measurements, measure
 from pipetransformer.model import Task
 from pipetransformer.processes.world import World

@@ -38,7 +38,7 @@ def suit_tests() -> None:
     training.
     """
     from pipetransformer.checkpoint import run_state
-    from pipetransformer.elastic import transitions
+    from pipetransformer.elastic import elasticity
     from pipetransformer.measure import link_times, measurements, reading_times, timing
     from tests.measured import kept
 
@@ -46,7 +46,7 @@ def suit_tests() -> None:
     timing._DISPLACING_BYTES = 1 << 12
     link_times._TURNS = measurements._MOST_ROUNDS = 1
     reading_times._NUM_ROWS, reading_times._FETCHED = 8, 4
-    transitions.measure = kept
+    elasticity.measure = kept
 
 
 def prepared() -> ForkServerContext:

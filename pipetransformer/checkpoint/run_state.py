@@ -31,7 +31,7 @@ from pipetransformer.checkpoint.resume import (
     resumes,
 )
 from pipetransformer.checkpoint.saver import Saved, Saver
-from pipetransformer.elastic import Decision, Transitions, plan_shape
+from pipetransformer.elastic import Decision, Elasticity, plan_shape
 from pipetransformer.feed import Position
 from pipetransformer.measure import Measurements
 from pipetransformer.model import OptimizerTraits, Task
@@ -68,15 +68,15 @@ class RunState:
         task: Task,
         world: World,
         *,
-        transitions: Transitions,
+        elastic: Elasticity,
         parts: Mapping[str, Part],
         optimizer: OptimizerTraits,
     ) -> None:
         self._task = task
         self._world = world
-        self._timeline, self._deployment = transitions.timeline, transitions.deployment
-        self._transitions = transitions
-        self._parts = {"transitions": transitions, **parts}
+        self._timeline, self._deployment = elastic.timeline, elastic.deployment
+        self._elastic = elastic
+        self._parts = {"transitions": elastic, **parts}
         self._optimizer = optimizer
         self._hardware = _describe_hardware(world.device)
         self._lock: FileIO | None = None
@@ -119,12 +119,12 @@ class RunState:
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Measure where need be, and continue from a checkpoint if there is one. Collective."""
-        self._transitions.begin(self._kept_measurements(checkpoint) if checkpoint else None)
+        self._elastic.begin(self._kept_measurements(checkpoint) if checkpoint else None)
         if checkpoint:
             self._restore(checkpoint)
             self.continues = self._continues_from(checkpoint)
         step = self._timeline.position.step
-        self._transitions.decider.open_journal(from_step=step if self._resumes else None)
+        self._elastic.open_journal(from_step=step if self._resumes else None)
 
     def _kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
         """Return what was measured before, where it was on as many such ranks. Collective."""
@@ -137,15 +137,15 @@ class RunState:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint that any number of ranks may have written. Collective."""
-        scalars, transitions = checkpoint.scalars, self._transitions
+        scalars, elastic = checkpoint.scalars, self._elastic
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
             # A run that was saved in another precision has no loss scale: it starts anew.
             if name in scalars["parts"]:
                 part.load_state_dict(scalars["parts"][name])
         if scalars["world"] != plan_shape(self._task, self._world):
-            transitions.decider.replan(transitions.clock())
-        decision = transitions.decider.current
+            elastic.replan()
+        decision = elastic.decision
         assert decision is not None
         needed = self._deployment.needed_shards(decision)
         shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
@@ -153,7 +153,7 @@ class RunState:
         signals = [rank["signals"] for rank in scalars["ranks"]]
         self._deployment.active_stage.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:
-            transitions.decider.planner.use(transitions.decider.planner.measurements)
+            elastic.planner.use(elastic.planner.measurements)
 
     def _continues_from(self, checkpoint: Checkpoint) -> str:
         """Return where the run continues, and what is set otherwise than at the save."""
@@ -176,8 +176,7 @@ class RunState:
         """Have a checkpoint written where one is due; return one that has been since."""
         if self._saver is None:
             return None
-        decider = self._transitions.decider
-        decision = decider.current
+        decision = self._elastic.decision
         assert decision is not None
         if decision.changes(self._reserved_for) and self._saver.is_idle:
             # Only after a step: there is no optimizer state before the first.
@@ -191,7 +190,7 @@ class RunState:
                 "world": plan_shape(self._task, self._world),
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
-                "measurements": decider.planner.measurements.to_json(),
+                "measurements": self._elastic.planner.measurements.to_json(),
                 "state_names": list(self._task.model.model.state_dict()),
             }
             self._saver.save(

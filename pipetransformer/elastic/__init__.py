@@ -1,13 +1,13 @@
 """Decide at a step boundary, write it down, and carry it out.
 
-observing, probe ─► transitions ─► decider ─► decision ─► journal
-                       │             └─► run_planner ─► planners, costs
-                       └─────► deployment ─► ownership, held_shards
+observing ─► elasticity ─► decision ─► journal
+                │ └─► run_planner ─► planners, costs: which pipeline
+                └───► deployment ─► shards, edited_weights: who holds what, and how it moves
 """
 
-from pipetransformer.elastic.decider import plan_shape
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
+from pipetransformer.elastic.elasticity import Change, Elasticity, plan_shape
 from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
 from pipetransformer.elastic.planners import (
     PlanSituation,
@@ -21,11 +21,10 @@ from pipetransformer.elastic.planners import (
     sureness,
 )
 from pipetransformer.elastic.shards import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
-from pipetransformer.elastic.transitions import Change, Transitions
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
-    "RowRates", "Transitions", "WEIGHTS", "complete_request", "fastest_by_length",
+    "RowRates", "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
     "fastest_per_sample", "fastest_plan", "plan_shape", "planner_of", "published_plan",
     "read_looks", "shard_name", "split_shard_name", "sureness",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ from freeze import Replay, named_policy
 from pipetransformer import Trainer
 from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
-from pipetransformer.elastic import transitions
+from pipetransformer.elastic import elasticity
 from pipetransformer.stage import PredictionOutput
 from tests.experiments.smoke_runs import smoke
 from tests.experiments.tiny_scripts import write_squad
@@ -239,7 +239,7 @@ def test_a_schedule_that_the_model_has_no_layers_for_is_refused_before_anything_
 ) -> None:
     # It failed at the first decision, with everything loaded and measured.
     for text in ("schedule:0,2,9", "guarded:1,schedule:0,9"):
-        with mock.patch.object(transitions, "measure", side_effect=AssertionError):
+        with mock.patch.object(elasticity, "measure", side_effect=AssertionError):
             with pytest.raises(ValueError, match=r"freezes up to 9 layers, but \d layers can"):
                 smoke(tmp_path / "run", "--freeze", text)
 

@@ -41,7 +41,7 @@ def heavy_end(*arguments: Any, **options: Any) -> Measurements:
 
 def planned(outcome: Outcome, trainer: Any) -> Outcome:
     """Add what was planned."""
-    plan = trainer._transitions.decision.plan
+    plan = trainer._elastic.decision.plan
     chosen = {"plan": plan, "workers": trainer.world.stage_workers}
     return dataclasses.replace(outcome, extra={**outcome.extra, **chosen})
 

@@ -230,12 +230,11 @@ def fit_with_a_change_within_an_interval(scenario: Scenario, folder: str) -> Non
     with trainer_of(scenario, folder) as trainer:
         for _ in range(6):
             trainer.step()
-        transitions = trainer._transitions
-        decider, current = transitions.decider, trainer.decision
+        elastic, current = trainer._elastic, trainer.decision
         assert current is not None
-        plan, _ = decider.planner.plan(transitions.clock(), 0, current)
-        decider.current = dataclasses.replace(current, plan=plan)
-        transitions.deployment.change(decider.current)
+        plan, _ = elastic.planner.plan(elastic.clock(), 0, current)
+        elastic.decision = dataclasses.replace(current, plan=plan)
+        elastic.deployment.change(elastic.decision)
         trainer.fit()
 
 

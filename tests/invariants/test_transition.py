@@ -67,7 +67,7 @@ def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) 
         outcome = collect(trainer, [0.0])
         transitions = [entry["step"] for entry in trainer.report.transitions]
         outcome.extra["report"] = [trainer.report.samples, trainer.report.metrics, transitions]
-        outcome.extra["policy"] = trainer._transitions.decider.policy.state_dict()
+        outcome.extra["policy"] = trainer._elastic._policy.state_dict()
         return outcome
 
 

@@ -26,7 +26,7 @@ from pipetransformer.checkpoint.format import (
 )
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.snapshot import Shards, Snapshot
-from pipetransformer.elastic import transitions as steering
+from pipetransformer.elastic import elasticity as steering
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect

@@ -14,7 +14,7 @@ from pipetransformer import Trainer
 from pipetransformer.elastic import planners as planning
 from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, SteadyStep
 from pipetransformer.elastic.decision import Decision
-from pipetransformer.elastic.transitions import Review
+from pipetransformer.elastic.elasticity import Review
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from tests.models import tiny_data, tiny_model
 from tests.pool import Pool

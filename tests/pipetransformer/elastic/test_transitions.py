@@ -11,7 +11,7 @@ from unittest import mock
 from torch import nn
 
 from pipetransformer import FreezeSchedule, Trainer
-from pipetransformer.elastic import transitions as steering
+from pipetransformer.elastic import elasticity as steering
 from pipetransformer.measure import Measurements
 from tests.measured import measuring, never, once
 from tests.models import tiny_data, tiny_model

@@ -276,7 +276,7 @@ def test_samples_to_measure_come_from_all_over_the_data_set(
         found.append(entry.flatten().tolist())
         return measure(task, world, read, **held)
 
-    monkeypatch.setattr("pipetransformer.elastic.transitions.measure", note)
+    monkeypatch.setattr("pipetransformer.elastic.elasticity.measure", note)
     data = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None], torch.zeros(40))
     model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Flatten(0))
     with Trainer(

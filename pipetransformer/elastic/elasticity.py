@@ -1,0 +1,466 @@
+"""Decide between two steps what freezes and which pipeline follows, and carry that out.
+
+    observe ─► choose (rank 0 asks the policy, then the planner) ─► journal, publish ─► move
+        ▲                                                                               │
+        └──────────────── learn what steps and transitions take ◄────────────── Change ◄┘
+
+A decision that is due asks the policy. A review, some steps after a new pipeline, asks no policy:
+it goes back to the pipeline before where that was faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from autodp import broadcast_json, gather_json
+from autopipe.plan import PipelinePlan, PlanRequest
+from freeze import (
+    JOURNAL_FILE,
+    FreezeContext,
+    FreezePolicy,
+    PolicyError,
+    checked_decision,
+    frozen_since,
+    sets_rates,
+)
+from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, plan_name, steady_step
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.deployment import Deployment
+from pipetransformer.elastic.journal import Journal
+from pipetransformer.elastic.observing import Observed, Observing
+from pipetransformer.elastic.run_planner import RunPlanner
+from pipetransformer.feed import Clock, Timeline
+from pipetransformer.measure import Measurements, measure
+from pipetransformer.model import Task
+from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
+from pipetransformer.stage import StepResult
+
+_NOISE = 0.03
+"""Share by which medians of a few steps may differ without meaning anything."""
+
+_PLANNED_FOR = (
+    "global_batch_size", "scale_batch", "memory_limit_bytes", "pipeline_length", "max_replicas",
+    "micro_batches", "micro_batch_size", "schedule",
+)  # fmt: skip
+"""Settings that a plan depends on."""
+
+
+def plan_shape(task: Task, world: World) -> dict[str, Any]:
+    """Name what a plan was made for, as plain values; another one needs another plan."""
+    workers = world.stage_workers
+    return {
+        "num_ranks": world.size,
+        "slots_per_node": world.slots_per_node,
+        **{name: getattr(task.config, name) for name in _PLANNED_FOR},
+        "stage_workers": workers and list(workers),  # As JSON gives it back.
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """Report what happened between two steps.
+
+    Args:
+        before: what held so far; None at the start.
+        decision: what holds from now on.
+        is_transition: whether anything had to be done for it.
+        seconds: deciding and carrying out.
+        predicted_s: what carrying out was predicted to take.
+        bytes_moved: what all ranks received.
+        step_before_s: what steps took of late, in the long run; None where that is not known.
+        sureness: how sure a new plan is, on rank 0; "" where nothing was planned.
+        context: what the policy has seen, on rank 0; None where it was not asked.
+        look_s: seconds of a forward of the probe batch.
+        observe_s: seconds of reading all signals, a look included.
+    """
+
+    before: Decision | None
+    decision: Decision
+    is_transition: bool
+    seconds: float
+    predicted_s: float
+    bytes_moved: int
+    step_before_s: float | None
+    sureness: str = ""
+    context: FreezeContext | None = None
+    look_s: float = 0.0
+    observe_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Review:
+    """Say when another pipeline is compared with the one that was left for it.
+
+    Args:
+        step: the step before which that is done.
+        left: the pipeline that was left.
+        was_measured: whether it is known what its steps took.
+    """
+
+    step: int
+    left: PipelinePlan
+    was_measured: bool
+
+    @staticmethod
+    def of(before: Decision | None, decision: Decision, *, was_measured: bool) -> Review | None:
+        """Return when a decision is reviewed; None where it has brought no other K or M."""
+        plans = (before or decision).plan, decision.plan
+        if len({(plan.length, plan.num_micro_batches) for plan in plans}) == 1:
+            return None
+        return Review(decision.step + REVIEW_STEPS, plans[0], was_measured)
+
+
+@final
+class Elasticity:
+    """Hold what is decided, and all that the next decision rests on.
+
+    Attributes:
+        decision: what holds now; None before the first.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        policy: FreezePolicy,
+        deployment: Deployment,
+        timeline: Timeline,
+    ) -> None:
+        self._task, self._world = task, world
+        self._policy = policy
+        self.deployment, self.timeline = deployment, timeline
+        self.decision: Decision | None = None
+        self._frozen_since: tuple[int, ...] = ()
+        self._observing = Observing(task, world, deployment.feed)
+        self._planner: RunPlanner | None = None
+        self._journal: Journal | None = None
+        self._pace = Pace()
+        self._review: Review | None = None
+        self._has_just_measured = False
+
+    @property
+    def have_begun(self) -> bool:
+        """Tell whether decisions are possible."""
+        return self._planner is not None
+
+    @property
+    def planner(self) -> RunPlanner:
+        """Return what chooses pipelines; there is one from `begin` on."""
+        assert self._planner is not None
+        return self._planner
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """Return what decisions are based on; None before `begin`."""
+        return None if self._planner is None else self._planner.measurements
+
+    @property
+    def replicas(self) -> int:
+        """Return how many pipelines train; 1 before the first decision."""
+        stage = self.deployment.stage
+        return stage.topology.replicas if stage else 1
+
+    @property
+    def review_step(self) -> int | None:
+        """Return the step before which a new plan is reviewed, if one will be."""
+        return None if self._review is None else self._review.step
+
+    def clock(self) -> Clock:
+        """Describe the coming step to a policy."""
+        return self.timeline.clock(self.replicas)
+
+    def begin(self, kept: Measurements | None) -> None:
+        """Measure, where nothing usable was kept; decisions are then possible. Collective."""
+        limit, self._has_just_measured = self._memory_limit_bytes(), kept is None
+        planner = RunPlanner(
+            self._task,
+            self._world,
+            measurements=kept or self._measure(),
+            memory_limit_bytes=limit,
+            may_cache=lambda: self.deployment.feed.may_cache,
+        )
+        planner.choose_workers(self.clock())
+        self._planner = planner
+
+    def open_journal(self, *, from_step: int | None) -> None:
+        """Record decisions in the run's folder; replay those of steps from `from_step` on."""
+        folder = self._task.config.folder
+        if folder is not None and self._world.is_main:
+            self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
+
+    def measure(self) -> Measurements:
+        """Measure for the decisions to come, unless the beginning just did. Collective."""
+        if not self._has_just_measured:
+            self.planner.use(self._measure())
+        self._has_just_measured = False
+        return self.planner.measurements
+
+    def plan_request(self, num_frozen: int) -> PlanRequest:
+        """Return what a planner would be asked now; possible from `begin` on."""
+        return self.planner.request(self.clock(), num_frozen, self.decision)
+
+    def decide_if_due(
+        self, metrics: Mapping[str, float], evaluated_at: int | None
+    ) -> Change | None:
+        """Decide where a decision, or its review, precedes the coming step. Collective there.
+
+        Args:
+            metrics, evaluated_at: of the last evaluation, and after which step it was.
+        Raises:
+            RuntimeError: the policy or the planner failed; rank 0 raises its very error.
+        """
+        current, step = self.decision, self.timeline.position.step
+        if current is None or self.timeline.decision_due(current.step):
+            self._calibrate()
+            return self._decide(metrics, evaluated_at)
+        if self.review_step == step:
+            clock = self.clock()
+            change = self._carry_out(lambda: self._choose_after_review(clock))
+            self._review = None  # A plan that was gone back to is not reviewed itself.
+            return change
+        return None
+
+    def replan(self) -> None:
+        """Plan what is frozen now anew, for a world of another size. Collective.
+
+        It is no decision and not journaled: the one recorded for the coming step is still to be
+        replayed.
+        """
+
+        current, clock = self._current, self.clock()
+
+        def plan() -> Decision:
+            made = self.planner.plan(clock, current.num_frozen, current, current.resting)
+            return replace(current, plan=made[0], use_cache=made[1])
+
+        self.decision = self._publish(None, plan)
+
+    def look_back(self) -> None:
+        """Look at what became of the layers, where looks are taken. Collective."""
+        if self._observing.probe is not None:
+            self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
+
+    def note_step(self, result: StepResult, learning_rate: float) -> float | None:
+        """Watch what steps take; return that once for every plan, when it is known."""
+        self._has_just_measured = False
+        self._observing.note_step(result.loss, learning_rate)
+        decision = self._current
+        step = steady_step(
+            result.breakdown,
+            result.stats,
+            decision.plan,
+            uses_cache=decision.use_cache,
+            has_workers=self._task.config.num_workers > 0,
+            on_cpu=self._world.device.type == "cpu",
+        )
+        known = self._pace.note(step, result.breakdown["compute"])
+        return self._pace.median_s if known else None
+
+    def close(self) -> None:
+        """Close the journal, and let go of the probe's samples."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._observing.probe is not None:
+            self._observing.probe.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {
+            "decider": {
+                "policy": self._policy.state_dict(),
+                "current": self._current.to_json(),
+                "frozen_since": list(self._frozen_since),
+                "planner": self.planner.state_dict(),
+            },
+            "observing": self._observing.state_dict(),
+            "review": self._review and asdict(self._review),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        decided = state["decider"]
+        self._policy.load_state_dict(decided["policy"])
+        self.decision = Decision.from_json(decided["current"])
+        self._frozen_since = tuple(decided["frozen_since"])
+        self.planner.load_state_dict(decided["planner"])
+        self._observing.load_state_dict(state["observing"])
+        if self._observing.probe is not None:
+            self._observing.probe.take_up(self.timeline.position.step)
+        if (review := state.get("review")) is not None:
+            self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
+
+    @property
+    def _current(self) -> Decision:
+        assert self.decision is not None
+        return self.decision
+
+    def _calibrate(self) -> None:
+        """Correct the costs by what steps took since the last decision. Collective."""
+        if self.decision is not None and (measured_s := self._pace.training_s) is not None:
+            computed_s = self._pace.computed_s
+            self.planner.calibrate(
+                self.clock(), self.decision, measured_s=measured_s, computed_s=computed_s
+            )
+
+    def _decide(self, metrics: Mapping[str, float], evaluated_at: int | None) -> Change:
+        """Decide on what was observed since the last decision. Collective."""
+        start = time.perf_counter()
+        step, probe = self.timeline.position.step, self._observing.probe
+        observed = self._observing.collect(self.deployment.stage, step)
+        observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
+        observe_s, look_s = time.perf_counter() - start, observed.looked.seconds
+        is_first = self.deployment.stage is None
+        # Here, as a schedule of the user's that raises does so on every rank.
+        clock = self.clock()
+        context: FreezeContext | None = None
+        sureness = ""
+
+        def choose() -> Decision:  # On rank 0 alone.
+            nonlocal context, sureness
+            context = self._context(clock, observed)
+            made, sureness = self._choose(clock, context)
+            return made
+
+        change = self._carry_out(choose)
+        if probe is not None and is_first:
+            # What layers are to be compared with.
+            look_s = probe.look(self.deployment.active_stage, step).seconds
+            observe_s += look_s
+        return replace(
+            change, sureness=sureness, context=context, look_s=look_s, observe_s=observe_s
+        )
+
+    def _context(self, clock: Clock, observed: Observed) -> FreezeContext:
+        """Return what the policy sees."""
+        current = self.decision
+        num_frozen, resting = (current.num_frozen, current.resting) if current else (0, ())
+        plan_for = self.planner.plan
+        return FreezeContext(
+            **asdict(clock),
+            layers=observed.layers(self._task, num_frozen, resting),
+            num_frozen=num_frozen,
+            resting=resting,
+            frozen_since=self._frozen_since,
+            metrics=observed.metrics,
+            evaluated_at=observed.evaluated_at,
+            loss=observed.loss,
+            loss_slope=observed.loss_slope,
+            mean_learning_rate=observed.mean_learning_rate,
+            predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
+        )
+
+    def _choose(self, clock: Clock, context: FreezeContext) -> tuple[Decision, str]:
+        """Ask the policy, then the planner; return how sure a new plan is, too. On rank 0."""
+        before = self.decision
+        # On a replay too: the policy's state must go on.
+        freeze = checked_decision(self._policy, context)
+        recorded, fits = self._recorded(clock.step)
+        if recorded is not None and fits:
+            return recorded, ""
+        # Another world needs another pipeline, but what was frozen must stay what it was.
+        held = recorded or freeze
+        plan, use_cache = self.planner.plan(clock, held.num_frozen, before, held.resting)
+        made = Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
+        is_new = made.changes(before)
+        return made, self.planner.sureness(clock, before, made) if is_new else ""
+
+    def _choose_after_review(self, clock: Clock) -> Decision:
+        """Keep a new plan after its first steps, or go back to the one before. On rank 0."""
+        current, review = self._current, self._review
+        assert review is not None
+        measured_s = self._pace.median_s if review.was_measured else None
+        recorded, fits = self._recorded(clock.step)
+        if recorded is not None and fits:
+            return recorded
+        kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
+        if measured_s is None:
+            return kept
+        left = review.left
+        back = self.planner.same_stages(clock, current, left)
+        # Told apart from a machine that became slower by how soon the one followed the other.
+        slower = measured_s / max(current.plan.predicted_step_s, 1e-9)
+        self.planner.calibration.correct(current.plan, slower)
+        kept = replace(kept, plan=current.plan.lengthened(slower))
+        if back is None or measured_s <= (1 + _NOISE) * back.predicted_step_s:
+            return kept
+        reason = (
+            f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
+            f"a step, instead of {back.predicted_step_s:.3g} s"
+        )
+        return replace(kept, plan=back, reason=reason)
+
+    def _recorded(self, step: int) -> tuple[Decision | None, bool]:
+        """Return what the journal to repeat has for a step, and whether it fits this world."""
+        entry = self._journal.recorded(step) if self._journal is not None else None
+        if entry is None:
+            return None, False
+        return Decision.from_json(entry["decision"]), entry["world"] == plan_shape(
+            self._task, self._world
+        )
+
+    def _publish(self, step: int | None, make: Callable[[], Decision]) -> Decision:
+        """Make a decision on rank 0, journal it under its step, and tell every rank."""
+        answer: dict[str, Any] = {}
+        if self._world.is_main:
+            try:
+                answer = {"decision": make().to_json()}
+                if self._journal is not None and step is not None:
+                    self._journal.append({"step": step, **self._journaled_with(), **answer})
+            except Exception as error:
+                by_policy = str(error) if isinstance(error, PolicyError) else ""
+                told = {"error": repr(error), "by_policy": by_policy}
+                broadcast_json(told, group=self._world.group)
+                raise
+        answer = broadcast_json(answer, group=self._world.group)
+        if answer.get("by_policy"):
+            raise PolicyError(f"rank 0: {answer['by_policy']}")
+        if "error" in answer:
+            raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
+        return Decision.from_json(answer["decision"])
+
+    def _journaled_with(self) -> dict[str, Any]:
+        """Return what a replay must know beside a decision."""
+        described: dict[str, Any] = {"world": plan_shape(self._task, self._world)}
+        if sets_rates(self._policy, self._task.model.num_layers):
+            described["sets_rates"] = True  # Which decisions alone do not tell.
+        return described
+
+    def _carry_out(self, choose: Callable[[], Decision]) -> Change:
+        """Have rank 0 choose, and all ranks do what it says. Collective."""
+        before, step_before_s = self.decision, self._pace.median_s
+        start = time.perf_counter()
+        decision = self._publish(self.timeline.position.step, choose)
+        predicted_s = self.planner.predict_transition_s(
+            before.plan if before else None, decision.plan
+        )
+        is_transition, moved = decision.changes(before), 0
+        if is_transition:
+            # The transition ends when its last rank is done.
+            moved = sum(gather_json(self.deployment.change(decision), group=self._world.group))
+        seconds = time.perf_counter() - start
+        if is_transition and before is not None:
+            self.planner.note_transition(before.plan, decision.plan, seconds)
+        self._frozen_since = frozen_since(self._frozen_since, decision.num_frozen, decision.step)
+        self.decision = decision
+        if is_transition:
+            self._pace = Pace()
+            if self._task.config.plan == "fastest":  # Other planners are obeyed, not corrected.
+                self._review = Review.of(before, decision, was_measured=step_before_s is not None)
+        return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
+
+    def _memory_limit_bytes(self) -> int | None:
+        """Return what plans may take on the fullest GPU, or what the user says. Collective."""
+        wanted, device = self._task.config.memory_limit_bytes, self._world.device
+        # A user's limit is taken as it is, without a margin, up to what there is.
+        free = plannable_bytes(device) if wanted is None else free_bytes(device)
+        return tightest((wanted, *gather_json(free, group=self._world.group)))
+
+    def _measure(self) -> Measurements:
+        held_bytes = self.deployment.held_bytes()
+        read = self.deployment.feed.read_apart
+        return measure(self._task, self._world, read, held_bytes=held_bytes)
